@@ -30,6 +30,7 @@ from parallel_backend.families.own_class.residuals import CONTROL, by_kind, for_
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call, draw_weights
 from tests.campaigns.transport.cases import nothing
+from tests.families import planted_prefix
 from tests.families.planted_classes import WIDTH
 from tests.support.cpu_and_gpu import Both, devices_of
 from tests.support.planted_comfyui import planted, planted_comfyui
@@ -70,6 +71,7 @@ SEQUENCE = (
         ("SharedKeys", (SEQUENCE[0], Degrees(ulysses=2, ring=2), TENSOR[0])),
         ("TwoStreams", SEQUENCE[1:5:3]),
         ("Windowed", (Degrees(), *SEQUENCE[1:5], TENSOR[0])),
+        ("Prefixed", (*SEQUENCE[1:5:3], TENSOR[0])),
         ("JoinsFeedForward", (THREE, TENSOR[1])),
         pytest.param("TablesByHead", (THREE, *PRODUCTS), marks=pytest.mark.full),
     ],
@@ -160,6 +162,7 @@ DISPLACED = tuple(
         ("LongSkips", "rows", BANDS[1:3]),
         ("TwoRows", "rows", BANDS[:1]),
         ("Windowed", "rows", (*BANDS[2:], *DISPLACED[1:])),
+        ("Prefixed", "rows", (*BANDS[:2], BANDS[3], DISPLACED[2])),
         ("FillsUp", "rows", BANDS[:1]),
         ("MasksKeys", "rows", DISPLACED[:2]),
         ("WordsLayer", "rows", (TENSOR_BANDS,)),
@@ -207,6 +210,43 @@ def three_calls(
         return torch.stack([bands.predict(band, own_call, exact=False) for _ in range(3)])
 
     return bands, torch.cat(run_bands(bands, sample, nothing, nothing), dim=patching.band_dim)
+
+
+@pytest.mark.parametrize(
+    "degrees", [Degrees(), Degrees(ring=2, ulysses=2), Degrees(pipe=2, ulysses=3), Degrees(batch=2, tensor=2)], ids=str
+)
+def test_steady_words_run_once(both: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, degrees: Degrees):
+    """Words, and a reference between them: later calls at other times compute the latent's tokens alone."""
+    own, given, path, _ = saved("Prefixed", tmp_path)
+    reference = torch.randn(2, 4, 2, 2, 3, generator=torch.Generator().manual_seed(1))
+    given = replace(given, named=given.named | {"reference": reference})
+    proof = trial(own, given, (900.0, 1.0), bands=True, tensor=degrees.tensor)
+    own = replace(own, blocks=proof.blocks, latent=proof.latent)
+    model, call = build(own), call_of(given, bool(proof.batch))
+    model.load_state_dict(load_file(path), assign=True)
+    calls = [replace(call, x=given.x * scale, timestep=given.timestep * scale) for scale in (1.0, 0.6, 0.3)]
+    counted: list[int] = []
+
+    def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
+        loaded_model, found = loaded(own, path, degrees, pools(degrees.world)), []
+        for each in calls:
+            counted.append(0)
+            found.append(loaded_model.predict(each, nothing))
+        return found
+
+    def note(tokens: int) -> None:
+        counted[-1] += tokens
+
+    monkeypatch.setattr(planted_prefix, "note", note)
+    found = both.check(run)
+    words, image, blocks = 5 + 2 * 2 * 3, 2 * 4 * 6, 4 * degrees.tensor * degrees.batch
+    for tokens, again in zip(counted[::3], [*counted[1::3], *counted[2::3]], strict=False):
+        stand_ins = degrees.sequence
+        assert (tokens, again) == (blocks * (words + image), blocks * (image + stand_ins))
+    with torch.no_grad():
+        for each, output in zip(calls, found, strict=True):
+            whole = replace(given, x=each.x, timestep=each.timestep).run(model)
+            assert (output - whole).abs().max() <= 1e-5 * whole.abs().max()
 
 
 NAIVE = Degrees(patch=2, patch_mode="naive")

@@ -65,6 +65,8 @@ class Adapter:
     """Name of a parameter, moved or not -> the class's own."""
     options: tuple[str, ...] = ()
     """This pack's entries of transformer_options that `model` reads."""
+    steady: bool = False
+    """See OwnLatent. A trial proves it."""
 
 
 def adapt(kind: str, model: nn.Module) -> None:
@@ -140,6 +142,12 @@ def options_of(kind: str) -> tuple[str, ...]:
     """See Adapter.options."""
     adapter = ADAPTERS.get(kind)
     return adapter.options if adapter else ()
+
+
+def is_steady(kind: str) -> bool:
+    """See Adapter.steady."""
+    adapter = ADAPTERS.get(kind)
+    return adapter is not None and adapter.steady
 
 
 def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
@@ -306,7 +314,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         options=(FREQUENCY,),
     ),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
-    "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}),
+    "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}, steady=True),
     "Krea2": Adapter("blocks", {"": krea2_block}),
     **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", {"": cosmos_predict2_block})),
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), PIXART),

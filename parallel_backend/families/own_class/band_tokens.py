@@ -68,11 +68,13 @@ class BandTokens:
     """References' tokens before the latent's, if there are others behind them."""
     alone: bool = False
     """A naive patch, which sees no other one: words run with it wherever it begins."""
+    words_have_run: bool = False
+    """In an earlier call, see OwnLatent.steady."""
 
     @property
     def has_words(self) -> bool:
         """Words run with it, or a second latent's tokens."""
-        return self.alone or self.band.start == 0
+        return (self.alone or self.band.start == 0) and not self.words_have_run
 
     @property
     def pictures(self) -> Span:

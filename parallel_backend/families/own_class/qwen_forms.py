@@ -71,7 +71,9 @@ def qwen_image21_block(kind: type[nn.Module]) -> type[nn.Module]:
     class ByRows(kind):  # type: ignore[valid-type, misc]
         def __call__(self, x, mod, pe, attn_fn, prefix_len, transformer_options):
             # pe has a row for each token of the whole, in all blocks.
-            return super().__call__(x, mod, pe, causal_of(attn_fn), which_words(prefix_len, pe.shape[1]), transformer_options)
+            return super().__call__(
+                x, mod, pe, causal_of(attn_fn), which_words(prefix_len, pe.shape[1]), transformer_options
+            )
 
         def forward(self, x, mod, pe, rule, is_word_S, transformer_options):
             words = int(is_word_S.sum())  # of the tokens here, which it has in front of the others
