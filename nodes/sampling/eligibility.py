@@ -151,7 +151,7 @@ def why_not_banded(sampling: Sampling) -> str | None:
     options = guider.model_options
     if (reason := why_not_displaced(sampling)) is not None:
         return reason
-    if fun_controls(sampling.stub.checkpoint.family, options.get("transformer_options", {})):
+    if fun_controls(sampling.stub.own.kind, options.get("transformer_options", {})):
         return "Z-Image's Fun control looks at the whole latent"
     if len(sampling.shapes) > 1 and any("mask" in cond for cond in sampling.conds):
         return "the conditioning has its own mask"

@@ -22,8 +22,7 @@ def open_setup(setup: Setup) -> Checkpoint:
 def open_own_class(path: Path, own: OwnClass, conversion: Conversion = (), enlarged: TensorSizes = ()) -> Checkpoint:
     """The checkpoint of a file. ValueError as `contents_of` and `checkpoint_of`."""
     with refusals(path):
-        contents = contents_of(path)
-        return checkpoint_of(contents.converted(conversion) if conversion else contents, own, enlarged)
+        return checkpoint_of(contents_of(path).converted(conversion), own, enlarged)
 
 
 def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ()) -> Checkpoint:

@@ -41,6 +41,6 @@ class PromptFiles:
         if seen.family.own != own:  # its blocks have been proven since
             seen.check_unchanged()
             self._seen[key] = seen = open_setup(setup)
-        if opened is not None and opened.family.own == own:  # it has the call that is about to be made
-            self._seen[key] = seen = replace(seen, family=opened.family)
+        if opened is not None and opened.family.own == own and opened.family is not seen.family:
+            self._seen[key] = seen = replace(seen, family=opened.family)  # it has the call that is about to be made
         return seen

@@ -14,7 +14,7 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.blocks import JOINT
+from parallel_backend.families.own_class.family import StreamKeys
 from parallel_backend.placement.links import SIZES, Link, Links, alike, fit
 from parallel_backend.placement.model_sizes import ModelSizes
 from parallel_backend.planning import rehearsal
@@ -40,8 +40,8 @@ def workload(heads: int = 24, count: int = 57, **changes) -> Workload:
     """Flux-dev at 1024 x 1024 in bf16, without its distillation: 57 blocks of one kind, 24 heads, two prompts."""
     sizes = ModelSizes(
         block_bytes=(400 * 10**6,) * count,
-        ends=(10**8, 10**8, 0),
-        attention=((JOINT,),) * count,
+        ends=2 * 10**8,
+        attention=((StreamKeys(True, (0,), 3072 // heads),),) * count,
         heads=heads,
         sharing=1,
         head_size=3072 // heads,
@@ -284,7 +284,7 @@ def rehearsed(found: Plan, mini_file, registry: Registry, monkeypatch, poll=lamb
         yield registry.model(setup, lambda: None, expected=lambda: request, opened=file)
         registry.unload(setup)
 
-    setup = Setup(checkpoint.path, "fp32", ("cpu", "cpu"), Degrees(), "sdpa", own_class=mini.own_of(checkpoint))
+    setup = Setup(checkpoint.path, "fp32", ("cpu", "cpu"), Degrees(), "sdpa", own_class=checkpoint.family.own)
     return rehearsal.rehearse(found, setup, checkpoint, load, lambda _doing: poll, lambda: None), setups
 
 

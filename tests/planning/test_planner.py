@@ -478,7 +478,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch, cap
 
 
 def test_a_plan_is_kept_with_the_model_on_the_ranks(tmp_path):
-    left = Setup(tmp_path, "fp32", ("cpu", "cpu"), Degrees(), "auto", planned="cpu,cpu")
+    left = Setup(tmp_path, "fp32", ("cpu", "cpu"), Degrees(), "auto", planned="cpu,cpu", own_class=mini.mini_flux())
     registry = Registry()
     assert registry.planned(left) is None
     loaded, model = replace(left, degrees=Degrees(ulysses=2)), SimpleNamespace(on_ranks=True)

@@ -16,6 +16,7 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.finite import all_finite
 from parallel_backend.core.setup import Setup
+from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.rank.finite_check import FiniteWatch
 from parallel_backend.wire import messages as m
 from testing import mini
@@ -90,7 +91,7 @@ IN_FILE = {"a": "a", "b": "b", "q.weight": "to_q.weight"}
 
 
 def said(answers, degrees=PIPE, dtype="bf16", adapted=False, controlled=False) -> str:
-    setup = Setup(Path(), dtype, ("cuda:0", "cuda:1", "cpu", "cpu"), degrees, "auto")
+    setup = Setup(Path(), dtype, ("cuda:0", "cuda:1", "cpu", "cpu"), degrees, "auto", own_class=mini_flux())
     return explanation(answers, 9, setup, adapted, controlled, IN_FILE)
 
 

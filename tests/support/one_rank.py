@@ -42,8 +42,8 @@ class OneRank:
         self, x: torch.Tensor, tensors: dict[str, torch.Tensor], number: int = 1, changes: BlockChanges = UNCHANGED
     ) -> None:
         """A conditioning for latents of the shape of `x`."""
-        grid, text = self.family.patching.grid(tuple(x.shape)), self.family.words(tensors)
-        self.engine.put_conditioning(m.PutConditioning(number, grid, 0, text, len(x), tensors, changes=changes))
+        grid = self.family.patching.grid(tuple(x.shape))
+        self.engine.put_conditioning(m.PutConditioning(number, grid, 0, len(x), tensors, changes=changes))
         self.token_order = self.family.token_order(grid)
 
     def step(

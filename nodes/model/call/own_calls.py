@@ -126,7 +126,7 @@ def changes_and_options(
     kernel, unknown = kernel_of_call(override, loaded, preferred)
     replaced = options.get(REPLACED) or {}
     skipped, replaced = ({}, replaced) if family.own.unet else skipped_keys(replaced)
-    nag, guidance, patches = normalized_guidance(without_fun_controls(family, options), entries)
+    nag, guidance, patches = normalized_guidance(without_fun_controls(family.own.kind, options), entries)
     if patches:
         read = _code_of_calls(replace(family.own, blocks=(), latent=None))
         patches = {kind: functions for kind, functions in patches.items() if kind in read}

@@ -17,7 +17,6 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import values_of
-from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.residuals import PATCHED
 
 from ...ui.other_nodes import is_known
@@ -34,22 +33,22 @@ TAKES = "ZImage"
 EMBEDDING = ("x_embedder.", "t_embedder.", "cap_embedder.", "x_pad_token", "cap_pad_token")
 
 
-def fun_controls(family: OwnClassFamily, options: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Kind of patch -> the Fun controls in a call's transformer_options. Empty: there is none."""
+def fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Kind of patch -> the Fun controls in a call's transformer_options. `kind`: the model's, see OwnClass."""
     of_kind = {
-        kind: [each for each in functions if is_known(FUN_CONTROL, type(each))]
-        for kind, functions in options.get("patches", {}).items()
-        if kind in PATCHED and family.own.kind == TAKES
+        name: [each for each in functions if is_known(FUN_CONTROL, type(each))]
+        for name, functions in options.get("patches", {}).items()
+        if name in PATCHED and kind == TAKES
     }
-    return {kind: controls for kind, controls in of_kind.items() if controls}
+    return {name: controls for name, controls in of_kind.items() if controls}
 
 
-def without_fun_controls(family: OwnClassFamily, options: Mapping[str, Any]) -> dict[str, Any]:
+def without_fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """transformer_options without them."""
-    controls = fun_controls(family, options)
+    controls = fun_controls(kind, options)
     patches = {
-        kind: [each for each in functions if each not in controls.get(kind, ())]
-        for kind, functions in options.get("patches", {}).items()
+        name: [each for each in functions if each not in controls.get(name, ())]
+        for name, functions in options.get("patches", {}).items()
     }
     return {**options, "patches": patches} if controls else dict(options)
 

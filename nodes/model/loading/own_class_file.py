@@ -17,7 +17,7 @@ from parallel_backend.core.meta_parameters import meta_parameters
 from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
 from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
-from parallel_backend.families.others import TO_COME, UNET, other_model
+from parallel_backend.families.others import NOT_RUN, UNET, other_model
 from parallel_backend.families.own_class.adapters import unstated
 from parallel_backend.families.own_class.family import own_class_family
 
@@ -85,7 +85,7 @@ def _detected(contents: Contents, enlarged: TensorSizes) -> tuple[Contents, Any]
     except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not
         raise refusal from None
     other = other_model(contents.shapes)
-    if config is None or (other is not None and other.what not in (TO_COME, UNET)):
+    if config is None or (other is not None and other.what not in (NOT_RUN, UNET)):
         raise refusal
     return contents, config
 

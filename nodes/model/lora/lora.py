@@ -113,7 +113,7 @@ class NativeWeights:
     def patched(self, key: str, patches: list[Patch]) -> torch.Tensor:
         """The checkpoint's value with these patches, float32, computed by ComfyUI's functions."""
         name, _ = self._find(key)
-        value = self._value(name)
+        value = self.value(name)
         for patch in patches:
             value = calculated(patch, value, PREFIX + name)
         return value
@@ -140,7 +140,7 @@ class NativeWeights:
             raise ValueError(f"model: a patch for {key}, which is no weight of the transformer, cannot reach the ranks.")
         return name, self._shapes[name]
 
-    def _value(self, name: str) -> torch.Tensor:
+    def value(self, name: str) -> torch.Tensor:
         """The checkpoint's value, float32."""
         key = self.keys[name]
         return values_of(self._checkpoint, [key])[key]
@@ -158,7 +158,7 @@ class NativeWeights:
             up = up.flatten(1) if function is None else function(up.flatten(1))
             return Delta(self.keys[name], up, down.flatten(1), scale, rows, group)
         # Applied to a weight of zeros, ComfyUI's functions give the sum that the patch adds.
-        original = {name: [(self._value(name),)]} if _kind(value) == MODEL_AS_LORA else None
+        original = {name: [(self.value(name),)]} if _kind(value) == MODEL_AS_LORA else None
         patch = strength, value, strength_model, offset, function
         whole = calculated(patch, torch.zeros(shape), name, original_weights=original)
         return Delta(self.keys[name], whole, None, 1.0, rows, group)

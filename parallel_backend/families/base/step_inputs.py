@@ -1,6 +1,5 @@
 """Inputs of a rank's model in one micro-step."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +7,6 @@ import torch
 
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""Checkpoint key (no prefix) -> shape."""
-
 
 @dataclass(frozen=True)
 class StepInputs:

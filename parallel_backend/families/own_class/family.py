@@ -166,10 +166,10 @@ class OwnClassFamily:
         frames, side, _ = (1, 1, 1) if latent is None else latent.patch
         companion = None
         if latent is not None and latent.companion:
-            # Nobody knows the usual sizes of a second latent but from a call.
-            known = self.call is not None and len(self.call.latents) > 1
+            others = () if self.call is None else self.call.latents[1:]
             axes = len(latent.companion.partition(" -> ")[0].split()) - 1
-            companion = Companion(latent.companion, self.call.latents[1].shape[1:] if known else (1,) * axes)
+            # Nobody knows the usual sizes of a second latent but from a call.
+            companion = Companion(latent.companion, tuple(others[0].shape[1:]) if others else (1,) * axes)
         return Patching(side=side, frames=frames, video=self.own.video, companion=companion)
 
     @property
@@ -223,12 +223,6 @@ class OwnClassFamily:
     def text_tokens(self, companion_tokens: int, tensors: Mapping[str, torch.Tensor]) -> int:
         """Tokens of a call that are not the image's. All run with the first band."""
         return companion_tokens + self.words(tensors)
-
-    def reference_tokens(self, arguments: Mapping[str, Any]) -> int:
-        """Tokens of the reference pictures of a model call with these arguments."""
-        latents, video = arguments.get("ref_latents") or (), self.patching.video
-        pictures = (latent.unsqueeze(2) if video and latent.ndim == 4 else latent for latent in latents)
-        return sum(math.prod(self.patching.grid(tuple(picture.shape))) for picture in pictures)
 
     def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
         """A call's tokens, those that the class itself makes included. `text`: see text_tokens. Without proven bands all

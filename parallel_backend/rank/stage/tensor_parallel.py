@@ -8,6 +8,7 @@ Layers that make modulation vectors are column-cut and their small output is gat
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,7 +49,8 @@ class TensorPlan:
         if self.axis.size == 1:
             return
         for name, cut in self.plan.items():
-            module, kind = model.get_submodule(name), CutKind(cut.kind)
+            module: Any = model.get_submodule(name)
+            kind = CutKind(cut.kind)
             if kind is CutKind.NORM:
                 SharedRMSNorm.adopt(module, self.axis, traffic)
                 continue

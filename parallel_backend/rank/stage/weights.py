@@ -36,21 +36,13 @@ class StageWeights:
 
         A parameter that `plan` cuts becomes this rank's shard, or None if the rank has no part of it. Linear layers become
         `RankLinear`s, whose weights stay packed as `Checkpoint.storage` says. All else is in the dtype that `device`
-        computes in, or in float32 if the class keeps it so. ValueError if the file's shape is not the parameter's.
+        computes in, or in float32 if the class keeps it so.
         """
         RankLinear.adopt(model)
         self.model, self.device, self.targets = model, device, list(targets)
         self._checkpoint, self._dtype_name = checkpoint, dtype_name
         self._reader: Reader | None = None  # while the model is loaded
         dtype, known = compute_dtype(dtype_name, device), model.state_dict()
-        for target in self.targets:
-            shape = known[target].shape
-            # Dimensions of size 1 are ignored, since GGUF's tools may drop them.
-            if _without_ones(checkpoint.shape(target)) != _without_ones(shape):
-                raise ValueError(
-                    f"model_name: {checkpoint.path.name} holds {checkpoint.key_map[target]} of shape "
-                    f"{list(checkpoint.shape(target))}, where {checkpoint.family.name} has {list(known[target].shape)}."
-                )
         shapes = {target: checkpoint.shape(target) for target in self.targets}
         self._shards = plan.shards(shapes)
         with reading(checkpoint) as reader:
@@ -127,7 +119,3 @@ class StageWeights:
                 setattr(module, leaf, nn.Parameter(places[VALUES], requires_grad=False))
             else:
                 parameter.data = places[VALUES]
-
-
-def _without_ones(shape: Iterable[int]) -> list[int]:
-    return [size for size in shape if size != 1]
