@@ -192,7 +192,7 @@ class BandTokens:
         words: list[torch.Tensor] = []
         latents: list[torch.Tensor] = []
         start = 0
-        whole = replace(self, band=self.order.span)
+        whole = replace(self, band=self.order.span, words_have_run=False)
         for stream in streams:
             for part in sorted(whole.parts(stream, tokens, ONE)[0], key=lambda part: part.place.start):
                 (latents if part.of_latent else words).append(numbers(part.rows, device) + start)
