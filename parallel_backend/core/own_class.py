@@ -168,6 +168,8 @@ class OwnLatent:
     """Modules whose output all bands of a call share, see name_pattern."""
     idle: tuple[str, ...] = ()
     """Linear layers of blocks that words alone pass, named in the same way."""
+    steady: bool = False
+    """Words, references among them, and their keys are the same in all calls: ranks run them once in a run."""
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -263,6 +265,11 @@ class OwnClass:
         """See OwnAttention, of all of these calls. 1, too, if they are not alike."""
         sharing, *others = {call.sharing for call in self._shared_calls} or {1}
         return 1 if others else sharing
+
+    @property
+    def steady(self) -> bool:
+        """See OwnLatent."""
+        return self.latent is not None and self.latent.steady
 
     @property
     def joint(self) -> bool:

@@ -182,11 +182,13 @@ def bytes_outside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) 
 
 
 def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates. 0 for exact calls."""
+    """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates; for exact calls those of
+    steady words (attention/words.py)."""
     layers = [keys for block in sizes.attention[span.slice] for keys in block]
-    values = head_values(layers, request.image, request.text, request.streams)
+    image, copies = (request.image, request.kept) if request.kept or not sizes.steady else (0, 1)
+    values = head_values(layers, image, request.text, request.streams)
     heads = request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at)
-    return int(2 * request.kept * heads * int(values) * sizes.itemsize)
+    return int(2 * copies * heads * int(values) * sizes.itemsize)
 
 
 def head_values(layers: Iterable[StreamKeys], image: float, text: int, streams: tuple[tuple[int, int], ...] = ()) -> float:

@@ -41,6 +41,8 @@ class ModelSizes:
     """Activations that runs of this model took, as a share of the estimate. 1: no device has told."""
     head_units: int = 0
     """See OwnClass.head_units."""
+    steady: bool = False
+    """See OwnLatent."""
 
     @property
     def weight_bytes(self) -> int:
@@ -119,6 +121,7 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
         family.own.joint,
         checkpoint.tensor_degrees,
         head_units=family.own.head_units,
+        steady=family.own.steady,
     )
 
 

@@ -13,6 +13,8 @@ from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.wire.sampling import PutConditioning, Step
 
+from .attention.words import WordKeys
+
 
 @dataclass(frozen=True)
 class RankConditioning:
@@ -22,14 +24,16 @@ class RankConditioning:
     token_order: TokenOrder
     batch: int
     tensors: dict[str, torch.Tensor]
+    words: WordKeys | None
+    """Of calls outside of runs; those of a run are in its K/V buffer. None: words run in every call."""
     companion_tokens: int = 0
     changes: BlockChanges = UNCHANGED
     kept: defaultdict[Span, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))  # see StepInputs
 
     @property
     def made(self) -> int:
-        """Number of values in `kept`."""
-        return sum(len(kept) for kept in self.kept.values())
+        """Number of values in `kept`, and of layers in `words`."""
+        return sum(len(kept) for kept in self.kept.values()) + (0 if self.words is None else len(self.words.layers))
 
     def is_whole(self, step: Step) -> bool:
         """Whether the micro-step computes all image tokens, rather than a band."""
@@ -48,8 +52,9 @@ class ConditioningStore:
 
     @property
     def nbytes(self) -> int:
-        """Of all conditionings' tensors."""
-        return sum(tensor.nbytes for held in self._held.values() for tensor in held.tensors.values())
+        """Of all conditionings' tensors, and of keys and values that are kept with them."""
+        tensors = sum(tensor.nbytes for held in self._held.values() for tensor in held.tensors.values())
+        return tensors + sum(words.nbytes for words in self._words())
 
     def put(self, message: PutConditioning) -> None:
         self._held[message.id] = RankConditioning(
@@ -57,9 +62,18 @@ class ConditioningStore:
             self._family.token_order(message.grid, message.references, message.along),
             message.batch,
             {name: to_device(tensor, self._device) for name, tensor in message.tensors.items()},
+            WordKeys(message.batch) if self._family.own.steady and message.changes.guidance is None else None,
             message.companion_tokens,
             message.changes,
         )
+
+    def forget_words(self) -> None:
+        """Drop the keys and values of all words."""
+        for words in self._words():
+            words.layers.clear()
+
+    def _words(self) -> list[WordKeys]:
+        return [held.words for held in self._held.values() if held.words is not None]
 
     def drop(self, conditioning: int) -> None:
         self._held.pop(conditioning, None)

@@ -16,6 +16,7 @@ from .loaded_stage import LoadedStage
 from .micro_step_graphs import CAPTURES, Kind, MicroStepGraphs
 from .run_buffers import RunBuffers
 from .stage_forward import StageForward
+from .words_once import WordsOnce
 
 
 class Engine:
@@ -25,6 +26,7 @@ class Engine:
         """`stage`: this rank's part of the model of `load`."""
         self.rank, self.stage, device = rank, stage, stage.device
         self.conditionings, self.runs = ConditioningStore(stage.family, device), RunBuffers()
+        self._words = WordsOnce()
         self._traffic, self._link = stage.traffic, stage.link
         self._graphs = None
         if load.setup.cuda_graphs and stage.computes_alone and device.type in CAPTURES:
@@ -84,19 +86,25 @@ class Engine:
         """All adapters have been added. Returns their bytes."""
         self.drop_graphs()
         self.stage.module_cache.forget()
+        self._words.forget()
+        self.conditionings.forget_words()
         return self.stage.adapters.nbytes
 
     def put_conditioning(self, message: PutConditioning) -> None:
         self.drop_graphs(lambda kind: kind.conditioning == message.id)
-        self.stage.own_link.drop_conditioning(message.id)
+        self._forget_calls(message.id)
         self.conditionings.put(message)
 
     def drop_conditioning(self, conditioning: int) -> None:
         self.drop_graphs(lambda kind: kind.conditioning == conditioning)
         self.conditionings.drop(conditioning)
-        self.stage.own_link.drop_conditioning(conditioning)
+        self._forget_calls(conditioning)
         self.stage.module_cache.drop(conditioning)
         self.runs.drop_conditioning(conditioning)
+
+    def _forget_calls(self, conditioning: int) -> None:
+        self._words.drop_conditioning(conditioning)
+        self.stage.own_link.drop_conditioning(conditioning)
 
     def open_run(self, run: OpenRun) -> None:
         self.runs.open_run(run)
@@ -106,6 +114,8 @@ class Engine:
         self._link.await_sends()
         self.drop_graphs((lambda kind: kind.run == run) if run == 0 else lambda kind: True)
         buffer_bytes = self.runs.close_run(run)
+        self._words.close_run(run)
+        self.conditionings.forget_words()
         if run:
             self.stage.module_cache.forget()
         bytes_sent, under_way, waited = self._traffic.report()
@@ -143,8 +153,9 @@ class Engine:
         began = clock.now()
         recorder.step = label = self._label(step)
         self._traffic.mark(began)
-        self.stage.own_link.begin_step(step, upcoming)
-        output = self._compute(step)
+        decided = self._with_words(step)
+        self.stage.own_link.begin_step(decided, None if upcoming is None else self._with_words(upcoming))
+        output = self._compute(step, decided)
         self._finite.note(step.seq, step.run, output)
         self._micro_steps += 1
         ended = clock.now()
@@ -171,17 +182,22 @@ class Engine:
         weights, adapters = bad_weights(model, self.stage.store, changed), bad_adapters(model, changed)
         return NotFiniteFound(self.rank, seq, weights, adapters)
 
-    def _compute(self, step: Step) -> torch.Tensor:
+    def _with_words(self, step: Step) -> Step:
+        """The micro-step, without its words if they need not run again."""
+        return step if self.conditionings[step.conditioning].words is None else self._words.of(step)
+
+    def _compute(self, step: Step, decided: Step) -> torch.Tensor:
+        """`decided`: see _with_words. A run's buffer is told when a call begins."""
         self.stage.store.begin_step()
         conditioning = self.conditionings[step.conditioning]
-        is_new = step.form not in self._measured  # others take as much: torch's statistics cost some 0.1 ms
+        is_new = decided.form not in self._measured  # others take as much: torch's statistics cost some 0.1 ms
         if is_new:
             self.stage.copies.begin_measuring()
         buffer = self.runs.begin_step(step, conditioning)
-        output = self._forward.compute(step, conditioning, buffer)
+        output = self._forward.compute(decided, conditioning, buffer)
         self.runs.end_step(step)
         if is_new:
-            self._measured.add(step.form)
+            self._measured.add(decided.form)
             self._working_bytes = max(self._working_bytes, self.stage.copies.working_bytes)
         return output
 

@@ -61,6 +61,8 @@ class StageForward:
             guidance=conditioning.changes.guidance,
             sparse=self._sparse(state),
             kept=conditioning.kept[image],
+            words=None if step.run or step.residuals else conditioning.words,
+            words_have_run=not step.with_text,
         )
         stage.own_link.begin_forward(inputs.received)
         pictures = len(token_order.images(image))

@@ -30,6 +30,7 @@ from parallel_backend.families.own_class.residuals import CONTROL, by_kind, for_
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.families.own_class.tried_calls import Call, draw_weights
 from tests.campaigns.transport.cases import nothing
+from tests.families import planted_prefix
 from tests.families.planted_classes import WIDTH
 from tests.support.cpu_and_gpu import Both, devices_of
 from tests.support.planted_comfyui import planted, planted_comfyui
@@ -57,6 +58,8 @@ def comfyui():
             (Degrees(tensor=3), Degrees(tensor=2, ulysses=2), Degrees(tensor=2, ring=2)),
             marks=pytest.mark.full,
         ),
+        ("Windowed", (Degrees(ulysses=2, ring=2),)),
+        ("Prefixed", (Degrees(ring=2),)),
     ],
 )
 def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees, ...]):
@@ -143,6 +146,7 @@ DISPLACED = Degrees(patch=2, patch_mode="displaced")
         pytest.param("TwoRows", "rows", (Degrees(pipe=2),), marks=pytest.mark.full),
         pytest.param("FillsUp", "rows", (Degrees(pipe=2),), marks=pytest.mark.full),
         pytest.param("WordsLayer", "rows", (Degrees(pipe=2, tensor=2),), marks=pytest.mark.full),
+        ("Prefixed", "rows", (Degrees(pipe=2),)),
     ],
 )
 def test_bands(both: Both, tmp_path: Path, name: str, along: str, modes: tuple[Degrees, ...]):
@@ -187,6 +191,41 @@ def three_calls(
         return torch.stack([bands.predict(band, own_call, exact=False) for _ in range(3)])
 
     return bands, torch.cat(run_bands(bands, sample, nothing, nothing), dim=patching.band_dim)
+
+
+@pytest.mark.parametrize(
+    "degrees", [Degrees(), Degrees(ring=2, ulysses=2), Degrees(pipe=2, ulysses=3), Degrees(batch=2, tensor=2)], ids=str
+)
+def test_steady_words_run_once(both: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, degrees: Degrees):
+    """Words, and a reference between them: later calls at other times compute the latent's tokens alone."""
+    own, given, path, _ = saved("Prefixed", tmp_path)
+    reference = torch.randn(2, 4, 2, 2, 3, generator=torch.Generator().manual_seed(1))
+    given = replace(given, named=given.named | {"reference": reference})
+    proof = trial(own, given, (900.0, 1.0), bands=True, tensor=degrees.tensor)
+    own = replace(own, blocks=proof.blocks, latent=proof.latent)
+    model, call = build(own), call_of(given, bool(proof.batch))
+    model.load_state_dict(load_file(path), assign=True)
+    calls = [replace(call, x=given.x * scale, timestep=given.timestep * scale) for scale in (1.0, 0.6, 0.3)]
+    counted: list[int] = []
+
+    def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
+        loaded_model, found = loaded(own, path, degrees, pools(degrees.world)), []
+        for each in calls:
+            counted.append(0)
+            found.append(loaded_model.predict(each, nothing))
+        return found
+
+    def note(tokens: int) -> None:
+        counted[-1] += tokens
+
+    monkeypatch.setattr(planted_prefix, "note", note)
+    found = both.check(run)
+    image, stand_ins, blocks = 2 * 4 * 6, degrees.sequence, 4 * degrees.tensor * degrees.batch
+    assert {tokens for number, tokens in enumerate(counted) if number % len(calls)} == {blocks * (image + stand_ins)}
+    with torch.no_grad():
+        for each, output in zip(calls, found, strict=True):
+            whole = replace(given, x=each.x, timestep=each.timestep).run(model)
+            assert (output - whole).abs().max() <= 1e-5 * whole.abs().max()
 
 
 NAIVE = Degrees(patch=2, patch_mode="naive")

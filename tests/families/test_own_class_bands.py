@@ -47,6 +47,7 @@ REFINED = replace(ALONE, words=True, again=(OwnEntry(stream=1, before=True, behi
         ("WordsInFront", replace(ALONE, before=True, words=True)),
         ("TwoStreams", replace(ALONE, stream=1, words=True)),
         ("Windowed", replace(ALONE, stream=1, words=True)),
+        ("Prefixed", replace(ALONE, before=True, words=True, steady=True)),
         ("Refines", REFINED),
     ],
 )
@@ -107,6 +108,7 @@ OTHER = "a band gives another result"
         ("PoolsRefinedLate", ATTENDS),
         ("PoolsRefinedBehind", MIXED),
         ("CountsRefined", ATTENDS),
+        ("WordsAtTime", "transformer_blocks.0 has other keys of words in another call"),
         # Not of bands alone: a cut of tokens, or stages, are wrong too.
         ("KeepsLatent", "it was not tried"),
         ("NumbersTokens", "blocks.0 attends to other values where its tokens are cut"),

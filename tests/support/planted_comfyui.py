@@ -16,6 +16,7 @@ from tests.families import (
     planted_features,
     planted_forms,
     planted_guided,
+    planted_prefix,
     planted_references,
     planted_refiners,
     planted_residuals,
@@ -39,6 +40,7 @@ MODULES = {
     "comfy.ldm.planted_residuals": planted_residuals,
     "comfy.ldm.planted_skips": planted_skips,
     "comfy.ldm.planted_guided": planted_guided,
+    "comfy.ldm.planted_prefix": planted_prefix,
     "comfy.ldm.planted_rows": planted_rows,
     "comfy.ldm.planted_second": planted_second,
 }
@@ -57,4 +59,5 @@ def planted_comfyui() -> Iterator[None]:
 def planted(name: str) -> OwnClass:
     """The class of this name, as nodes would describe it."""
     module = next(each for each, classes in MODULES.items() if hasattr(classes, name))
-    return OwnClass("Planted", "/nowhere", module, name, "{}", (), (), (), ("bf16",), True)
+    kind = getattr(getattr(MODULES[module], name), "kind", "Planted")
+    return OwnClass(kind, "/nowhere", module, name, "{}", (), (), (), ("bf16",), True)

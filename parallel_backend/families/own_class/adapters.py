@@ -68,6 +68,8 @@ class Adapter:
     """This pack's entries of transformer_options that `model` reads."""
     check: Callable[[tuple[int, ...], Mapping[str, Any]], None] | None = None
     """(sizes of the whole latent, arguments) of a call. ValueError if the class does not take it."""
+    steady: bool = False
+    """See OwnLatent. A trial proves it."""
 
 
 def adapt(kind: str, model: nn.Module) -> None:
@@ -150,6 +152,12 @@ def check_call(kind: str, sizes: tuple[int, ...], arguments: Mapping[str, Any]) 
     adapter = ADAPTERS.get(kind)
     if adapter is not None and adapter.check is not None:
         adapter.check(sizes, arguments)
+
+
+def is_steady(kind: str) -> bool:
+    """See Adapter.steady."""
+    adapter = ADAPTERS.get(kind)
+    return adapter is not None and adapter.steady
 
 
 def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
@@ -322,7 +330,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         check=check_condition,
     ),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
-    "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}),
+    "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}, steady=True),
     "Krea2": Adapter("blocks", {"": krea2_block}),
     **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", {"": cosmos_predict2_block})),
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), PIXART),

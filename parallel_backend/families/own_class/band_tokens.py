@@ -68,11 +68,13 @@ class BandTokens:
     """References' tokens before the latent's, if there are others behind them."""
     alone: bool = False
     """A naive patch, which sees no other one: words run with it wherever it begins."""
+    words_have_run: bool = False
+    """In an earlier call, see OwnLatent.steady."""
 
     @property
     def has_words(self) -> bool:
         """Words run with it, or a second latent's tokens."""
-        return self.alone or self.band.start == 0
+        return (self.alone or self.band.start == 0) and not self.words_have_run
 
     @property
     def pictures(self) -> Span:
@@ -190,7 +192,7 @@ class BandTokens:
         words: list[torch.Tensor] = []
         latents: list[torch.Tensor] = []
         start = 0
-        whole = replace(self, band=self.order.span)
+        whole = replace(self, band=self.order.span, words_have_run=False)
         for stream in streams:
             for part in sorted(whole.parts(stream, tokens, ONE)[0], key=lambda part: part.place.start):
                 (latents if part.of_latent else words).append(numbers(part.rows, device) + start)

@@ -28,6 +28,7 @@ from .latent_tokens import companion_tokens, entering, find_latent, grid_of, ref
 from .noted_attention import TensorRank
 from .residuals import AROUND, CONTROL
 from .shared_outputs import SharedOutputs, WatchedOutputs
+from .token_cut import HOST
 from .token_trial import WORDS, Runs
 from .tried_calls import Call, distance, drawn, smaller
 from .unproven import Unproven, first_line
@@ -44,22 +45,24 @@ OUTSIDE = 99
 
 
 def latent_of(
-    model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]
+    model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float], steady: bool = False
 ) -> tuple[OwnLatent | None, str]:
     """Where the latent's tokens are, or why bands are not proven for calls like `actual`, at these times too. `blocks`: with
-    the cut of their tokens."""
+    the cut of their tokens. `steady`: an adapter says so of the class's words (OwnLatent.steady)."""
     if len(actual.latents) > 2:
         return None, "its latent has more than two parts"
     runs = Runs(model, bare(blocks))
     try:
         call = _even(runs, blocks, smaller(actual, *runs.sizes(actual)[0]))
-        latent = find_latent(runs, blocks, call)
+        latent = find_latent(runs, blocks, call, steady)
         another = _odd(runs, blocks, actual, latent)
-        latent = _of_both(latent, find_latent(runs, blocks, another))
+        latent = _of_both(latent, find_latent(runs, blocks, another, steady))
         calls = [drawn(call, 1), drawn(another, 2), *(drawn(call, 3, time) for time in times)]
         latent = replace(latent, pads=all(_pads(runs, latent, each) for each in calls[:2]))
         if not any(next(_bands(runs, blocks, latent, each), None) for each in calls):
             return None, "its latent has a single row of tokens"
+        if latent.steady:
+            _check_words(runs, blocks, latent, calls[0])
         watched = WatchedOutputs(model, blocks)
         why = _why_not(runs, blocks, latent, calls[:1], watched)
         if not why and not actual.named.get(CONTROL):
@@ -80,7 +83,7 @@ def why_not_in_bands(
     runs = Runs(model, bare(blocks))
     try:
         call = _odd(runs, blocks, actual, latent, FEW_ROWS)
-        _of_both(latent, find_latent(runs, blocks, call))
+        _of_both(latent, find_latent(runs, blocks, call, latent.steady))
         return _why_not(runs, blocks, latent, [drawn(call, 1, time)], few=True)
     except Unproven as unproven:
         return str(unproven)
@@ -140,6 +143,21 @@ def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
     return replace(latent, words=latent.words or another.words)
 
 
+def _check_words(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call) -> None:
+    """Unproven unless the words have the same keys and values with another latent at another time."""
+    another = drawn(call, OUTSIDE)
+    first, second = (runs.noted(each) for each in (call, replace(call, x=another.x, timestep=another.timestep)))
+    tokens = {stream: value.shape[1] for stream, value in entering(runs, blocks, call).items()}
+    band = next(_bands(runs, blocks, latent, call)).tokens()
+    for block, of_first, of_second in zip(blocks, first.calls, second.calls, strict=True):
+        for spec, one, other in zip(block.attention, of_first, of_second, strict=True):
+            words = band.in_buffer(spec.keys, tokens, HOST)[: band.words(spec.keys, tokens)]
+            if not all(
+                torch.equal(a[:, words], b[:, words]) for a, b in zip(one.tensors[1:], other.tensors[1:], strict=True)
+            ):
+                raise Unproven(f"{block.name} has other keys of words in another call")
+
+
 def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
     """Whether a latent of other sizes gives what it gives once it is filled up in a circle."""
     frames, side, _ = latent.patch
@@ -180,14 +198,14 @@ def _why_not(
             return "its output has another size than its latent"
         bands = list(_bands(runs, blocks, latent, call))
         bands = bands[:: max(1, len(bands) - 1)] if few else bands
-        naive = (replace(band, alone=True) for band in bands if band.rows.start and call is calls[-1])
+        naive = (replace(band, alone=True) for band in bands if not band.has_words and call is calls[-1])
         if why := next(filter(None, (each.why_not(runs, blocks, whole, outside[0]) for each in naive)), ""):
             return why
         tried = itertools.product(bands, outside)
         idle = IdleLayers(runs.model, latent.idle, lambda: shared.has_words, math.nan)
         with idle.in_place(), shared.of_call():
             for band, each in tried:
-                shared.begin(has_words=not band.rows.start)
+                shared.begin(band.has_words)
                 with nullcontext() if watched is None else watched.run(shared.has_words):
                     why = band.why_not(runs, blocks, whole, each, watched)
                 if why:
@@ -196,7 +214,7 @@ def _why_not(
 
 
 def _bands(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call) -> Iterator["_Band"]:
-    """The call's first, middle and last band, by rows and by frames."""
+    """The call's first, middle and last band, by rows and by frames; and all of it, if words may have run before."""
     shape = call.latents[0].shape
     references = reference_tokens(runs, blocks, latent, call)
     for along, axis in AXES.items():
@@ -205,6 +223,8 @@ def _bands(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call
         first, last = max(1, rows // 3), rows - max(1, rows // 3)
         spans = Span(0, first), Span(first, last), Span(last, rows)
         yield from (_Band(latent, call, along, span, references) for span in spans if len(span))
+        if latent.steady:
+            yield _Band(latent, call, along, Span(0, rows), references, words_have_run=True)
 
 
 @dataclass(frozen=True)
@@ -219,6 +239,7 @@ class _Band:
     """Tokens of the whole call's."""
     alone: bool = False
     """It is a naive patch, which has words and the second latent, too."""
+    words_have_run: bool = False
 
     def why_not(
         self,
@@ -263,7 +284,7 @@ class _Band:
         x = outside.clone()
         for part, own in zip(self._own(x), self._own(self.call.x), strict=True):
             part.copy_(own)
-        tokens = self._tokens()
+        tokens = self.tokens()
         out = runs.run(
             replace(self.call, x=x, named=self._named(tokens)), _InBand(blocks, whole, tokens, tensor_rank, watched)
         )
@@ -288,17 +309,20 @@ class _Band:
         axis = AXES[self.along]
         by = self.latent.patch[axis]
         band = latent.narrow(axis, by * self.rows.start, by * len(self.rows))
-        return [band, *([] if self.rows.start and not self.alone else companion)]
+        return [band, *(companion if self.alone or self.has_words else [])]
 
-    def _tokens(self) -> BandTokens:
+    @property
+    def has_words(self) -> bool:
+        return not self.rows.start and not self.words_have_run
+
+    def tokens(self) -> BandTokens:
         grid = grid_of(self.latent, self.call)
         row = math.prod(grid) // grid[AXES[self.along]]
         order = TokenOrder(math.prod(grid), row, self.references, self.along)
         second = companion_tokens(self.latent, self.call)
         ahead = self.latent.tokens_ahead(self.call.named)
-        return BandTokens(
-            self.latent, order, order.of_rows(self.rows), class_numbers(order, grid), second, ahead, self.alone
-        )
+        band, numbers = order.of_rows(self.rows), class_numbers(order, grid)
+        return BandTokens(self.latent, order, band, numbers, second, ahead, self.alone, self.words_have_run)
 
 
 class _InBand(HeldAgainst):

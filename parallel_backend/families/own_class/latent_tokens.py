@@ -64,8 +64,8 @@ class _Prologue(WholeRun):
         return entered[0] if isinstance(out, torch.Tensor) else tuple(entered)
 
 
-def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> OwnLatent:
-    """Where the tokens of the call's latent are. Unproven if they are no raster in one of the streams, or in one each time
+def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call, steady: bool = False) -> OwnLatent:
+    """Where the tokens of the call's latent are. `steady`: see OwnLatent; references are words then. Unproven if they are no raster in one of the streams, or in one each time
     that tokens enter."""
     call = drawn(call, 1)
     first = entering(runs, blocks, call)
@@ -90,7 +90,7 @@ def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> OwnLatent
         pattern, companions = _companion(runs, blocks, call, first, found)
     hints = [] if companions.rows else _hints(runs, blocks, call, first, found)
     again += [OwnEntry(stream, False, False) for stream in hints]
-    kinds = [] if more else _kinds(runs, blocks, call, first, found, companions)
+    kinds = [] if more or steady else _kinds(runs, blocks, call, first, found, companions)
     layout, references = tuple(kind for kind, _ in itertools.groupby(kinds)), kinds.count(REFERENCES)
     frames = found.patch[0] if len(found.patch) == 3 else 1
     others = sum(value.shape[1] for value in first.values()) - found.count * (1 + len(again)) - references
@@ -101,7 +101,8 @@ def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> OwnLatent
         raise Unproven("other tokens come before and behind its latent's")
     patch = frames, found.patch[-2], found.patch[-1]
     words = others > len(companions.rows)
-    latent = OwnLatent(found.stream, before, patch, words, pads=False, again=tuple(again), companion=pattern, layout=layout)
+    places = {"again": tuple(again), "companion": pattern, "layout": layout}
+    latent = OwnLatent(found.stream, before, patch, words, pads=False, steady=steady and words and not pattern, **places)
     ahead = _ahead(runs, blocks, call, first, latent, kinds) if layout.count(REFERENCES) > 1 else ""
     return replace(latent, beside=found.beside > 0, ahead=ahead)
 

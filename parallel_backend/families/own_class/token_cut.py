@@ -154,7 +154,9 @@ class TokenCut(ABC):
             raise Unproven(f"an argument of {self.block.name} has {token_count(tensor.shape, cut)} rows, not {tokens}")
         tensor = tensor.flatten(cut.axis, cut.axis + cut.axes - 1)
         parts = [
-            tensor.narrow(cut.axis, pick.start, len(pick)) if isinstance(pick, Span) else tensor.index_select(cut.axis, pick)
+            tensor.narrow(cut.axis, pick.start, len(pick))
+            if isinstance(pick, Span)
+            else tensor.index_select(cut.axis, pick.to(tensor.device))  # forms have tables in host memory, too
             for pick in self._computed(cut.streams)
         ]
         part = parts[0] if len(parts) == 1 else torch.cat(parts, dim=cut.axis)

@@ -16,6 +16,7 @@ from torch import nn
 
 from parallel_backend.core.own_class import OwnBlock, OwnClass
 
+from .adapters import is_steady
 from .band_trial import latent_of
 from .block_order import (
     FEWEST_BLOCKS,
@@ -193,7 +194,7 @@ def _found(
             cut = LONG_SKIPS
         latent, why = None, cut if isinstance(cut, str) else NOT_TRIED
         if not isinstance(cut, str) and bands:
-            latent, why = latent_of(model, cut, actual, times)
+            latent, why = latent_of(model, cut, actual, times, is_steady(own.kind))
         order = blocks_of_all(blocks if isinstance(cut, str) else cut, lists, like)
         if are_mixed(blocks) or (len(order) > len(blocks) and not stages and any(block.until for block in blocks)):
             order, stages = _of_all_blocks(own, lists, order, stages, calls[0], poll)

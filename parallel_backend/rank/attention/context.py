@@ -17,6 +17,7 @@ from parallel_backend.rank.comm.transfers import Traffic
 from .kernel_choice import RankKernel
 from .kv_buffer import KVBuffer
 from .sparse import SparseCalls, SparseStep
+from .words import WordKeys
 
 
 @dataclass
@@ -39,6 +40,10 @@ class AttentionStep:
     """Block-sparse attention. None: in full."""
     kept: dict[Any, Any] = field(default_factory=dict)
     """See StepInputs.kept."""
+    words: WordKeys | None = None
+    """Keys of words outside of runs, if they are kept."""
+    words_have_run: bool = False
+    """In an earlier micro-step."""
 
 
 class AttentionContext:

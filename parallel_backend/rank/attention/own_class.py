@@ -29,6 +29,7 @@ from .own_kernels import OwnKernels
 from .patch_keys import exchange_patches
 from .ring import ring_attention
 from .ulysses import groups_of, head_groups, start_heads_to_sequence, start_sequence_to_heads
+from .words import WordKeys
 
 
 class RankTokens(TokenCut):
@@ -53,16 +54,29 @@ class RankTokens(TokenCut):
         return self._context.step.buffer
 
     @property
+    def _words(self) -> WordKeys | None:
+        assert self._context.step is not None, "attention outside of a micro-step"
+        return self._context.step.words
+
+    @property
+    def _in_bands(self) -> bool:
+        """Keys are in the order of the K/V buffer."""
+        return self._buffer is not None or self._words is not None
+
+    @property
     def cuts(self) -> bool:
-        return self.alone or self.ranks.size > 1 or self._buffer is not None
+        return self.alone or self.ranks.size > 1 or self._in_bands
 
     def begin(self) -> None:
         super().begin()
         self._pieces.clear()
-        if self._buffer is None and not self.alone:
+        if not self._in_bands and not self.alone:
             self.band = None
-        in_bands = self._buffer is not None or self.alone
-        assert not in_bands or self.band is not None, "bands are refused where no trial has proven them"
+        assert not (self._in_bands or self.alone) or self.band is not None, (
+            "bands are refused where no trial has proven them"
+        )
+        if self.band is not None and self._context.step is not None:
+            self.band = replace(self.band, words_have_run=self._context.step.words_have_run)
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._attended = 0
@@ -125,10 +139,10 @@ class RankTokens(TokenCut):
             return sum(keys[rank] for rank in ranks)
 
         times = 1 if heads.start % spec.sharing or heads.stop % spec.sharing else spec.sharing
-        if times > 1 and (self._buffer is not None or patch.size > 1 or ring.size > 1):  # less is sent and kept
+        if times > 1 and (self._in_bands or patch.size > 1 or ring.size > 1):  # less is sent and kept
             k_BKhD, v_BKhD = k_BKhD[:, :, ::times], v_BKhD[:, :, ::times]
         of_ring = [tokens(context.ulysses_ranks(patch.index, index)) for index in range(ring.size)]
-        if self._buffer is None and patch.size == 1 and ring.size > 1 and call.rule is None:
+        if not self._in_bands and patch.size == 1 and ring.size > 1 and call.rule is None:
             attend, masks = context.kernel.attend_lse, [None] * ring.size
             if mask_bK is not None:
                 masks = list(mask_bK.expand(len(q_BQhD), -1).split(of_ring, dim=1))
@@ -142,6 +156,8 @@ class RankTokens(TokenCut):
         elif patch.size > 1:
             lengths = [tokens(context.patch_ranks(index)) for index in range(patch.size)]
             k_BKhD, v_BKhD = self._gathered_keys(k_BKhD, v_BKhD, lengths, patch)
+        if self._words is not None and len(heads):
+            k_BKhD, v_BKhD = self._with_words(self._words, spec, k_BKhD, v_BKhD, heads, call.q_BQHD.shape[2])
         if not q_BQhD.shape[1] or not q_BQhD.shape[2]:
             return torch.empty_like(q_BQhD)
         if (times := q_BQhD.shape[2] // k_BKhD.shape[2]) > 1:
@@ -166,7 +182,7 @@ class RankTokens(TokenCut):
         """The same of the `known` keys, in the order in which they are attended to."""
 
         def make() -> torch.Tensor:
-            if self._buffer is None or self.band is None:
+            if not self._in_bands or self.band is None:
                 return self.all_rows(streams, HOST)
             return self.band.in_buffer(streams, self.tokens, HOST)[:known]
 
@@ -175,7 +191,8 @@ class RankTokens(TokenCut):
     @property
     def _of_call(self) -> Hashable:
         """What numbers of rows depend on, in calls with the same conditioning."""
-        return self._buffer is None, tuple(self.tokens.items()), None if self.band is None else self.band.band
+        band = None if self.band is None else (self.band.band, self.band.has_words)
+        return self._in_bands, tuple(self.tokens.items()), band
 
     def _gathered_keys(
         self, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor, lengths: Sequence[int], axis: Axis
@@ -205,15 +222,35 @@ class RankTokens(TokenCut):
             buffer.add_pending(layer, arriving)
         return known
 
+    def _with_words(
+        self,
+        words: WordKeys,
+        spec: OwnAttention,
+        k_BKhD: torch.Tensor,
+        v_BKhD: torch.Tensor,
+        heads: Span,
+        all_heads: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values of the call, in the order of the K/V buffer. `heads`: of the call's `all_heads`, those that
+        the tensors have, once for each that shares them."""
+        assert self.band is not None and self._context.step is not None
+        axis, times = self._context.ulysses, len(heads) // k_BKhD.shape[2]
+        own = split(Span(0, all_heads), axis.size)[axis.index]
+        of_keys = Span((heads.start - own.start) // times, (heads.stop - own.start) // times)
+        layer, count = self._layers[self.number] + self._attended, self.band.words(spec.keys, self.tokens)
+        pieces = self._pieces_of(spec.keys, range(self.ranks.size))
+        of_call = pieces, self._context.step.entries, count
+        return words.update(layer, k_BKhD, v_BKhD, *of_call, of_keys, len(own) // times)
+
     def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
         """In the order of the K/V buffer, in a run of bands: a mask of this band's keys is kept for the others."""
         buffer, band = self._buffer, self.band
-        if buffer is None or band is None:
+        if not self._in_bands or band is None:
             return super().mask_of_all(mask_bK, streams)
         tokens = sum(self.tokens[stream] for stream in streams)
         if mask_bK.shape[1] == tokens:
             return mask_bK[:, band.in_buffer(streams, self.tokens, mask_bK.device)]
-        if mask_bK.shape[1] != self.lengths(streams)[self.index]:
+        if buffer is None or mask_bK.shape[1] != self.lengths(streams)[self.index]:
             raise Unproven(f"{self.block.name} attends with a mask of other keys than in the trial")
         assert self._context.step is not None
         of_ranks = self.gather(mask_bK.to(torch.uint8)[..., None], streams)[..., 0].bool()

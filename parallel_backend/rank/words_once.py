@@ -1,0 +1,49 @@
+"""Which micro-steps leave their words out, since the rank has kept their keys and values (OwnLatent.steady)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from parallel_backend.wire.sampling import Step
+
+
+class WordsOnce:
+    """Steady words run once in a run, with the first call of each batch entry.
+
+    All ranks get the same messages in the same order, so each decides alike, before it looks for what it receives.
+    """
+
+    def __init__(self) -> None:
+        self._have: dict[tuple[int, int], set[int]] = {}  # by run and conditioning, batch entries whose words have run
+        self._upcoming: tuple[int, Step] | None = None  # one that has been looked at before it is computed, by its `seq`
+
+    def of(self, step: Step) -> Step:
+        """The micro-step, without its words if they have run. A control may add to them: they then hold for this call alone,
+        and are those in the K/V buffer of its run."""
+        if not step.with_text:
+            return step
+        if self._upcoming is not None and self._upcoming[0] == step.seq:
+            return self._upcoming[1]
+        key = step.run, step.conditioning
+        have, entries = self._have.setdefault(key, set()), set(range(step.entries.start, step.entries.stop))
+        decided = replace(step, with_text=False) if entries <= have and not step.residuals else step
+        if not step.residuals:
+            have |= entries
+        elif step.run:
+            have -= entries
+        self._upcoming = step.seq, decided
+        return decided
+
+    def close_run(self, run: int) -> None:
+        """The run's buffers are dropped, and with them what calls outside of runs have kept."""
+        self._drop(lambda key: key[0] in (0, run))
+
+    def drop_conditioning(self, conditioning: int) -> None:
+        self._drop(lambda key: key[1] == conditioning)
+
+    def forget(self) -> None:
+        """All words run again: weights have changed."""
+        self._drop(lambda _key: True)
+
+    def _drop(self, which: Callable[[tuple[int, int]], bool]) -> None:
+        self._upcoming = None  # a micro-step that has been looked at comes before any other message
+        self._have = {key: have for key, have in self._have.items() if not which(key)}
