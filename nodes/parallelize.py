@@ -1,4 +1,4 @@
-"""Parallelize Model: the MODEL of any loader -> the same one on several GPUs, with all that nodes have put on it."""
+"""Parallelize Model: the MODEL of any loader -> the same MODEL on several GPUs, with every node's changes."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -18,7 +18,7 @@ from .ui.long_work import Busy, LongWork
 
 EVENT, ROUTES = "parallel_dit.ranks", "/parallel_dit/ranks"
 SECONDS = 1.0
-"""Between two looks at the ranks."""
+"""Seconds between two updates of the panel."""
 STEP = 1 << 27
 """Bytes to which memory is rounded, so that it is not sent again for each small change."""
 MOST_BYTES = 1 << 12
@@ -26,12 +26,12 @@ MOST_BYTES = 1 << 12
 
 
 class OpenPanels:
-    """The pages whose panel is open, and the task that tells them. Used on the server's event loop alone."""
+    """The pages whose panel is open, and the task that sends them the state. Used on the server's event loop alone."""
 
     def __init__(self, server: Any):
         self._server = server
         self._clients: dict[str, Any] = {}
-        """Page -> what it was told last."""
+        """Page -> the last state that was sent to it."""
         self._task: asyncio.Task | None = None
 
     def open(self, client: str) -> None:

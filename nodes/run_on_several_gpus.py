@@ -78,7 +78,7 @@ def add_route() -> None:
 
 
 def parsed(body: bytes) -> Any:
-    """A request's JSON. ValueError for what is none, or too long or too deep."""
+    """A request's JSON. ValueError for text that is not JSON, too long or too deep."""
     if len(body) > MOST_BYTES:
         raise ValueError(f"loaders: the request has more than {MOST_BYTES:,} bytes.")
     try:

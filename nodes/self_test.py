@@ -62,7 +62,7 @@ class ParallelSelfTest:
             "optional": {
                 "model": link(
                     "MODEL",
-                    "From Parallel DiT Loader or Parallelize Model. The test samples with its file in ComfyUI, on one "
+                    "From Parallel DiT Loader or Parallelize Model. The test runs its file in ComfyUI itself, on one "
                     "GPU and on all. Its degrees and dtype are ignored.",
                 )
             },

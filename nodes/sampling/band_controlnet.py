@@ -91,7 +91,7 @@ class BandedControl(BandExchange):
         return {kind: [None if each is None else cut[id(each)] for each in tensors] for kind, tensors in answer.items()}
 
     def _evaluate(self, whole: torch.Tensor, t: torch.Tensor, cond: dict, batched: int, options: Any) -> Control | None:
-        """The ControlNet's answer on the host, where it is cut and sent to ranks."""
+        """The ControlNet's output on the host, which is cut there and sent to ranks."""
         if self.device == whole.device:
             return self.control.get_control(whole, t, cond, batched, options)
         cond = {name: self._on_device(value) for name, value in cond.items()}

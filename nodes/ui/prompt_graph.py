@@ -10,7 +10,7 @@ from comfy_execution.utils import get_executing_context
 from .other_nodes import COMFYUI
 
 Graph = Mapping[str, Mapping[str, Any]]
-"""A prompt in ComfyUI's API form: number of a node -> its class_type and inputs, of which links are [number, output]."""
+"""A prompt in ComfyUI's API form: number of a node -> its class_type and inputs. A link is [number, output]."""
 FOLDERS = ("text_encoders", "clip_gguf", "checkpoints")
 """Kinds of model folders with text encoders in their files."""
 
@@ -22,7 +22,7 @@ def present_prompt() -> str | None:
 
 
 def feeds_a_sampler() -> bool:
-    """Whether latents are going to be made, in this prompt, from what the node that is being executed returns.
+    """Whether this prompt makes latents from the output of the node that is running.
 
     False if there is no such node: nodes may be run from Python, and a node may have made others that the prompt lacks.
     """
@@ -70,7 +70,8 @@ def text_encoder_bytes() -> int:
 
 
 def is_sampled(graph: Graph, loader: str, outputs: list[str]) -> bool:
-    """Whether some node on the way to `outputs` makes latents of what node `loader` returns, perhaps over other nodes."""
+    """Whether a node on the way to `outputs` makes latents from the output of node `loader`, directly or through other
+    nodes."""
     return any(
         loader in _sources(graph, [node])
         for node in _sources(graph, outputs)

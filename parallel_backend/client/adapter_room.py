@@ -53,8 +53,8 @@ class AdapterRoom:
     def take(self, rank: int, part: Adapt) -> None:
         """`part` is about to be sent to the rank: have room for it there. Messages from now on find the room.
 
-        Under tensor parallelism the whole part counts, of which a rank keeps a shard. Where nothing more can give way the
-        part is sent all the same: the device knows better than this what fits.
+        Under tensor parallelism the whole part counts, although a rank keeps only a shard. If nothing more can give way, the
+        part is sent anyway, because only the device knows exactly what fits.
         """
         if not self._rooms:
             self._rooms = {

@@ -42,7 +42,7 @@ class ModelCall:
     first_replica: int = 0
     """Index, modulo the number of replicas, of the replica that gets the first batch entries."""
     may_forecast: bool = True
-    """The run's step cache may answer the call in place of the ranks."""
+    """The run's step cache may answer the call instead of the ranks."""
 
 
 @dataclass(frozen=True)

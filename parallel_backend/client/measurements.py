@@ -17,8 +17,8 @@ Reply = TypeVar("Reply", Probed, LinksProbed)
 
 
 def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple[Probe, tuple[int, int]] | None:
-    """What has blocks timed, and the tokens of the longer and the shorter sequence. `rows`: see Probe; of an own class with
-    fewer tokens so many as it has. None: there is no call of an own class to time it with."""
+    """What has blocks timed, and the tokens of the longer and the shorter sequence. `rows`: see Probe; all tokens if an own
+    class has fewer. None: there is no call of an own class to time it with."""
     family = checkpoint.family
     if not isinstance(family, OwnClassFamily):
         text = PROBE_TEXT if family.blocks.joint else 0

@@ -59,7 +59,7 @@ class MemoryGuard:
         lock: AbstractContextManager | None = None,
         shortfalls: Shortfalls | None = None,
     ):
-        """`lock`: see ResidentWeights. `shortfalls`: what is known of all models; None: nothing, and nobody is told."""
+        """`lock`: see ResidentWeights. `shortfalls`: those of all models. None: there are none, and no message is shown."""
         self.ranks, self.memory_check, self.family, self.make_room, self._lock = ranks, memory_check, family, make_room, lock
         self.resident = ResidentWeights(ranks, memory_check.weights(), lock=lock)
         self.copy_rates = [0.0] * len(ranks.devices)
@@ -258,7 +258,7 @@ class MemoryGuard:
 
 
 def _with_free(memory: DeviceMemory, nbytes: int) -> DeviceMemory:
-    """The memory with so many more bytes free, unless its free bytes are unknown."""
+    """The memory with this number of bytes more free, unless its free bytes are unknown."""
     return memory if memory.free is None else replace(memory, free=memory.free + nbytes)
 
 

@@ -26,7 +26,7 @@ class RankOverview:
     run: int
     """Bytes of keys, values and prompts on its device."""
     free: int
-    """Bytes of the device, or of a CPU's machine, that nobody uses."""
+    """Free bytes of the device, or of a CPU's machine."""
     total: int
     """All bytes of it. 0: not known yet."""
 
@@ -60,7 +60,7 @@ class PoolOverview:
     """Two ranks, the lower one first, bytes a second and seconds of latency, as measured last. Empty: not known."""
     notes: tuple[str, ...]
     error: str
-    """The first line of what ended the ranks. Empty: they work."""
+    """The first line of the error that ended the ranks. Empty: they work."""
     logs: str
     """Folder of their logs. Empty: they have none that stays."""
 

@@ -34,8 +34,8 @@ WITH_P2P, WITHOUT_P2P, BY_GLOO = range(3)
 FIELDS, GLOO = {"cards", "machine"}, {"gloo": True}
 
 Verdict = dict[str, Any]
-"""`cards`: their UUIDs, sorted. `machine`: a digest of what else decides how they can talk. With `gloo` NCCL does not work,
-without it NCCL works without P2P."""
+"""`cards`: their UUIDs, sorted. `machine`: a digest of the other facts that decide how they can transfer. With `gloo` NCCL
+does not work, without it NCCL works without P2P."""
 
 
 class P2PVerdicts:
@@ -67,7 +67,8 @@ class P2PVerdicts:
         self._here[devices] = way
 
     def keep(self, devices: tuple[str, ...], way: int) -> None:
-        """In this way these devices work: also at later starts, until driver, GPUs, torch, NCCL or the IOMMU are others."""
+        """Note that these devices work in this way. Later starts use it until driver, GPUs, torch, NCCL or the IOMMU
+        change."""
         self._here[devices] = way
         if (path := self._path(devices)) is not None:
             verdict = _verdict(devices) | (GLOO if way == BY_GLOO else {})
@@ -92,7 +93,8 @@ class P2PVerdicts:
 
 
 def _verdict(devices: tuple[str, ...]) -> Verdict:
-    """Of these GPUs as they are now. Asks for their properties alone, which makes no context on a GPU."""
+    """The verdict for these GPUs in their present state. Asks for their properties alone, which makes no context on a
+    GPU."""
     properties = [torch.cuda.get_device_properties(name) for name in devices]
     cards = sorted(str(getattr(one, "uuid", one.name)) for one in properties)
     facts = [torch.__version__, platform.release(), *(path.read_text() for path in MACHINE if path.is_file())]

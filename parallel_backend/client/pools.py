@@ -149,8 +149,8 @@ class Pools:
     def begin(self, devices: tuple[str, ...]) -> None:
         """Begin to start ranks on these devices, unless there are ranks on any of them. Does not wait for them.
 
-        If their links fail, the next use has that error, as if it had started them: it has to start others without P2P. If
-        they end otherwise, it starts new ones.
+        If their links fail, the next use gets that error and starts other ranks without P2P. If they end otherwise, it
+        starts new ones.
         """
         self.end_failed()
         if all(apart(pool.devices, devices) for pool in self._pools):

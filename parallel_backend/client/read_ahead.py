@@ -1,7 +1,7 @@
 """Has the system read a model's files into free memory, before ranks want their values.
 
-Pages are read, and nothing is kept: no process has the values, and the system gives the memory to whatever needs it. A
-reader that comes meanwhile finds the pages that are there, and reads the others itself.
+Pages are read, and nothing is kept: no process has the values, and the system can use the memory otherwise. A reader that
+comes meanwhile finds the pages that are there, and reads the others itself.
 """
 
 import logging
@@ -21,7 +21,7 @@ SHARE = 0.5
 
 
 def read_ahead(present: "ReadAhead | None", files: frozenset[Path]) -> "ReadAhead | None":
-    """Begins to read `files`, in place of other ones that `present` reads. Nothing begins without files."""
+    """Begins to read `files`, instead of the files that `present` reads. Nothing begins without files."""
     if not files or (present is not None and present.files == files):
         return present
     if present is not None:

@@ -55,7 +55,7 @@ class Registry:
         self.logs: Callable[[], Path | None] = lambda: None
         """Gives the folder for the logs of new ranks, see pool.Pool."""
         self.folder: Callable[[], Path | None] = lambda: None
-        """Gives the folder for what later processes are to know, see P2PVerdicts. None: nothing is kept."""
+        """Returns the folder for files that later processes read, see P2PVerdicts. None: nothing is kept."""
         self.threads: int | None = None
         """CPU threads of each new rank, see pool.Pool. None: the cores are divided evenly."""
         self.start_of = start_of

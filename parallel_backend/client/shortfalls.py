@@ -18,7 +18,7 @@ Size = tuple[tuple[int, ...], int]
 
 
 class Shortfalls:
-    """For the models of this process, of which each size of a run is kept apart. Thread-safe."""
+    """For the models of this process, separately for each size of a run. Thread-safe."""
 
     def __init__(self) -> None:
         self._most: dict[tuple[Setup, Size | None], dict[int, int]] = {}  # None: it ran out before any run
@@ -57,7 +57,7 @@ class SecondTry:
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.line = ""
-        """What the user was told. Empty: no device ran out."""
+        """The line that the user was shown. Empty: no device ran out."""
         self._tell, self._over = tell, False
         self._failed: Callable[[], LearnsOfFailure | None] = lambda: None  # weak reference to the model that ran out
 

@@ -139,7 +139,7 @@ class RemoteVAE:
     def _replies(
         self, requests: Iterator[list[m.RunVAE]], bytes_needed: int, poll: Poll, trial: m.RunVAE | None = None
     ) -> Generator[list[m.VAEOutput], None, None]:
-        """The ranks' answers to each request, of which IN_FLIGHT are under way at a time."""
+        """The ranks' answers to each request. IN_FLIGHT requests are under way at a time."""
         self._begin(bytes_needed, poll, trial)
         self.bytes_sent = [{} for _ in self.pool.devices]
         pending: deque = deque()
@@ -183,7 +183,8 @@ class RemoteVAE:
             raise NotExact(f"this VAE cannot be cut: {why}")
 
     def _held_as(self, trial: m.RunVAE | None) -> str:
-        """The name of the part on the ranks: bands on just these ranks, tried in this direction and with so many frames."""
+        """The name of the part on the ranks: bands on exactly these ranks, tried in this direction and with this number of
+        frames."""
         form = "tiles" if trial is None else f"columns {trial.columns}, frames {list(trial.band.shape[2:-2])}"
         return f"{self.name} on {self.pool.part_ranks or 'all'}, {form}"
 

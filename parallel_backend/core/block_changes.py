@@ -46,8 +46,8 @@ class BlockChanges:
     one_batch: bool = False
     """The model combines batch entries by itself."""
     kept_text: str = ""
-    """KEPT_INT8 or KEPT_INT4: keys and values of a text that is kept for later calls are stored in so many bits. Empty: as
-    they are."""
+    """KEPT_INT8 or KEPT_INT4: keys and values of a text that is kept for later calls are stored in 8 or 4 bits. Empty:
+    unchanged."""
 
     @property
     def together(self) -> bool:

@@ -40,7 +40,7 @@ class ModelSizes:
     whole_states: int = 0
     """See families.base.blocks.Blocks."""
     measured: float = 1.0
-    """Activations that runs of this model took, as a share of the estimate. 1: no device has told."""
+    """Activations that runs of this model took, as a share of the estimate. 1: no device has measured it."""
     head_units: int = 0
     """See families.base.family.Sizes."""
 
