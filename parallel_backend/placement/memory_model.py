@@ -39,7 +39,8 @@ BY_RANKS = {
     "patch": (1.0, 1.01, 1.24, 1.91),
 }
 """Axis -> hidden states of a rank's tokens at the peak with RANKS ranks on it, over those of one rank: the medians of eleven
-models that were traced with real sizes (benchmarks/sizes/states.py). What each rank computes for the whole image grows."""
+models that were traced with real sizes (benchmarks/sizes/states.py). The part that each rank computes for the whole image
+grows."""
 TIMED = {True: 3, False: 18}
 """Further hidden states where each token has a timestep, as with a given first frame: the modulation of each token.
 Measured, fp32 and bf16: Cosmos Predict2 11 and 11, LTX-Video 13 and 13, Wan 19 and 27; LTX-2, whose text runs through the
