@@ -278,7 +278,7 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
 def opened(path: Path, devices: tuple[str, ...], conversion: Conversion = ()) -> tuple[Checkpoint, OwnClass | None]:
     """The checkpoint, with ComfyUI's own class if no family computes it.
 
-    `conversion`: of a file that ComfyUI converts, which this finds out if no family takes the file as it is.
+    `conversion`: of a file that ComfyUI converts, which this function makes if no family takes the file unchanged.
     """
     try:
         checkpoint = open_checkpoint(path, conversion)

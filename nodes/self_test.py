@@ -93,8 +93,8 @@ class ParallelSelfTest:
 
 
 def own_model(model: RemoteModelPatcher) -> OwnModel | None:
-    """How a MODEL that runs as ComfyUI's own class is called. None: a family computes it. ValueError if it has not been
-    called yet."""
+    """The call of a MODEL that runs as ComfyUI's own class. None: a family computes it. ValueError if it has not been called
+    yet."""
     stub = remote_stub(model)
     if stub.setup.own_class is None:
         return None
@@ -111,7 +111,7 @@ def own_model(model: RemoteModelPatcher) -> OwnModel | None:
 
 
 def save(document: str) -> str:
-    """Write the JSON to ComfyUI's output folder. The result is a line of the report: where, or why not."""
+    """Write the JSON to ComfyUI's output folder. Returns a line of the report: the path, or why it was not saved."""
     folder, name, number, *_ = folder_paths.get_save_image_path(FILE_NAME, folder_paths.get_output_directory())
     path = Path(folder) / f"{name}_{number:05}_.json"
     try:

@@ -100,7 +100,7 @@ class Sampling:
         return max(texts, default=1)
 
     def references(self, family: Family) -> int:
-        """Tokens of the references of that prompt which has most of them."""
+        """Tokens of the references of the prompt with the most reference tokens."""
         model_conds = [cond.get("model_conds", {}) for cond in self.conds]
         tensors = [{name: getattr(value, "cond", None) for name, value in each.items()} for each in model_conds]
         return max(map(family.reference_tokens, tensors), default=0)
@@ -186,7 +186,7 @@ def why_not_banded(sampling: Sampling) -> str | None:
 
 
 def why_wrapped(executor: comfy.patcher_extension.WrapperExecutor) -> str | None:
-    """Reason for the user why what comes inside of a SAMPLER_SAMPLE wrapper cannot be run for each band. None: it can.
+    """Reason for the user why the functions inside of a SAMPLER_SAMPLE wrapper cannot run for each band. None: it can.
 
     Bands call the sampler itself. A wrapper that another node adds behind Apply PipeFusion would be left out.
     """

@@ -47,7 +47,7 @@ def executing() -> tuple[Graph, str, list[str]] | None:
 
 
 def loader_inputs(graph: Graph, node: str) -> Mapping[str, Any] | None:
-    """Inputs of the node that loads the MODEL which `node` takes, perhaps over other nodes. None: it is not known which."""
+    """Inputs of the node that loads the MODEL which `node` takes, perhaps over other nodes. None: unknown."""
     seen: set[str] = set()
     while node in graph and node not in seen:
         seen.add(node)
@@ -61,7 +61,7 @@ def loader_inputs(graph: Graph, node: str) -> Mapping[str, Any] | None:
 
 
 def text_encoder_bytes() -> int:
-    """Bytes of the files from which nodes of this prompt load text encoders; of an all-in-one file all of them."""
+    """Bytes of the files from which nodes of this prompt load text encoders; for an all-in-one file, all its bytes."""
     found = executing()
     nodes = [] if found is None else [node for node in found[0].values() if _makes(node, "CLIP")]
     names = {value for node in nodes for value in node["inputs"].values() if isinstance(value, str)}
@@ -80,7 +80,7 @@ def is_sampled(graph: Graph, loader: str, outputs: list[str]) -> bool:
 
 
 def _sources(graph: Graph, nodes: list[str]) -> set[str]:
-    """These nodes and all whose outputs they take, over others too."""
+    """These nodes and all nodes whose outputs reach them."""
     found: set[str] = set()
     waiting = [node for node in nodes if node in graph]
     while waiting:

@@ -16,13 +16,13 @@ from parallel_backend.processes.pool import again
 
 Residuals = dict[str, torch.Tensor]
 """What a control adds: block "<list>.<index>" -> [B, n, hidden] for the call's n image tokens. Several blocks may have the
-same tensor. Of families with Blocks.controlled they are [B, n + t, hidden]: behind the image's tokens come those of the
-text stream, and the call is for the whole latent. Of a class's own tokens: see own_class.residuals.AROUND, by whose names
-they are."""
+same tensor. For families with Blocks.controlled they are [B, n + t, hidden]: behind the image's tokens come those of the
+text stream, and the call is for the whole latent. For a class's own tokens, the names are those of
+own_class.residuals.AROUND."""
 
 
 def different(residuals: Residuals) -> int:
-    """Number of different tensors among them."""
+    """Number of different tensors."""
     return len({id(tensor) for tensor in residuals.values()})
 
 
@@ -70,11 +70,12 @@ class Conditioning:
     tensors: dict[str, torch.Tensor]
     """[batch, ...] each."""
     first_replica: int = 0
-    """The replica that has the first entries and their K/V buffers."""
+    """The replica with the first entries and their K/V buffers."""
     changes: BlockChanges = UNCHANGED
 
     def shares(self, replicas: int) -> tuple[Span, ...]:
-        """Batch entries by replica, the larger shares from `first_replica` on, which has all if they must stay together."""
+        """Batch entries by replica. Larger shares begin at `first_replica`, which has all entries if they must stay
+        together."""
         whole, none = Span(0, self.batch), Span(self.batch, self.batch)
         parts = (whole, *[none] * (replicas - 1)) if self.changes.together else split(whole, replicas)
         return tuple(parts[(replica - self.first_replica) % replicas] for replica in range(replicas))
@@ -149,7 +150,7 @@ class PartialOutput:
         self._parts: list[tuple[Span, tuple[Span, ...], torch.Tensor]] = []
 
     def put(self, entries: Span, rows: tuple[Span, ...], part: torch.Tensor) -> bool:
-        """Add a part, which covers `rows` of the output one behind the other. True: it was the last part."""
+        """Add a part, whose consecutive pieces are the spans `rows` of the output. True: it was the last part."""
         self._parts.append((entries, rows, part))
         self._missing -= 1
         return self._missing == 0

@@ -159,7 +159,7 @@ class Adaptation:
 
     @property
     def present(self) -> bool:
-        """Whether something is added to the weights."""
+        """Whether the weights have additions."""
         return self._name is not None
 
     def has(self, name: Hashable | None, strengths: tuple[float, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Asks ranks for measurements. Impossible figures end the ranks, since later code divides by them."""
+"""Asks ranks for measurements. Impossible figures end the ranks, because later code divides by them."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +17,8 @@ Reply = TypeVar("Reply", Probed, LinksProbed)
 
 
 def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple[Probe, tuple[int, int]] | None:
-    """What has blocks timed, and the tokens of the longer and the shorter sequence. `rows`: see Probe; all tokens if an own
-    class has fewer. None: there is no call of an own class to time it with."""
+    """The message that has blocks timed, and the tokens of the longer and the shorter sequence. `rows`: see Probe; all
+    tokens if an own class has fewer. None: there is no call of an own class to time it with."""
     family = checkpoint.family
     if not isinstance(family, OwnClassFamily):
         text = PROBE_TEXT if family.blocks.joint else 0

@@ -22,7 +22,7 @@ from .lora import Adaptation
 
 
 class NotFiniteError(RuntimeError):
-    """The model's output is not finite. The run ends; the ranks go on."""
+    """The model's output is not finite. The run ends, and the ranks stay."""
 
 
 def check_latent(x: torch.Tensor, timestep: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ def explanation(
 ) -> str:
     """The error's text. `seq`: the micro-step of the output. `adapted`, `controlled`: there was a LoRA, a ControlNet.
 
-    `in_file`: parameter -> where its values are in the family's original layout, by which ComfyUI and LoRA files name it.
+    `in_file`: parameter -> the place of its values in the family's original layout. ComfyUI and LoRA files use its names.
     """
     degrees, devices, dtype = setup.degrees, setup.devices, setup.dtype
     first = min(

@@ -69,7 +69,7 @@ class RemoteTransformer:
 
     @property
     def streamed_bytes(self) -> list[int]:
-        """By rank, bytes of weights that it copies to its device for each step, or that made way for another model."""
+        """By rank, bytes of weights that it copies to its device in each step, or that another model has displaced."""
         held = zip(self.resident.weights, self.weight_bytes, strict=True)
         return [max(0, weights.total - on_device) for weights, on_device in held]
 
@@ -149,7 +149,7 @@ class RemoteTransformer:
     def make_way(self, device: str, nbytes: int, working: bool) -> int | None:
         """Free `nbytes` of `device`, see giving_way.hand_over. Bytes that come free. None: the weights cannot move.
 
-        Where its weights are not enough, a model that is not `working` gives up its adapters too: `adapt` sends them again.
+        If its weights are not enough, a model that is not `working` gives up its adapters too: `adapt` sends them again.
         """
         ranks = [rank for rank, name in enumerate(self.pool.devices) if name == device]
         if not all(self._memory.has_host[rank] for rank in ranks):

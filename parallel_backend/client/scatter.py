@@ -122,6 +122,6 @@ class Scatter:
 
 
 def _joined(tensor: torch.Tensor, rows: tuple[Span, ...]) -> torch.Tensor:
-    """These rows of [B, n, ...], in this order. A view where they are one span."""
+    """These rows of [B, n, ...], in this order. A view if they are one span."""
     parts = [tensor[:, span.slice] for span in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,7 +1,6 @@
-"""What running out of GPU memory has taught: how many bytes of a model's weights each rank may keep, by the run's size.
-
-Estimates of a run's memory are not measured, so a run that fits by them may run out all the same. The next try streams so
-much more of the weights of the rank that ran out. A sampling run is tried once more by itself.
+"""Limits learnt from running out of GPU memory: the bytes of a model's weights that each rank may keep, by the run's size.
+Estimates of a run's memory are not measured, so a run that fits by them may still run out. The next try streams that many
+bytes more on the rank that ran out. A sampling run is tried once more automatically.
 """
 
 import threading
@@ -25,7 +24,7 @@ class Shortfalls:
         self._lock = threading.Lock()
 
     def learn(self, setup: Setup, requests: Sequence[Request], rank: int, most: int) -> None:
-        """`rank` ran out in a run of `requests`; before any where there are none. It may keep `most` bytes of weights."""
+        """`rank` ran out in a run of `requests`, or before any request. It may keep `most` bytes of weights."""
         with self._lock:
             self._most.setdefault((setup, size_of(requests)), {})[rank] = most
 
@@ -53,7 +52,7 @@ class LearnsOfFailure(Protocol):
 
 
 class SecondTry:
-    """The one by itself that a sampling run has after a device ran out of memory. `tell`: shows the user a line."""
+    """The automatic second try of a sampling run after a device ran out of memory. `tell`: shows the user a line."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.line = ""
