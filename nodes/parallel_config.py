@@ -13,7 +13,7 @@ from .ui.widgets import CATEGORY, choice, degree, flag, whole_number
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """What a PARALLEL_CONFIG link carries: the widgets of Ulysses Config."""
+    """The value of a PARALLEL_CONFIG link: the widgets of Ulysses Config."""
 
     ulysses_degree: int = 1
     ring_degree: int = 1
@@ -37,7 +37,7 @@ def check_widgets(
     patch_mode: str | None,
     patch_degree: int | None,
 ) -> None:
-    """ValueError for degrees and transfers that do not go together. None: a value that comes over a link."""
+    """ValueError for degrees and transfers that cannot be combined. None: a value that comes over a link."""
     degrees = Degrees(
         ulysses=ulysses_degree or 1,
         ring=ring_degree or 1,

@@ -1,4 +1,4 @@
-"""Parallelize Model: the MODEL of any loader -> the same one on several GPUs, with all that nodes have put on it."""
+"""Parallelize Model: the MODEL of any loader -> the same MODEL on several GPUs, with every node's changes."""
 
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ class ParallelizeModel:
 
 
 def _named_file() -> Path | None:
-    """The model file that the loader of this node's MODEL names in the prompt's graph. None: it is not known."""
+    """The model file that the loader of this node's MODEL names in the prompt's graph. None: unknown."""
     found = executing()
     inputs = None if found is None else loader_inputs(found[0], found[1])
     named = None if inputs is None else model_file(inputs)

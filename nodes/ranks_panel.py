@@ -1,4 +1,5 @@
-"""The server's part of the sidebar's panel (web/js/ranks_panel.js): what the ranks do, sent while a panel is open.
+"""The server's part of the sidebar's panel (web/js/ranks_panel.js): the state of the ranks, which is sent while a panel is
+open.
 
 `POST /parallel_dit/ranks/open` and `/close` with {"client": the page's id on ComfyUI's socket}. An open panel gets the event
 `parallel_dit.ranks` with {"pools": [PoolOverview as a dict]}, at most once a second and only when something has changed.
@@ -18,7 +19,7 @@ from .ui.long_work import Busy, LongWork
 
 EVENT, ROUTES = "parallel_dit.ranks", "/parallel_dit/ranks"
 SECONDS = 1.0
-"""Between two looks at the ranks."""
+"""Seconds between two updates of the panel."""
 STEP = 1 << 27
 """Bytes to which memory is rounded, so that it is not sent again for each small change."""
 MOST_BYTES = 1 << 12
@@ -26,16 +27,16 @@ MOST_BYTES = 1 << 12
 
 
 class OpenPanels:
-    """The pages whose panel is open, and the task that tells them. Used on the server's event loop alone."""
+    """The pages whose panel is open, and the task that sends them the state. Used on the server's event loop alone."""
 
     def __init__(self, server: Any):
         self._server = server
         self._clients: dict[str, Any] = {}
-        """Page -> what it was told last."""
+        """Page -> the last state that was sent to it."""
         self._task: asyncio.Task | None = None
 
     def open(self, client: str) -> None:
-        """Tell the page from now on, the first time within SECONDS."""
+        """Send the state to the page from now on, the first time within SECONDS."""
         self._clients[client] = None
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._tell())
@@ -69,7 +70,7 @@ class Unloading:
         self._task: asyncio.Task | None = None
 
     async def asked(self) -> bool:
-        """Free the memory now, or soon if a prompt runs. Whether it is free. Busy for too many requests."""
+        """Free the memory now, or soon if a prompt runs. Returns whether it is free. Raises Busy for too many requests."""
         registry().unload_asked = True
         if not self._prompt_runs():
             await self._work.done(self._unload)
@@ -95,7 +96,7 @@ class Unloading:
 
 
 def shown() -> dict[str, Any]:
-    """What a panel shows."""
+    """The state that a panel shows."""
     pools = [asdict(pool) for pool in registry().overview()]
     for rank in (rank for pool in pools for rank in pool["ranks"]):
         rank["free"] = rank["free"] // STEP * STEP

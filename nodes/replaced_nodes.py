@@ -1,6 +1,5 @@
-"""Nodes of this pack in whose place ComfyUI runs another pack's: it gives an id to the pack that it loads last, in silence.
-
-A warning in the log when ComfyUI starts, and `GET /parallel_dit/replaced`, by which the page says it and the menu refuses.
+"""Finds nodes of this pack that another pack has replaced: ComfyUI silently gives an id to the pack that it loads last. Logs
+a warning when ComfyUI starts. By `GET /parallel_dit/replaced` the page shows it and the menu refuses.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """The server's part of the menu's entries: a plan for each loader of a workflow.
 
-web/js/loaders.js asks for the plan. *Run on several GPUs* changes the workflow by it, *Explain this workflow* tells it. The
-request is `POST /parallel_dit/plan` with {"loaders": [{"class_type": ..., "inputs": {...}}]}, in the form of a prompt. Only
-headers of files are read.
+web/js/loaders.js asks for the plan. *Run on several GPUs* changes the workflow by it, and *Explain this workflow* shows it.
+The request is `POST /parallel_dit/plan` with {"loaders": [{"class_type": ..., "inputs": {...}}]}, in the form of a prompt.
+Only headers of files are read.
 """
 
 import json
@@ -79,7 +79,7 @@ def add_route() -> None:
 
 
 def parsed(body: bytes) -> Any:
-    """A request's JSON. ValueError for what is none, or too long or too deep."""
+    """A request's JSON. ValueError for text that is not JSON, too long or too deep."""
     if len(body) > MOST_BYTES:
         raise ValueError(f"loaders: the request has more than {MOST_BYTES:,} bytes.")
     try:
@@ -181,7 +181,7 @@ def model_file(inputs: Mapping[str, Any]) -> tuple[str, Path] | None:
 
 
 def cards(devices: tuple[str, ...]) -> Cards:
-    """The devices' memory and links, as known without creating a CUDA context. CPU ranks share the host's memory."""
+    """The devices' memory and links, read without creating a CUDA context. CPU ranks share the host's memory."""
     if device_kind(devices[0]) != "cuda":
         return Cards([host_memory()[1] // len(devices)] * len(devices), True)
     indices = [torch.device(name).index for name in devices]

@@ -61,7 +61,7 @@ class ParallelSelfTest:
             "optional": {
                 "model": link(
                     "MODEL",
-                    "From Parallel DiT Loader or Parallelize Model. The test samples with its file in ComfyUI, on one "
+                    "From Parallel DiT Loader or Parallelize Model. The test runs its file in ComfyUI itself, on one "
                     "GPU and on all. Its degrees and dtype are ignored.",
                 )
             },
@@ -104,7 +104,7 @@ def own_model(model: RemoteModelPatcher) -> OwnModel:
 
 
 def save(document: str) -> str:
-    """Write the JSON to ComfyUI's output folder. The result is a line of the report: where, or why not."""
+    """Write the JSON to ComfyUI's output folder. Returns a line of the report: the path, or why it was not saved."""
     folder, name, number, *_ = folder_paths.get_save_image_path(FILE_NAME, folder_paths.get_output_directory())
     path = Path(folder) / f"{name}_{number:05}_.json"
     try:

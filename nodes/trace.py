@@ -17,7 +17,7 @@ LONGEST_NAME = 200
 
 
 def check_name(filename_prefix: str | None) -> None:
-    """ValueError for a text that no file can be named by. None: a text that comes over a link."""
+    """ValueError for a text that is not a file name. None: a text that comes over a link."""
     if filename_prefix is not None:
         check_prefix(filename_prefix, folder_paths.get_output_directory())
 
@@ -72,7 +72,7 @@ class ParallelTrace:
 
 
 def check_prefix(prefix: str, output: str) -> None:
-    """ValueError for a text that no file can be named by, or that leads out of the folder `output`."""
+    """ValueError for a text that is not a file name, or whose path is outside of the folder `output`."""
     path = os.path.normpath(os.path.join(output, prefix))
     if not prefix.strip() or "\0" in prefix or len(os.path.basename(path)) > LONGEST_NAME:
         raise ValueError(f"filename_prefix: {short(prefix)} is not a file name. Use a name such as parallel_dit_trace.")

@@ -37,7 +37,7 @@ KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
 
 
 def calibrated(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str) -> Calibration:
-    """The calibration of these devices: from its file, or measured now. Its `host_free` is what is free now."""
+    """The calibration of these devices: from its file, or measured now. Its `host_free` is the present free memory."""
     if any(map(on_ray, devices)):  # Ray may place the next ranks on other machines: nothing to keep
         return _measured(devices, checkpoint, dtype)
 
@@ -53,7 +53,7 @@ def calibrated(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, att
 
 
 def calibrated_anew(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str) -> Calibration:
-    """As `calibrated`, measured now, with each GPU's memory that is free now. From now on it is the file's."""
+    """Like `calibrated`, but measured now, with each GPU's free memory. It is written to the file."""
     calibration = _measured(devices, checkpoint, dtype)
     if any(map(on_ray, devices)):
         return calibration
@@ -68,7 +68,7 @@ def _measured(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str) -> C
 
 
 def _with_host_memory(calibration: Calibration) -> Calibration:
-    """With the machine's memory that CPU ranks may take now, or the streamed weights of GPUs."""
+    """The calibration with the host memory that CPU ranks, or the streamed weights of GPUs, may take now."""
     machine = calibration.machine
     free = host_memory()[0] if machine.on_cpus else max(0, room_for_weights(torch.device("cuda")))
     return replace(calibration, machine=replace(machine, host_free=free))
@@ -79,7 +79,7 @@ class AutoDegrees:
     """ComfyUI's outermost SAMPLER_SAMPLE wrapper: sets the model's setup before the sampler asks for the ranks."""
 
     setup: Setup
-    """With all devices that may be used. Its degrees are ignored."""
+    """The setup with all allowed devices. Its degrees are ignored."""
 
     def __call__(self, executor, *arguments) -> torch.Tensor:
         sampling = Sampling(executor.class_obj, *arguments)

@@ -1,9 +1,8 @@
 """ControlNets under PipeFusion: ComfyUI runs them on the whole latent, and their outputs are cut for the bands.
 
 A ControlNet needs the whole latent, and a band only has its rows. So the ControlNet runs once per step, when band 0 asks, on
-the latest rows of each band: band 0's of this step, and the other bands' of the step before. They are as old as the keys
-that PipeFusion's bands see of each other, and are extrapolated as keys are. At exact steps the ControlNet waits for all
-bands.
+the latest rows of each band: band 0's of this step, and the other bands' of the step before. They are as old as the other
+bands' keys in PipeFusion, and are extrapolated like keys. At exact steps the ControlNet waits for all bands.
 
 A turn is a band's call with the same conditionings, counted from 0: all bands make the same calls in the same order.
 """
@@ -33,7 +32,7 @@ class _Calls:
     times: dict[int, float] = field(default_factory=dict)
     """Turn -> time of band 0's call."""
     answers: dict[int, Control | None] = field(default_factory=dict)
-    """Turn -> the ControlNet's answer."""
+    """Turn -> the ControlNet's output."""
 
     def forget(self, turn: int) -> None:
         """Drop everything that no call after `turn` reads."""
@@ -91,7 +90,7 @@ class BandedControl(BandExchange):
         return {kind: [None if each is None else cut[id(each)] for each in tensors] for kind, tensors in answer.items()}
 
     def _evaluate(self, whole: torch.Tensor, t: torch.Tensor, cond: dict, batched: int, options: Any) -> Control | None:
-        """The ControlNet's answer on the host, where it is cut and sent to ranks."""
+        """The ControlNet's output on the host, which is cut there and sent to ranks."""
         if self.device == whole.device:
             return self.control.get_control(whole, t, cond, batched, options)
         cond = {name: self._on_device(value) for name, value in cond.items()}

@@ -80,7 +80,7 @@ class BandedGuidance(BandExchange):
     def whole(
         self, index: int, key: tuple, turn: int, time: float, value: torch.Tensor, exchanged_before: bool
     ) -> torch.Tensor:
-        """The tensor of the whole latent, of which `value` is the part of band `index`.
+        """The tensor of the whole latent. `value` is the part of band `index`.
 
         `key`: kind of tensor. `exchanged_before`: this kind was exchanged in the turn before too.
         """

@@ -178,7 +178,7 @@ def why_not_banded(sampling: Sampling) -> str | None:
 
 
 def why_wrapped(executor: comfy.patcher_extension.WrapperExecutor) -> str | None:
-    """Reason for the user why what comes inside of a SAMPLER_SAMPLE wrapper cannot be run for each band. None: it can.
+    """Reason for the user why the functions inside of a SAMPLER_SAMPLE wrapper cannot run for each band. None: it can.
 
     Bands call the sampler itself. A wrapper that another node adds behind Apply PipeFusion would be left out.
     """

@@ -21,7 +21,8 @@ HOST = torch.device("cpu")
 
 
 class SharedCond(comfy.conds.CONDRegular):
-    """A value of the conditioning that stays the same in a run. The tensor that ComfyUI makes of it for a call is made once.
+    """A value of the conditioning that is the same in a whole run. The tensor that ComfyUI makes of it for a call is made
+    once.
 
     So all calls of all bands get the same tensor, which the client sends once, without comparing values. It is made outside
     of ComfyUI's inference mode, because inference tensors do not count writes (`_version`).

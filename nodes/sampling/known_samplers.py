@@ -40,7 +40,7 @@ GLOBAL = {
 
 
 def innermost(sampler: Any) -> comfy.samplers.KSAMPLER | None:
-    """The sampler inside all samplers that wrap it (WRAPPING). None: `sampler`, or the inner one, is no KSAMPLER."""
+    """The sampler inside all samplers that wrap it (WRAPPING). None: `sampler`, or the inner one, is not a KSAMPLER."""
     while type(sampler) is comfy.samplers.KSAMPLER and (option := WRAPPING.get(name_of(sampler.sampler_function))):
         sampler = options_of(sampler).get(option)
     return sampler if type(sampler) is comfy.samplers.KSAMPLER else None

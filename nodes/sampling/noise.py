@@ -20,7 +20,7 @@ class WholeNoise:
     """Noise of the whole latent, drawn once for all bands. Each band takes its rows of it, on the host.
 
     `draw` draws on the device on which ComfyUI would, since another device's generator gives other noise. Sigmas are on the
-    host, where a Brownian tree reads them.
+    host, because a Brownian tree reads them there.
     """
 
     def __init__(self, draw: NoiseSampler):

@@ -47,7 +47,7 @@ def _tried(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: 
 
 
 def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positive: Any, devices: tuple[str, ...]) -> Trials:
-    """What trials of a sampler's first step on so many devices show of all modes. The MODEL's class keeps its setup.
+    """Which modes the trials of a sampler's first step prove, for this number of devices. The MODEL's class keeps its setup.
 
     ValueError if there is no prompt, or if the class does not run.
     """

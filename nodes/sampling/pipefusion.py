@@ -75,7 +75,7 @@ def has_pipefusion(model: comfy.model_patcher.ModelPatcher) -> bool:
 
 log = logging.getLogger(__name__)
 MOST_TRIALS = 4
-"""Of calls that a run in bands turns out to make beside those that it was tried for. Each begins the run again."""
+"""Most trials of calls that a run in bands makes although it was not tried with them. Each trial begins the run again."""
 
 
 class StepCallbacks:
@@ -194,8 +194,8 @@ class PipeFusion:
     def _in_patches(
         self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor, trials: int = MOST_TRIALS
     ) -> tuple[torch.Tensor | None, BandedRun | None, str | None]:
-        """(samples, run, None), or last why the run has to be exact; None there, too: there is a single patch. NotLocal if
-        a call is still not tried after so many `trials`."""
+        """(samples, run, None), or last why the run has to be exact; None there, too: there is a single patch. NotLocal if a
+        call is still not tried after this number of `trials`."""
         try:
             if model.degrees.displaced:
                 reason = why_not_displaced(sampling)

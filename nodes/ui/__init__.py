@@ -1,1 +1,1 @@
-"""What the nodes' inputs and outputs have in common: widgets, checks, devices, progress and text."""
+"""Common parts of the nodes' inputs and outputs: widgets, checks, devices, progress and text."""

@@ -11,7 +11,7 @@ from parallel_backend.core.validate import check_attention
 log = logging.getLogger(__name__)
 
 OURS = {"pytorch": SDPA, "flash": "flash", "sage": "sage", "xformers": "xformers", "comfy_kitchen_int8": "comfy_kitchen"}
-"""ComfyUI's name of a kernel (register_attention_function) -> name of the ranks' kernel."""
+"""ComfyUI's name of a kernel (register_attention_function) -> the ranks' name of it."""
 FLAGS = {"use_split_cross_attention": "split", "use_quad_cross_attention": "sub_quad"}
 """Start flags of ComfyUI -> its name of their kernel. Ranks do not have these kernels, which save memory."""
 
@@ -19,7 +19,8 @@ FLAGS = {"use_split_cross_attention": "split", "use_quad_cross_attention": "sub_
 def attention_for(widget: str, devices: tuple[str, ...], dtype: str) -> str:
     """The `attention` that ranks are loaded with. ValueError for a kernel that cannot run on these devices.
 
-    `auto` is the kernel that ComfyUI was started with. If ranks cannot run that one, they take torch's, and the log says so.
+    `auto` is the kernel that ComfyUI was started with. If ranks cannot run that kernel, they use torch's, and the log says
+    so.
     """
     check_attention(widget, devices, dtype)
     if widget != AUTO:

@@ -54,7 +54,7 @@ def possible_devices(text: str) -> tuple[str, ...]:
 
 
 def check_devices(devices: str | None) -> None:
-    """ValueError for a list with a device that this machine has not. None: a value that comes over a link."""
+    """ValueError for a list with a device that this machine does not have. None: a value that comes over a link."""
     if devices is not None and not is_auto(devices):
         named_devices(devices)
 
@@ -72,7 +72,7 @@ def why_hidden() -> str:
 def half_dtypes(devices: tuple[str, ...]) -> tuple[str, ...]:
     """Half dtypes (HALVES) that all GPUs among the devices compute in, by ComfyUI's tests and options (--force-fp16 ...).
 
-    GPUs of a Ray cluster are not asked and count as able. A ComfyUI under --cpu cannot test GPUs, so torch is asked.
+    GPUs of a Ray cluster are not tested and count as able. A ComfyUI under --cpu cannot test GPUs, so torch is asked.
     """
     local = [name for name in devices if device_kind(name) == "cuda" and not on_ray(name)]
     if host().kind != "cuda":

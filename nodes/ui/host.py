@@ -1,4 +1,5 @@
-"""Calls into ComfyUI for all nodes: its server and folders, the check for Cancel, the refusal of what needs weights."""
+"""Calls into ComfyUI for all nodes: its server and folders, the check for Cancel, refusals of functions that need
+weights."""
 
 import sys
 from pathlib import Path
@@ -34,8 +35,8 @@ def on_behalf() -> str:
 
 
 def folder() -> Path:
-    """Folder for what later starts read, such as calibrations, and for logs. In ComfyUI's user directory: the temporary one
-    is emptied at each start."""
+    """Folder for logs and for files that later starts read, such as calibrations. In ComfyUI's user directory: the temporary
+    one is emptied at each start."""
     return Path(folder_paths.get_user_directory()) / "parallel_dit"
 
 

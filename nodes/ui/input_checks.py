@@ -11,7 +11,7 @@ import torch
 
 
 class ComfyNode(Protocol):
-    """A node's class as ComfyUI wants it."""
+    """A node's class in ComfyUI's form."""
 
     FUNCTION: str
 
@@ -30,7 +30,7 @@ SHOWN = 60
 def validate(*checked_by_node: str, early: Callable[..., object] | None = None) -> Callable[[Node], Node]:
     """Class decorator: the node's function only gets values of its inputs' types and within their limits.
 
-    ValueError, beginning with the input's name, for other values. `checked_by_node`: inputs that are left to the node.
+    ValueError, beginning with the input's name, for other values. `checked_by_node`: inputs that the node itself checks.
     `early`: called with the widgets that its parameters name, before anything of a prompt runs. Its ValueError refuses the
     prompt. A widget whose value comes over a link is None.
     """
@@ -46,7 +46,7 @@ def validate(*checked_by_node: str, early: Callable[..., object] | None = None) 
 
         @functools.cache
         def optional() -> frozenset[str]:
-            """Inputs that may be absent, and then are None."""
+            """Inputs that may be absent; they are then None."""
             if takes_any:
                 return frozenset(name for name, (_, options) in inputs().items() if "default" not in options)
             return frozenset(name for name, each in signature.parameters.items() if each.default is None)

@@ -31,7 +31,7 @@ class LoadingBar:
 
 
 class Elapsed:
-    """A poll for long work: checks for Cancel, and says each second what goes on, how far it is and for how long."""
+    """A poll for long work: checks for Cancel, and shows each second the work, its progress and its seconds."""
 
     def __init__(self, doing: str) -> None:
         self._doing, self._began, self._said = doing, time.monotonic(), -1

@@ -11,11 +11,11 @@ MOST = 2
 
 
 class Busy(Exception):
-    """Other requests' work runs and waits already."""
+    """Raised if other requests' work already runs and waits."""
 
 
 class LongWork:
-    """One thread for one route: ComfyUI reads its page on those that asyncio has. Used on the event loop alone."""
+    """One thread for one route, because ComfyUI serves its page on asyncio's threads. Used on the event loop alone."""
 
     def __init__(self, name: str):
         self._thread = ThreadPoolExecutor(1, f"parallel-dit {name}")

@@ -5,7 +5,7 @@ from typing import Any
 from comfy_execution.utils import get_executing_context
 
 SAID = "parallel_dit.said"
-"""Event by which web/js/node_text.js keeps the line when the run has ended, which newer editors would take away."""
+"""Event for web/js/node_text.js, which keeps the line after the run. Newer editors would remove it."""
 
 
 def say(text: str) -> None:

@@ -10,7 +10,7 @@ from comfy_execution.utils import get_executing_context
 from .other_nodes import COMFYUI
 
 Graph = Mapping[str, Mapping[str, Any]]
-"""A prompt in ComfyUI's API form: number of a node -> its class_type and inputs, of which links are [number, output]."""
+"""A prompt in ComfyUI's API form: number of a node -> its class_type and inputs. A link is [number, output]."""
 FOLDERS = ("text_encoders", "clip_gguf", "checkpoints")
 """Kinds of model folders with text encoders in their files."""
 
@@ -22,7 +22,7 @@ def present_prompt() -> str | None:
 
 
 def feeds_a_sampler() -> bool:
-    """Whether latents are going to be made, in this prompt, from what the node that is being executed returns.
+    """Whether this prompt makes latents from the output of the node that is running.
 
     False if there is no such node: nodes may be run from Python, and a node may have made others that the prompt lacks.
     """
@@ -47,7 +47,7 @@ def executing() -> tuple[Graph, str, list[str]] | None:
 
 
 def loader_inputs(graph: Graph, node: str) -> Mapping[str, Any] | None:
-    """Inputs of the node that loads the MODEL which `node` takes, perhaps over other nodes. None: it is not known which."""
+    """Inputs of the node that loads the MODEL which `node` takes, perhaps over other nodes. None: unknown."""
     seen: set[str] = set()
     while node in graph and node not in seen:
         seen.add(node)
@@ -61,7 +61,7 @@ def loader_inputs(graph: Graph, node: str) -> Mapping[str, Any] | None:
 
 
 def text_encoder_bytes() -> int:
-    """Bytes of the files from which nodes of this prompt load text encoders; of an all-in-one file all of them."""
+    """Bytes of the files from which nodes of this prompt load text encoders; for an all-in-one file, all its bytes."""
     found = executing()
     nodes = [] if found is None else [node for node in found[0].values() if _makes(node, "CLIP")]
     names = {value for node in nodes for value in node["inputs"].values() if isinstance(value, str)}
@@ -70,7 +70,8 @@ def text_encoder_bytes() -> int:
 
 
 def is_sampled(graph: Graph, loader: str, outputs: list[str]) -> bool:
-    """Whether some node on the way to `outputs` makes latents of what node `loader` returns, perhaps over other nodes."""
+    """Whether a node on the way to `outputs` makes latents from the output of node `loader`, directly or through other
+    nodes."""
     return any(
         loader in _sources(graph, [node])
         for node in _sources(graph, outputs)
@@ -79,7 +80,7 @@ def is_sampled(graph: Graph, loader: str, outputs: list[str]) -> bool:
 
 
 def _sources(graph: Graph, nodes: list[str]) -> set[str]:
-    """These nodes and all whose outputs they take, over others too."""
+    """These nodes and all nodes whose outputs reach them."""
     found: set[str] = set()
     waiting = [node for node in nodes if node in graph]
     while waiting:

@@ -1,7 +1,6 @@
-"""ComfyUI's start options that change how a model computes: which of them ranks follow, and which they do not.
-
-What ComfyUI sets in torch by them, such as for `--fast fp16_accumulation`, reaches ranks by core/torch_settings.py.
-`attention.py` and `devices.py` follow others.
+"""ComfyUI's start options that change how a model computes, and whether ranks follow them. Settings that they change in
+torch, such as by `--fast fp16_accumulation`, reach ranks through core/torch_settings.py. `attention.py` and `devices.py`
+follow others.
 """
 
 import comfy.model_management
@@ -19,7 +18,7 @@ UNET_DTYPES = {
     "fp8_e5m2_unet": "fp8_e5m2",
     "fp8_e8m0fnu_unet": "fp8_e8m0fnu",
 }
-"""Options by which ComfyUI chooses a model's dtype -> the dtype. On ranks the loader's weight_dtype does."""
+"""Options by which ComfyUI chooses a model's dtype -> the dtype. On ranks the loader's weight_dtype chooses it."""
 FP8_PRODUCTS, CUBLAS = "fp8_matrix_mult", "cublas_ops"
 
 
@@ -29,7 +28,7 @@ def is_fast(feature: str) -> bool:
 
 
 def wanted_halves(halves: tuple[str, ...], allowed: tuple[str, ...], weight_dtype: str) -> tuple[str, ...]:
-    """Those of `halves`, which the GPUs compute in, that ranks may use for a model that computes in `allowed`.
+    """The dtypes among `halves` (which the GPUs support) that ranks may use for a model that computes in `allowed`.
 
     fp16 alone under `--fast fp16_accumulation`, as ComfyUI chooses it, unless weight_dtype says something.
     """
@@ -38,7 +37,7 @@ def wanted_halves(halves: tuple[str, ...], allowed: tuple[str, ...], weight_dtyp
 
 
 def options_line(dtype: str, kind: str) -> str:
-    """A line for the node on options that ranks do not follow. Empty: there is none.
+    """A line for the node about options that ranks do not follow. Empty: there are none.
 
     `dtype`: of the model on its ranks. `kind`: of their devices, cuda or cpu.
     """

@@ -6,7 +6,7 @@ from parallel_backend.placement.residency import AUTO
 
 CATEGORY = "Parallel DiT"
 SEVERAL_GPUS = "multi gpu", "multigpu", "multiple gpus", "parallel", "distributed", "xdit"
-"""Words by which the search is to find a loader that uses several GPUs (SEARCH_ALIASES)."""
+"""Search words for a loader that uses several GPUs (SEARCH_ALIASES)."""
 MAX_DEGREE = 64
 
 Widget = tuple[Any, dict[str, Any]]
@@ -59,7 +59,7 @@ def threshold(default: float, tooltip: str) -> Widget:
 
 
 def cfg_scale(tooltip: str) -> Widget:
-    """Classifier-free guidance as in KSampler, but with the default 1, which distilled models want."""
+    """Classifier-free guidance as in KSampler, but with the default 1, which distilled models need."""
     return ("FLOAT", {"default": 1.0, "min": 0.0, "max": 100.0, "step": 0.1, "round": 0.01, "tooltip": tooltip})
 
 

@@ -99,7 +99,7 @@ def _check_channels(vae, latent) -> None:
 
 
 def _pictures(images):
-    """Videos [B, frames, rows, columns, 3] -> IMAGE [B * frames, rows, columns, 3]. Pictures stay as they are."""
+    """Videos [B, frames, rows, columns, 3] -> IMAGE [B * frames, rows, columns, 3]. Images are not changed."""
     return images.reshape(-1, *images.shape[-3:]) if images.ndim == 5 else images
 
 

@@ -18,7 +18,8 @@ def _as_comfyui_says(vae: comfy.sd.VAE, frames: int) -> int:
 
 @dataclass(frozen=True)
 class Known:
-    """What ComfyUI's objects do not tell. Functions get the VAE, or its model (an object of one of ComfyUI's classes)."""
+    """Facts that ComfyUI's objects do not have. Functions get the VAE, or its model (an object of one of ComfyUI's
+    classes)."""
 
     drawn: Callable[[Any, torch.Tensor], torch.Tensor] = lambda _model, latent: latent
     """The latent with the random noise that `decode` adds first, drawn once for all ranks."""
@@ -27,7 +28,7 @@ class Known:
     decoded: Callable[[comfy.sd.VAE, int], int] = _as_comfyui_says
     """Frames of the latent -> frames of pixels."""
     encodes: Callable[[Any, int], bool] = lambda _model, _frames: True
-    """Whether `encode` takes a video of so many frames of pixels."""
+    """Whether `encode` takes a video with this number of frames of pixels."""
     why_not: Callable[[Any], str | None] = lambda _model: None
     """Reason why a model cannot be cut all the same, in words that follow 'since'."""
     tiles: bool = False

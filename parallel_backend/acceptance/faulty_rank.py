@@ -1,4 +1,4 @@
-"""A rank whose GPU is stuck in the middle of a run, for the self-test alone: a main function in place of entry.main."""
+"""A rank whose GPU is stuck in the middle of a run, for the self-test only: a main function that replaces entry.main."""
 
 from multiprocessing.connection import Connection
 from unittest import mock

@@ -38,7 +38,7 @@ LAYERS = (
 )
 FP8 = "fp8_e4m3fn"
 EXPANDED = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""The most relative error of a product with an expanded weight, by compute dtype."""
+"""Largest allowed relative error of a product with an expanded weight, by compute dtype."""
 MULTIPLIED = {
     "int8_tensorwise": 0.03,
     "asym_w4a8_int8": 0.03,

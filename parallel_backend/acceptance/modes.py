@@ -94,7 +94,7 @@ def _look_at_run(
     expected: torch.Tensor | Latents,
     limit: float,
 ) -> None:
-    """Transfers beside computing give the bits that transfers give which are waited for."""
+    """Transfers during computation give the same bits as transfers that are waited for."""
     run = model, *_run_arguments(), bands, 1, session.poll
     beside, apart = (tiny_model.as_one(sample_in_bands(*run, overlap=overlap)[0]) for overlap in (True, False))
     findings.expect(torch.equal(beside, apart), f"{degrees}: transfers beside computing give other bits")

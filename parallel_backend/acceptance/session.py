@@ -60,7 +60,7 @@ class Findings:
 
     @contextlib.contextmanager
     def of(self, what: str) -> Iterator[None]:
-        """Around a part `what` of a check, such as a mode, so that the other parts are checked whatever happens in it.
+        """Context around a part `what` of a check, such as a mode. If the part fails, the other parts are still checked.
 
         A RankError in it is a failure. A ValueError is a refusal: the part is left out.
         """
@@ -170,7 +170,8 @@ class SelfTestSession:
         return pool.whole
 
     def load(self, degrees: Degrees, dtype: str, path: Path | None = None, own: OwnClass | None = None) -> RemoteTransformer:
-        """A model on the first ranks, in place of their present one: the file `path` by its class `own`, or the tiny model.
+        """A model on the first ranks, which replaces their present one: the file `path` by its class `own`, or the tiny
+        model.
 
         ValueError if the model does not allow the degrees, or does not fit.
         """

@@ -43,7 +43,7 @@ def save(model: torch.nn.Module, path: Path) -> Path:
 
 @functools.cache
 def tried(tensor: int) -> OwnClass:
-    """The class, with what a trial proves of it for so many tensor ranks. ValueError if they cannot share its layers."""
+    """The class with the proofs of a trial for this number of tensor ranks. ValueError if they cannot share its layers."""
     x, _, tensors = call()
     return proven(TINY, call_of(x, tensors), Degrees(pipe=2, ulysses=2, tensor=tensor), "the tiny model")
 

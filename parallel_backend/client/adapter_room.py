@@ -1,6 +1,6 @@
 """Room on the ranks' devices for additions to weights (LoRA), made before they are sent.
 
-Other models and programs give way first, then the model's own weights: blocks are streamed that were on the device. The next
+Other models and programs give way first, then the model's own weights: blocks that were on the device are streamed. The next
 run without the additions brings the weights back (MemoryGuard).
 """
 
@@ -18,7 +18,7 @@ from .resident_weights import ResidentWeights
 AT_ONCE = 1 << 28
 """Fewest bytes that are asked for: a LoRA comes in hundreds of parts, and each move of weights waits for copies."""
 WORKING = 4
-"""Bytes of a value that an addition is scaled in before it is kept (float32), twice at a time."""
+"""Bytes of the two float32 values that exist while a value of an addition is scaled."""
 
 
 @dataclass
@@ -51,10 +51,10 @@ class AdapterRoom:
         self._rooms: dict[int, _Room] = {}
 
     def take(self, rank: int, part: Adapt) -> None:
-        """`part` is about to be sent to the rank: have room for it there. Messages from now on find the room.
+        """`part` is about to be sent to the rank: make room for it there. Later messages find the room.
 
-        Under tensor parallelism the whole part counts, of which a rank keeps a shard. Where nothing more can give way the
-        part is sent all the same: the device knows better than this what fits.
+        Under tensor parallelism the whole part counts, although a rank keeps only a shard. If nothing more can give way, the
+        part is sent anyway, because only the device knows exactly what fits.
         """
         if not self._rooms:
             self._rooms = {
@@ -74,7 +74,7 @@ class AdapterRoom:
             room.asks = room.taken + passing <= room.free
 
     def _bytes_of(self, part: Adapt) -> tuple[int, int]:
-        """(bytes that stay, bytes that are needed in between) on a device."""
+        """(bytes that stay, temporary bytes) on a device."""
         values = part.up.numel() + (0 if part.down is None else part.down.numel())
         passing = 2 * WORKING * part.up.numel()
         if part.up.ndim == 1:  # a parameter of its own: as loaded, as changed, and the sum of changes in float32
@@ -83,7 +83,7 @@ class AdapterRoom:
         return (values + weighed) * self._value_bytes, passing
 
     def _free(self, memory: DeviceMemory, nbytes: int) -> int:
-        """Free `nbytes` of the device. Bytes that come free, before the ranks handle later messages."""
+        """Free `nbytes` of the device before the ranks handle later messages. Returns the bytes that come free."""
         freed = self._make_room(memory.device, nbytes)
         if freed >= nbytes or not self._streams(memory):
             return freed

@@ -20,7 +20,7 @@ for all of the class's tokens (residuals.AROUND). Several may have the same tens
 
 
 def different(residuals: Residuals) -> int:
-    """Number of different tensors among them."""
+    """Number of different tensors."""
     return len({id(tensor) for tensor in residuals.values()})
 
 
@@ -40,7 +40,7 @@ class ModelCall:
     first_replica: int = 0
     """Index, modulo the number of replicas, of the replica that gets the first batch entries."""
     may_forecast: bool = True
-    """The run's step cache may answer the call in place of the ranks."""
+    """The run's step cache may answer the call instead of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,12 @@ class Conditioning:
     tensors: dict[str, torch.Tensor]
     """[batch, ...] each."""
     first_replica: int = 0
-    """The replica that has the first entries and their K/V buffers."""
+    """The replica with the first entries and their K/V buffers."""
     changes: BlockChanges = UNCHANGED
 
     def shares(self, replicas: int) -> tuple[Span, ...]:
-        """Batch entries by replica, the larger shares from `first_replica` on, which has all if they must stay together."""
+        """Batch entries by replica. Larger shares begin at `first_replica`, which has all entries if they must stay
+        together."""
         whole, none = Span(0, self.batch), Span(self.batch, self.batch)
         parts = (whole, *[none] * (replicas - 1)) if self.changes.together else split(whole, replicas)
         return tuple(parts[(replica - self.first_replica) % replicas] for replica in range(replicas))
@@ -146,7 +147,7 @@ class PartialOutput:
         self._parts: list[tuple[Span, tuple[Span, ...], torch.Tensor]] = []
 
     def put(self, entries: Span, rows: tuple[Span, ...], part: torch.Tensor) -> bool:
-        """Add a part, which covers `rows` of the output one behind the other. True: it was the last part."""
+        """Add a part, whose consecutive pieces are the spans `rows` of the output. True: it was the last part."""
         self._parts.append((entries, rows, part))
         self._missing -= 1
         return self._missing == 0

@@ -1,4 +1,4 @@
-"""The conditionings that the ranks have of a model: each is sent once, and recognised by its values."""
+"""The conditionings that the ranks have of a model: each is sent once and identified by its values."""
 
 import itertools
 import weakref
@@ -21,7 +21,7 @@ CONDITIONINGS_KEPT = 8
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """A tensor of an earlier call, and its version then, which torch counts up at each write."""
+    """A tensor of an earlier call, and its version then. torch counts versions up at each write."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int

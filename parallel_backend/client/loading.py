@@ -93,7 +93,7 @@ def load_model(
 
 
 def _size(nbytes: int) -> str:
-    """As text: in GB with one digit behind the point, or in MB if that would say nothing."""
+    """As text: in GB with one digit after the point, or in MB if that is 0.0."""
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
 
 

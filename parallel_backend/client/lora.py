@@ -64,7 +64,7 @@ class Deltas:
     def replace(self, deltas: Iterable[Delta], poll: Callable[[], None], room: TakeRoom = lambda rank, part: None) -> None:
         """Replace the ranks' deltas by these. `poll` is called between messages, and may raise.
 
-        `room(rank, part)` is called before a part is sent to a rank, once the rank was told to drop earlier deltas.
+        `room(rank, part)` is called before a part is sent to a rank, after the message to drop earlier deltas.
 
         Only the scales are sent if all factors are those of the last time, in the same order and memory. ValueError for a
         delta whose key or shape does not fit the checkpoint. After an error the next call sends everything.
@@ -116,7 +116,7 @@ class Deltas:
 
 
 def _fits(delta: Delta, rows: int, others: tuple[int, ...]) -> bool:
-    """Whether the delta is for so many rows of a tensor whose other sizes are `others`."""
+    """Whether the delta is for this number of rows of a tensor whose other sizes are `others`."""
     if delta.down is None:
         return tuple(delta.up.shape) == (rows, *others)
     return tuple(delta.up.shape) == (rows, len(delta.down)) and tuple(delta.down.shape[1:]) == (math.prod(others),)
@@ -133,7 +133,8 @@ class Adaptation:
     def __init__(
         self, pool: ModelRanks, checkpoint: Checkpoint, loaded: Sequence[Loaded], answered: Callable[[Future], None]
     ):
-        """`loaded`: the ranks' replies to Load. `answered` is told of the ranks' replies (Adapted), on the pool's thread."""
+        """`loaded`: the ranks' replies to Load. `answered` is called with the ranks' replies (Adapted), on the pool's
+        thread."""
         self.bytes = [0] * len(loaded)
         """By rank, bytes of the additions."""
         self._pool, self._answered = pool, answered
@@ -144,7 +145,7 @@ class Adaptation:
 
     @property
     def present(self) -> bool:
-        """Whether something is added to the weights."""
+        """Whether the weights have additions."""
         return self._name is not None
 
     def has(self, name: Hashable | None, strengths: tuple[float, ...]) -> bool:
@@ -177,7 +178,7 @@ class Adaptation:
             self._name, self._strengths = name, strengths
 
     def drop(self, poll: Poll) -> None:
-        """Free the additions on all ranks. The next `replace` sends everything, whatever its name."""
+        """Free the additions on all ranks. The next `replace` sends everything, even under the same name."""
         with self._lock:
             self._name, self._strengths = object(), ()
             self._deltas.replace((), poll)

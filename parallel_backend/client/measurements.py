@@ -1,4 +1,4 @@
-"""Asks ranks for measurements. Impossible figures end the ranks, since later code divides by them."""
+"""Asks ranks for measurements. Impossible figures end the ranks, because later code divides by them."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -1,6 +1,6 @@
 """Asks the ranks for their memory before a model is loaded and once for each sampling run.
 
-If a run does not fit, weights are streamed from host memory; if it does not fit even so, it is refused.
+If a run does not fit, weights are streamed from host memory; if it still does not fit, it is refused.
 """
 
 import functools
@@ -34,8 +34,8 @@ from .shortfalls import Shortfalls
 log = logging.getLogger(__name__)
 
 LEAST_SHORT = 1 << 28
-"""Fewest bytes that a device lacked when it ran out. More where the allocation that failed was larger, or half of the run's
-estimate is, by which the estimate may be off. Guessed: no GPU has run out so far."""
+"""Least bytes that a device is assumed to lack when it ran out. The failed allocation, or half of the run's estimate, counts
+if it is larger. A guess: no GPU has run out so far."""
 
 MakeRoom = Callable[[str, int], int]
 """(device of this machine such as cuda:0, bytes that it lacks) -> bytes that have come free. Provided by the program with
@@ -59,7 +59,7 @@ class MemoryGuard:
         lock: AbstractContextManager | None = None,
         shortfalls: Shortfalls | None = None,
     ):
-        """`lock`: see ResidentWeights. `shortfalls`: what is known of all models; None: nothing, and nobody is told."""
+        """`lock`: see ResidentWeights. `shortfalls`: those of all models. None: there are none, and no message is shown."""
         self.ranks, self.memory_check, self.family, self.make_room, self._lock = ranks, memory_check, family, make_room, lock
         self.resident = ResidentWeights(ranks, memory_check.weights(), lock=lock)
         self.copy_rates = [0.0] * len(ranks.devices)
@@ -67,7 +67,7 @@ class MemoryGuard:
         self._shortfalls = shortfalls or Shortfalls()
         self._learned: str | None = None  # see `learn`
         self.has_host = [False] * len(ranks.devices)
-        """By rank, whether the machine has memory apart from the device's, to which weights can move."""
+        """By rank, whether the machine has separate host memory to which weights can move."""
         self._runs: dict[int, _Run] = {}
         self._free: _FreeMemory | None = None  # for exact calls; None: not asked for since `refresh`
         self._admitted: set[Request] = set()
@@ -95,7 +95,7 @@ class MemoryGuard:
     def wake(self, poll: Poll) -> None:
         """Bring the weights that each rank needs to its device, see ResidentWeights.wake, after asking for memory.
 
-        ValueError, before anything moves, if they have no room even so.
+        ValueError, before anything moves, if they still have no room.
         """
         if self.resident.parked:
             memories = self._with_room((), self._device_memories(poll), self.resident.expected())
@@ -110,7 +110,7 @@ class MemoryGuard:
         return AdapterRoom(read, self.make_room, self.resident, setup.degrees, self.memory_check.streams, value_bytes)
 
     def adapted(self) -> None:
-        """Additions to the weights have come or gone. The next call asks for free memory, and brings back what fits."""
+        """Additions to the weights were added or freed. The next call asks for free memory, and brings back what fits."""
         self._free = None
         self._admitted.clear()
 
@@ -141,7 +141,7 @@ class MemoryGuard:
         self._admitted.add(request)
 
     def watch(self, run: int, bands: int, extrapolate: bool, poll: Poll) -> None:
-        """A run in `bands` begins, whose calls `check` checks."""
+        """Begin a run in `bands`. `check` checks its calls."""
         free = _FreeMemory(self._device_memories(poll), self.resident.expected())
         self._runs[run] = _Run(free, bands, KV_COPIES if extrapolate else 1)
 
@@ -169,7 +169,7 @@ class MemoryGuard:
     def explained(self, error: Exception) -> Exception:
         """The error. If memory ran out, with figures and advice behind its first line.
 
-        Why the system ended a process is not known. That memory was short is said only if the run needed much of it.
+        The reason why the system ended a process is unknown. The error names memory only if the run needed much of it.
         """
         if KILLED in str(error) and not self.memory_check.is_short():
             return error
@@ -183,7 +183,7 @@ class MemoryGuard:
     def learn(self, error: DeviceFull) -> str:
         """A device ran out of memory with this model: have the next one like it stream more of that rank's weights.
 
-        A line for the user about the next try. Empty: nothing more can be streamed. Asked again it gives the same.
+        A line for the user about the next try. Empty: nothing more can be streamed. A second call returns the same.
         """
         if self._learned is None:
             self._learned = self._learn(error)
@@ -258,7 +258,7 @@ class MemoryGuard:
 
 
 def _with_free(memory: DeviceMemory, nbytes: int) -> DeviceMemory:
-    """The memory with so many more bytes free, unless its free bytes are unknown."""
+    """The memory with this number of bytes more free, unless its free bytes are unknown."""
     return memory if memory.free is None else replace(memory, free=memory.free + nbytes)
 
 
@@ -269,13 +269,13 @@ class _FreeMemory:
         self.memories, self._resident = memories, resident
 
     def move_to(self, resident: Sequence[int]) -> None:
-        """Update `memories` for weights that have come or gone, or are about to."""
+        """Update `memories` for weights that were or will be loaded or freed."""
         moved = [before - now for before, now in zip(self._resident, resident, strict=True)]
         self._resident = resident
         self.memories = tuple(_with_free(memory, sum(moved[rank] for rank in memory.ranks)) for memory in self.memories)
 
     def lose(self, resident: Sequence[int]) -> None:
-        """Weights have gone, and another model or program has their memory."""
+        """Weights were freed, and another model or program has their memory."""
         self._resident = resident
 
 

@@ -111,7 +111,7 @@ class MicroSteps:
     def _fill(self, replica: int) -> None:
         """Send waiting micro-steps while fewer than the window are under way.
 
-        The window keeps every stage busy. It is no larger, since micro-steps that are sent cannot be cancelled.
+        The window keeps every stage busy. It is not larger, because micro-steps that are sent cannot be cancelled.
         """
         waiting, flying = self._waiting[replica], self._in_flight[replica]
         while waiting and len(flying) < self._window:

@@ -23,7 +23,7 @@ class OnRanks:
     owner: Any = None
     """Kept alive with the model: the object that frees the weights must outlive them."""
     used: int = 0
-    """Number of the last use; later uses of any model have larger numbers."""
+    """Number of the last use. Later uses of any model have larger numbers."""
     run: int = -1
     """Number of the sampling run of the last use. -1: the model has not been used."""
     again: bool = False

@@ -21,7 +21,7 @@ from .lora import Adaptation
 
 
 class NotFiniteError(RuntimeError):
-    """The model's output is not finite. The run ends; the ranks go on."""
+    """The model's output is not finite. The run ends, and the ranks stay."""
 
 
 def check_latent(x: torch.Tensor, timestep: torch.Tensor) -> None:

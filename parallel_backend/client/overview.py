@@ -1,4 +1,4 @@
-"""What ranks do at the moment and what is on them, as a person wants to see it. Read without a message to any rank."""
+"""An overview of ranks and their models for the user. It is read without a message to any rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class RankOverview:
     state: str
     """"starting", "idle", "waiting" (for another rank), "working", or "failed"."""
     doing: str
-    """Its work in words. Empty: none, or not known."""
+    """Its work in words. Empty: none or unknown."""
     weights: int
     """Bytes of weights and LoRAs on its device."""
     run: int
     """Bytes of keys, values and prompts on its device."""
     free: int
-    """Bytes of the device, or of a CPU's machine, that nobody uses."""
+    """Free bytes of the device, or of a CPU's machine."""
     total: int
     """All bytes of it. 0: not known yet."""
 
@@ -41,12 +41,12 @@ class ModelOverview:
     weights: tuple[int, ...]
     """By rank, bytes of weights on its device."""
     streamed: tuple[int, ...]
-    """By rank, bytes of weights that it copies to its device for each step, or that made way for another model."""
+    """By rank, bytes of weights that it copies to its device in each step, or that another model has displaced."""
     parked: bool
-    """All weights have made way for another model."""
+    """Another model has displaced all weights."""
     computing: tuple[float, ...]
-    """By rank, which share of the last run's time it computed; the rest it waited. Empty: not known, as of runs without
-    Apply PipeFusion or PipeFusion Sampler."""
+    """By rank, the share of the last run's time in which it computed instead of waiting. Empty: unknown, such as for runs
+    without Apply PipeFusion and PipeFusion Sampler."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PoolOverview:
     """Two ranks, the lower one first, bytes a second and seconds of latency, as measured last. Empty: not known."""
     notes: tuple[str, ...]
     error: str
-    """The first line of what ended the ranks. Empty: they work."""
+    """The first line of the error that ended the ranks. Empty: they work."""
     logs: str
     """Folder of their logs. Empty: they have none that stays."""
 
@@ -101,7 +101,7 @@ def _model(one: OnRanks) -> ModelOverview:
     pool = model.pool
 
     def by_rank(values: Sequence[N]) -> tuple[N | int, ...]:
-        """Of all ranks of the pool: 0 for those without the model. Empty if nothing is known."""
+        """Of all ranks of the pool: 0 for those without the model. Empty: unknown."""
         places = map(pool.place, range(len(pool.whole.devices)))
         return tuple(0 if place is None else values[place] for place in places) if values else ()
 

@@ -1,6 +1,5 @@
-"""Cards between which NCCL works only without direct access (P2P), or does not work, kept in a file.
-
-Such a link hangs, which takes the self-test of the links a minute to notice: once, and not at each start of ComfyUI.
+"""A file of GPUs between which NCCL works only without direct access (P2P), or does not work. Such a link hangs, and the
+self-test of the links needs a minute to notice it: once, not at each start of ComfyUI.
 """
 
 import hashlib
@@ -27,26 +26,27 @@ MOST = 32
 MACHINE = tuple(map(Path, ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/proc/cmdline")))
 """The drivers' versions, and the kernel's options, such as for the IOMMU."""
 IOMMU = Path("/sys/class/iommu")
-"""Has an entry for each unit that is switched on."""
+"""Folder with an entry for each active unit."""
 
 WITH_P2P, WITHOUT_P2P, BY_GLOO = range(3)
 """How ranks talk."""
 FIELDS, GLOO = {"cards", "machine"}, {"gloo": True}
 
 Verdict = dict[str, Any]
-"""`cards`: their UUIDs, sorted. `machine`: a digest of what else decides how they can talk. With `gloo` NCCL does not work,
-without it NCCL works without P2P."""
+"""`cards`: their UUIDs, sorted. `machine`: a digest of the other facts that decide how they can transfer. With `gloo` NCCL
+does not work, without it NCCL works without P2P."""
 
 
 class P2PVerdicts:
-    """Not thread-safe. `folder`: of the file; where it gives None, verdicts live as long as the process."""
+    """Not thread-safe. `folder`: of the file; if it returns None, verdicts live as long as the process."""
 
     def __init__(self, folder: Callable[[], Path | None]):
         self._folder = folder
         self._here: dict[tuple[str, ...], int] = {}
 
     def way(self, devices: tuple[str, ...]) -> int:
-        """How ranks on these devices are to talk: by this process, or with the same GPUs and driver."""
+        """How ranks on these devices should transfer, as found by this process or an earlier one with the same GPUs and
+        driver."""
         if devices in self._here:
             return self._here[devices]
         path = self._path(devices)
@@ -63,11 +63,12 @@ class P2PVerdicts:
         return BY_GLOO if by_gloo else WITHOUT_P2P
 
     def turn_to(self, devices: tuple[str, ...], way: int) -> None:
-        """For now: whether it helps is not known yet."""
+        """For now: it is unknown yet whether this helps."""
         self._here[devices] = way
 
     def keep(self, devices: tuple[str, ...], way: int) -> None:
-        """In this way these devices work: also at later starts, until driver, GPUs, torch, NCCL or the IOMMU are others."""
+        """Note that these devices work in this way. Later starts use it until driver, GPUs, torch, NCCL or the IOMMU
+        change."""
         self._here[devices] = way
         if (path := self._path(devices)) is not None:
             verdict = _verdict(devices) | (GLOO if way == BY_GLOO else {})
@@ -85,14 +86,15 @@ class P2PVerdicts:
                 _write(path, others)
 
     def _path(self, devices: tuple[str, ...]) -> Path | None:
-        """None where nothing is kept: for CPUs, and GPUs of a Ray cluster, which may be others next time."""
+        """None if nothing is stored: for CPUs and for GPUs of a Ray cluster, which may differ next time."""
         folder = self._folder()
         kept = folder is not None and all(device_kind(name) == "cuda" and not on_ray(name) for name in devices)
         return folder / FILE if kept and folder is not None else None
 
 
 def _verdict(devices: tuple[str, ...]) -> Verdict:
-    """Of these GPUs as they are now. Asks for their properties alone, which makes no context on a GPU."""
+    """The verdict for these GPUs in their present state. Asks for their properties alone, which makes no context on a
+    GPU."""
     properties = [torch.cuda.get_device_properties(name) for name in devices]
     cards = sorted(str(getattr(one, "uuid", one.name)) for one in properties)
     facts = [torch.__version__, platform.release(), *(path.read_text() for path in MACHINE if path.is_file())]
@@ -114,7 +116,7 @@ def _same(one: Verdict, other: Verdict) -> bool:
 
 
 def _read(path: Path) -> list[Verdict]:
-    """The file's verdicts. None of a file that is not there, or that `_write` has not written so: it is written again."""
+    """The file's verdicts. None if the file is missing or was not written by `_write`: it is written again."""
     try:
         if not path.exists():
             return []

@@ -17,16 +17,16 @@ from .p2p_verdicts import BY_GLOO, WITH_P2P, WITHOUT_P2P, P2PVerdicts
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 WITHOUT_P2P_SECONDS = 30.0
-"""Time limit of the self-test's parts without P2P, shorter since the test with P2P has taken a minute already."""
+"""Time limit of the self-test's parts without P2P. It is shorter, because the test with P2P has taken a minute already."""
 WAYS = {WITH_P2P: "with P2P", WITHOUT_P2P: "without P2P", BY_GLOO: "that use Gloo instead of NCCL"}
-"""How ranks on GPUs may talk, in the order in which it is tried. The text follows "ranks"."""
+"""Ways in which ranks on GPUs may transfer, in the order of trials. The text follows "ranks"."""
 
 
 class Pools:
     """Keeps pools on different devices at the same time. Not thread-safe: the registry locks.
 
     Devices that overlap with a pool's are used by a part of that pool. If the pool lacks some of them, it is ended once, and
-    started again on all devices of both. `start` makes a pool. `verdicts`: where P2P, or NCCL, is known not to work.
+    started again on all devices of both. `start` makes a pool. `verdicts`: devices on which P2P or NCCL does not work.
     `chosen()`: CPU threads of each rank; None: CPU ranks share the cores.
     """
 
@@ -44,7 +44,7 @@ class Pools:
 
     @property
     def all(self) -> tuple[Pool, ...]:
-        """Those that have failed too, until the next use drops them."""
+        """All pools. Failed ones stay until the next use drops them."""
         return self._pools
 
     @property
@@ -53,8 +53,8 @@ class Pools:
         return tuple(pool for pool in self._pools if pool.error is None)
 
     def threads(self, devices: tuple[str, ...], pool: Pool | None = None) -> int | None:
-        """CPU threads of each rank on `devices`, of `pool` or a new one: CPU ranks of all pools share the cores, those of a
-        part of a pool also what its other ranks have, which wait meanwhile. None: the ranks decide."""
+        """CPU threads of each rank on `devices`, of `pool` or a new one. CPU ranks of all pools share the cores. Those of a
+        part of a pool also get the cores of its other ranks, which wait meanwhile. None: the ranks decide."""
         if device_kind(devices[0]) != "cpu":
             return None
         cpu_devices = [name for other in self.working if other is not pool for name in other.devices]
@@ -70,7 +70,7 @@ class Pools:
         return self._part(pool, self._used.get(pool.devices, pool.devices))
 
     def note(self, ranks: SomeRanks) -> None:
-        """These ranks are used, without `use`: those of a model that is on them."""
+        """Note a use of these ranks by a model that is on them, without `use`."""
         if ranks.whole in self._pools:
             self._used[ranks.whole.devices] = ranks.devices
             self._pools = (*(other for other in self._pools if other is not ranks.whole), ranks.whole)
@@ -149,8 +149,8 @@ class Pools:
     def begin(self, devices: tuple[str, ...]) -> None:
         """Begin to start ranks on these devices, unless there are ranks on any of them. Does not wait for them.
 
-        If their links fail, the next use has that error, as if it had started them: it has to start others without P2P. If
-        they end otherwise, it starts new ones.
+        If their links fail, the next use gets that error and starts other ranks without P2P. If they end otherwise, it
+        starts new ones.
         """
         self.end_failed()
         if all(apart(pool.devices, devices) for pool in self._pools):
@@ -158,7 +158,7 @@ class Pools:
             self._begun.add(devices)
 
     def end_failed(self) -> None:
-        """Drop pools that have failed, but for those whose links have, and that wait for their first use."""
+        """Drop pools that have failed, except those whose links have failed and that wait for their first use."""
         for pool in self._pools:
             waits = pool.devices in self._begun and isinstance(pool.error, LinksDown)
             if pool.error is not None and not waits:
@@ -199,14 +199,14 @@ class Pools:
 
 
 def self_test_of(way: int) -> SelfTest:
-    """The settings of ranks that talk in this way, one of WAYS."""
+    """The settings of ranks that transfer in this way, one of WAYS."""
     if way == WITH_P2P:
         return SELF_TEST
     return replace(SELF_TEST, p2p=False, gloo=way == BY_GLOO, seconds=WITHOUT_P2P_SECONDS)
 
 
 def way_of(settings: SelfTest) -> int:
-    """The way in which ranks with these settings talk."""
+    """The way in which ranks with these settings transfer."""
     return WITH_P2P if settings.p2p else BY_GLOO if settings.gloo else WITHOUT_P2P
 
 

@@ -18,8 +18,8 @@ class PromptFiles:
         self._seen: dict[tuple[str, OwnClass, TensorSizes], Checkpoint] = {}
 
     def begin(self, prompt: str | None) -> bool:
-        """Forget what another prompt saw. `prompt`: id of the present one. None: unknown, and never the same one. Whether it
-        is another prompt."""
+        """Forget what another prompt saw. `prompt`: id of the present one. None: unknown, and never the same one. Whether
+        this prompt differs from the last one."""
         if is_new := prompt is None or prompt != self._prompt:
             self._prompt = prompt
             self._seen.clear()

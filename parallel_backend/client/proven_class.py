@@ -18,7 +18,7 @@ TIMES = 1.0, 0.5, 0.01
 
 
 def proven(own: OwnClass, call: Call, degrees: Degrees, name: str) -> OwnClass:
-    """The class with what a trial shows for calls like this one. ValueError for a class without proven bands, whose batch
+    """The class with the proofs of a trial for calls like this one. ValueError for a class without proven bands, whose batch
     entries depend on each other, or whose latents are not filled up in a circle; and, naming the widget, for degrees that
     are not proven. `name`: of the model, for the refusal."""
     proof = trial(own, call, TIMES, bands=True, tensor=degrees.tensor)

@@ -1,7 +1,7 @@
-"""Has the system read a model's files into free memory, before ranks want their values.
+"""Has the system read a model's files into free memory, before ranks need their values.
 
-Pages are read, and nothing is kept: no process has the values, and the system gives the memory to whatever needs it. A
-reader that comes meanwhile finds the pages that are there, and reads the others itself.
+Pages are read, and nothing is kept: no process has the values, and the system can use the memory otherwise. A reader that
+comes meanwhile finds the pages that are there, and reads the others itself.
 """
 
 import logging
@@ -15,13 +15,13 @@ from parallel_backend.core.host_memory import host_memory
 log = logging.getLogger(__name__)
 
 PIECE = 1 << 24
-"""Bytes asked for at once, between two looks whether to stop. The call waits where the disk has enough to do."""
+"""Bytes asked for at once, between two checks whether to stop. The call waits if the disk is busy."""
 SHARE = 0.5
-"""Of free host memory that the files may have: pages that are in use, by a text encoder's file, are not to make room."""
+"""Share of free host memory for the files, so that pages in use, such as those of a text encoder's file, stay."""
 
 
 def read_ahead(present: "ReadAhead | None", files: frozenset[Path]) -> "ReadAhead | None":
-    """Begins to read `files`, in place of other ones that `present` reads. Nothing begins without files."""
+    """Begins to read `files`, instead of the files that `present` reads. Nothing begins without files."""
     if not files or (present is not None and present.files == files):
         return present
     if present is not None:
@@ -30,7 +30,7 @@ def read_ahead(present: "ReadAhead | None", files: frozenset[Path]) -> "ReadAhea
 
 
 class ReadAhead:
-    """Reading that is under way. Linux only: elsewhere nothing is read, for there a read takes a core to copy pages."""
+    """Reading that is under way. Linux only: elsewhere a read would use a core to copy pages."""
 
     def __init__(self, files: Iterable[Path]):
         self.files = frozenset(files)

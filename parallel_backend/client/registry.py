@@ -1,7 +1,7 @@
 """The process's ranks and the models on them, shared by all nodes.
 
-ComfyUI caches and drops node outputs as it likes, on which ranks must not depend. So the registry keeps one pool of ranks
-for a set of devices, with as many models as there is memory for.
+ComfyUI may cache or drop node outputs at any time, and ranks must not depend on that. So the registry keeps one pool of
+ranks for a set of devices, with as many models as there is memory for.
 """
 
 import atexit
@@ -41,7 +41,7 @@ from .shortfalls import Shortfalls
 log = logging.getLogger(__name__)
 
 Expected = Callable[[], Request | None]
-"""Gives the run for which a model is loaded, if one is known."""
+"""Returns the run for which a model is loaded, if it is known."""
 BORROWED = "Parallel DiT: the ranks were used for something else, and the model is no longer there"
 
 
@@ -53,19 +53,19 @@ class Registry:
 
     def __init__(self):
         self.logs: Callable[[], Path | None] = lambda: None
-        """Gives the folder for the logs of new ranks, see pool.Pool."""
+        """Returns the folder for the logs of new ranks, see pool.Pool."""
         self.folder: Callable[[], Path | None] = lambda: None
-        """Gives the folder for what later processes are to know, see P2PVerdicts. None: nothing is kept."""
+        """Returns the folder for files that later processes read, see P2PVerdicts. None: nothing is kept."""
         self.threads: int | None = None
         """CPU threads of each new rank, see pool.Pool. None: the cores are divided evenly."""
         self.start_of = start_of
-        """Gives the class of new ranks by their devices."""
+        """Returns the class of new ranks by their devices."""
         self._lock = threading.RLock()  # reentrant: make_room may unload another model on the thread that loads this one
         self._pools = Pools(self._start, P2PVerdicts(lambda: self.folder()), lambda: self.threads)
         self._models = ModelsOnRanks()
         self._files = PromptFiles()
         self.unload_asked = False
-        """Whether to free everything before the next prompt uses a model. Set by whoever asks, on any thread."""
+        """Whether to free everything before the next prompt uses a model. Set on any thread."""
         self._shortfalls = Shortfalls()
         self._exiting = False
         self._reading: ReadAhead | None = None
@@ -169,7 +169,7 @@ class Registry:
         self, models: list[OnRanks], device: str, nbytes: int, asking: OnRanks | None = None, in_turns: bool = False
     ) -> int:
         """As `make_way`, with these models in this order. `asking`: the model that needs the memory, if it is on ranks.
-        `in_turns`: models that are used in this run go on with the new one, and so keep the least that they need."""
+        `in_turns`: models that are used in turns with the new one in this run keep the minimum that they need."""
         freed = 0
         for each in models:
             held, wanted = each.model.bytes_on(device), nbytes - freed
@@ -290,7 +290,7 @@ class Registry:
         return None if (entry := self._models.find(setup)) is None else entry.model
 
     def overview(self) -> list[PoolOverview]:
-        """The ranks and what they do, for people. Never waits."""
+        """An overview of the ranks for the user. Never waits."""
         return [overview_of(pool, self._models.of(pool)) for pool in self._pools.all]
 
     def runs_on(self, devices: tuple[str, ...]) -> bool:
@@ -308,10 +308,10 @@ class Registry:
         return None if model is None else model.wanted_on(device)
 
     def begin(self, devices: tuple[str, ...], files: Iterable[Path] = ()) -> None:
-        """Begin to start ranks on these devices, if any, for a use to come, unless there are ranks on any, and to read the
-        `files` of the model that will be loaded, unless it is on ranks.
+        """Begin to start ranks on these devices for a later use, unless there are ranks on any of them. Also begin to read
+        the `files` of the model that will be loaded, unless it is on ranks.
 
-        Never waits. Does nothing while another thread loads a model: what it needs of the devices comes first.
+        Never waits. Does nothing while another thread loads a model, because that model needs the devices first.
         """
         if self._lock.acquire(blocking=False):
             try:
@@ -345,7 +345,7 @@ class Registry:
 
     @contextlib.contextmanager
     def borrow(self, devices: tuple[str, ...], poll: Poll = lambda: None) -> Iterator[Pool]:
-        """Context with a pool on just these devices, started if necessary, for other purposes than sampling.
+        """Context with a pool on exactly these devices, started if necessary, for other purposes than sampling.
 
         Its models are unloaded. An exception in the context ends the ranks, whose state is then unknown.
         """
@@ -367,7 +367,7 @@ class Registry:
             self._pools.close()
 
     def exit(self) -> None:
-        """End all ranks, for the process is about to end. From then on none are started.
+        """End all ranks, because the process is about to end. From then on none are started.
 
         Never waits for a load under way on another thread, whose ranks are killed. A forked process leaves its parent's
         ranks alone.

@@ -69,7 +69,7 @@ class RemoteTransformer:
 
     @property
     def streamed_bytes(self) -> list[int]:
-        """By rank, bytes of weights that it copies to its device for each step, or that made way for another model."""
+        """By rank, bytes of weights that it copies to its device in each step, or that another model has displaced."""
         held = zip(self.resident.weights, self.weight_bytes, strict=True)
         return [max(0, weights.total - on_device) for weights, on_device in held]
 
@@ -84,11 +84,11 @@ class RemoteTransformer:
         return self._adaptation.bytes
 
     def adapt(self, name: Hashable | None, deltas: Iterable[Delta], poll: Poll, strengths: tuple[float, ...] = ()) -> None:
-        """Add `deltas` to the checkpoint's weights, in place of earlier deltas. No call may be under way.
+        """Add `deltas` to the checkpoint's weights. They replace earlier deltas. No call may be under way.
 
         `name`: equal deltas have equal names. If the name is that of the last time, `deltas` is not read. None: no deltas.
-        `strengths`: of the deltas' groups 1, 2, ...; to change these alone is cheap. Where a device has no room, weights
-        give way to the deltas (adapter_room.py). Returns when every rank has its part, with its size in `adapter_bytes`.
+        `strengths`: of the deltas' groups 1, 2, ...; to change these alone is cheap. If a device has no room, weights give
+        way to the deltas (adapter_room.py). Returns when every rank has its part, with its size in `adapter_bytes`.
         ValueError for a delta that does not fit the checkpoint.
         """
         if self._adaptation.has(name, strengths):
@@ -116,8 +116,8 @@ class RemoteTransformer:
         return self._posting.alive and self.pool.error is None  # the pool has its error before `_on_failure` is called
 
     def unload(self) -> Future:
-        """Fail all calls from now on. The ranks finish micro-steps under way, then free all that they hold of the model,
-        which ends the future. RankError if the pool has failed."""
+        """Fail all calls from now on. The ranks finish micro-steps under way, then free all memory of the model, which ends
+        the future. RankError if the pool has failed."""
         self._on_failure(RuntimeError("Parallel DiT: the model has been unloaded from its ranks"))
         self._ranks.leave()
         return self._ranks.ask(m.Unload(), m.Unloaded)
@@ -149,7 +149,7 @@ class RemoteTransformer:
     def make_way(self, device: str, nbytes: int, working: bool) -> int | None:
         """Free `nbytes` of `device`, see giving_way.hand_over. Bytes that come free. None: the weights cannot move.
 
-        Where its weights are not enough, a model that is not `working` gives up its adapters too: `adapt` sends them again.
+        If its weights are not enough, a model that is not `working` gives up its adapters too: `adapt` sends them again.
         """
         ranks = [rank for rank, name in enumerate(self.pool.devices) if name == device]
         if not all(self._memory.has_host[rank] for rank in ranks):

@@ -1,4 +1,4 @@
-"""Where the weights of one model are: on the ranks' devices, or in host memory."""
+"""The place of the weights of one model: on the ranks' devices, or in host memory."""
 
 import threading
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class ResidentWeights:
 
     @property
     def parked(self) -> bool:
-        """Whether a rank lacks weights that it needs to compute, however much is streamed."""
+        """Whether a rank lacks weights that it needs even if it streams the most."""
         return not self.working or 0 in self.limits
 
     def expected(self, limits: Sequence[int] | None = None) -> list[int]:
@@ -95,7 +95,8 @@ class ResidentWeights:
             self.tell([max(limit, one.least) for one, limit in zip(self.weights, self.limits, strict=True)])
 
     def adapted(self, answered: Future) -> None:
-        """Additions to the weights have come or gone. `answered`: see Adapted. To be called in the order of the replies."""
+        """Additions to the weights were added or freed. `answered`: see Adapted. To be called in the order of the
+        replies."""
         if answered.exception() is None:
             in_host = zip(self._held, answered.result(), strict=True)
             self._held = [replace(held, host_bytes=reply.host_bytes) for held, reply in in_host]

@@ -64,7 +64,8 @@ def euler(predict: Predict, x: torch.Tensor, sigmas: torch.Tensor, prompt: Promp
 
 
 def may_forecast(timestep: torch.Tensor, sigmas: torch.Tensor) -> bool:
-    """Whether a step cache may answer a call at `timestep` [B]: not in the last step, whose errors nothing corrects."""
+    """Whether a step cache may answer a call at `timestep` [B]: not in the last step, because no later step corrects its
+    errors."""
     return float(timestep[0]) > float(sigmas[-2])
 
 

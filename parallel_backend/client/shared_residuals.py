@@ -23,9 +23,10 @@ log = logging.getLogger(__name__)
 MOST_BYTES = 2 << 30
 """Limit for all segments together. Residuals beyond it are sent over the pipes."""
 LEAST_FREE = 4
-"""A segment is made only if this multiple of its size is free: the system kills a process that writes beyond free memory."""
+"""A segment is made only if this multiple of its size is free, because the system kills a process that writes beyond free
+memory."""
 LEAST_BYTES = 1 << 16
-"""Smaller residuals of a micro-step are as fast over the pipes."""
+"""Smaller residuals of a micro-step are equally fast over the pipes."""
 
 
 class SharedResiduals:

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def shared_output(pool: SomeRanks, shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, bool]]:
-    """An empty tensor that outlives the context, and whether all ranks of the pool share its memory within the context."""
+    """An empty tensor that stays valid after the context, and whether all ranks of the pool share its memory within the
+    context."""
     with _lent(pool, math.prod(shape) * dtype.itemsize, read=False) as segment:
         if segment is None:
             yield torch.empty(tuple(shape), dtype=dtype), False

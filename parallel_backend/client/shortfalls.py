@@ -1,7 +1,6 @@
-"""What running out of GPU memory has taught: how many bytes of a model's weights each rank may keep, by the run's size.
-
-Estimates of a run's memory are not measured, so a run that fits by them may run out all the same. The next try streams so
-much more of the weights of the rank that ran out. A sampling run is tried once more by itself.
+"""Limits learnt from running out of GPU memory: the bytes of a model's weights that each rank may keep, by the run's size.
+Estimates of a run's memory are not measured, so a run that fits by them may still run out. The next try streams that many
+bytes more on the rank that ran out. A sampling run is tried once more automatically.
 """
 
 import threading
@@ -18,14 +17,14 @@ Size = tuple[tuple[int, ...], int]
 
 
 class Shortfalls:
-    """For the models of this process, of which each size of a run is kept apart. Thread-safe."""
+    """For the models of this process, separately for each size of a run. Thread-safe."""
 
     def __init__(self) -> None:
         self._most: dict[tuple[Setup, Size | None], dict[int, int]] = {}  # None: it ran out before any run
         self._lock = threading.Lock()
 
     def learn(self, setup: Setup, requests: Sequence[Request], rank: int, most: int) -> None:
-        """`rank` ran out in a run of `requests`; before any where there are none. It may keep `most` bytes of weights."""
+        """`rank` ran out in a run of `requests`, or before any request. It may keep `most` bytes of weights."""
         with self._lock:
             self._most.setdefault((setup, size_of(requests)), {})[rank] = most
 
@@ -53,11 +52,11 @@ class LearnsOfFailure(Protocol):
 
 
 class SecondTry:
-    """The one by itself that a sampling run has after a device ran out of memory. `tell`: shows the user a line."""
+    """The automatic second try of a sampling run after a device ran out of memory. `tell`: shows the user a line."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.line = ""
-        """What the user was told. Empty: no device ran out."""
+        """The line that the user was shown. Empty: no device ran out."""
         self._tell, self._over = tell, False
         self._failed: Callable[[], LearnsOfFailure | None] = lambda: None  # weak reference to the model that ran out
 

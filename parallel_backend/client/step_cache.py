@@ -38,7 +38,7 @@ class Forecast:
     terms: tuple[tuple[float, Computed], ...]
 
     def output(self, band: int = 0) -> Latents:
-        """The band's output. The outputs in the sum have come: a band makes its calls one after the other."""
+        """The band's output. The outputs in the sum are complete, because a band makes its calls one after the other."""
         weights = [weight for weight, _ in self.terms]
         return tuple(_sum(weights, values) for values in zip(*(call.outputs[band] for _, call in self.terms), strict=True))
 

@@ -19,9 +19,9 @@ from .shared_tensors import shared_weights
 
 Part = Literal["decoder", "encoder"]
 IN_FLIGHT = 2
-"""Clips whose tiles are under way: the next one's are on the ranks when they finish one."""
+"""Number of clips whose tiles are under way, so that the next clip's tiles are on the ranks when they finish one."""
 FRAMES_TRIED = {"decoder": 4, "encoder": 24}
-"""Most frames of the input with which bands are tried. Some encoders take frames by fours or eights alone."""
+"""Most frames of the input with which bands are tried. Some encoders take only multiples of four or eight frames."""
 
 
 class TooLittleMemory(RuntimeError):
@@ -41,7 +41,7 @@ class NotExact(RuntimeError):
 
 @dataclass(frozen=True)
 class Made:
-    """What ranks make a part of a VAE of."""
+    """The data of which ranks make a part of a VAE."""
 
     recipe: str
     """PutVAE.recipe."""
@@ -115,7 +115,7 @@ class RemoteVAE:
         return tuple(len(span) * unit for span in bands(x, unit, len(self.pool.devices)))
 
     def _trial(self, x: torch.Tensor, unit: int) -> m.RunVAE:
-        """A corner of x, as small as bands of unlike sizes can be."""
+        """The smallest corner of x that can be cut into bands of different sizes."""
         rows, columns = ((len(self.pool.devices) + 1) * unit, 2 * unit)[:: -1 if cut_along_columns(x) else 1]
         corner = x[..., :rows, :columns]
         corner = corner[:, :, : FRAMES_TRIED[self.part]] if x.ndim == 5 else corner
@@ -139,7 +139,7 @@ class RemoteVAE:
     def _replies(
         self, requests: Iterator[list[m.RunVAE]], bytes_needed: int, poll: Poll, trial: m.RunVAE | None = None
     ) -> Generator[list[m.VAEOutput], None, None]:
-        """The ranks' answers to each request, of which IN_FLIGHT are under way at a time."""
+        """The ranks' answers to each request. IN_FLIGHT requests are under way at a time."""
         self._begin(bytes_needed, poll, trial)
         self.bytes_sent = [{} for _ in self.pool.devices]
         pending: deque = deque()
@@ -183,7 +183,8 @@ class RemoteVAE:
             raise NotExact(f"this VAE cannot be cut: {why}")
 
     def _held_as(self, trial: m.RunVAE | None) -> str:
-        """The name of the part on the ranks: bands on just these ranks, tried in this direction and with so many frames."""
+        """The name of the part on the ranks: bands on exactly these ranks, tried in this direction and with this number of
+        frames."""
         form = "tiles" if trial is None else f"columns {trial.columns}, frames {list(trial.band.shape[2:-2])}"
         return f"{self.name} on {self.pool.part_ranks or 'all'}, {form}"
 
@@ -197,9 +198,9 @@ class RemoteVAE:
         return wait_for(self.pool.ask_each(messages, m.VAEBegun), poll)
 
     def _make_room_for(self, made: Made, held_as: str, bytes_needed: int, poll: Poll, in_float32: bool) -> None:
-        """Make room for weights and bands on the devices; other parts of VAEs leave. TooLittleMemory if that fails.
+        """Make room for weights and bands on the devices; other parts of VAEs are freed. TooLittleMemory if that fails.
 
-        `in_float32`: the weights are so for the trial.
+        `in_float32`: the weights are in float32 for the trial.
         """
         width = torch.float32.itemsize if in_float32 else 0
         nbytes = sum(tensor.numel() * max(width, tensor.itemsize) for tensor in made.tensors.values())

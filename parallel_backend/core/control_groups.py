@@ -5,7 +5,7 @@ from pathlib import Path
 
 MEMBERSHIP = Path("/proc/self/cgroup")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
-"""Where groups are mounted. In a container this is often the container's group, whatever path MEMBERSHIP names."""
+"""Where groups are mounted. In a container this is often the container's group, even if MEMBERSHIP names another path."""
 
 
 def groups(membership: str, root: Path, controller: str) -> Iterator[tuple[Path, bool]]:

@@ -21,7 +21,7 @@ def usable_cores() -> int:
 
 
 def quotas_of(membership: str, root: Path) -> Iterator[float]:
-    """Cores' worth of CPU time of every group that has such a limit. Arguments: see control_groups.groups."""
+    """For every group with a limit, its CPU time in cores. Arguments: see control_groups.groups."""
     for group, second in groups(membership, root, "cpu"):
         names = ("cpu.max",) if second else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         try:

@@ -135,7 +135,7 @@ class StagedUpload:
                 into.copy_(staged.to(target.device, non_blocking=True))
 
     def _room(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory of so many bytes, page-locked if possible, which no copy reads any more."""
+        """Memory of this number of bytes, page-locked if possible. No copy reads it any more."""
         if self._filled + nbytes > STAGING_BYTES:
             if self._pieces:
                 self._pieces[-1][1].record()  # behind the copies from it

@@ -79,7 +79,7 @@ def fused_kernel(name: str, dtype: torch.dtype, device: torch.device) -> Fused |
 class DirectCall:
     """comfy-kitchen's operation `name`, without torch's and its own dispatch, which cost more of the host than the launch.
 
-    The package looks at the shapes of each call to choose among its implementations. Here it is asked once for each form.
+    The package chooses its implementation by the shapes of each call. Here it is asked once for each form.
     """
 
     FORMS = 64

@@ -1,6 +1,6 @@
 """A class of a model as data: what a rank imports and builds, and what a trial has shown of it.
 
-The nodes fill it in for ComfyUI's classes. A rank imports the module that it is told, of one of PACKAGES alone.
+The nodes fill it in for ComfyUI's classes. A rank imports the module that its message names, only from one of PACKAGES.
 """
 
 import functools
@@ -47,14 +47,14 @@ PACKAGES = (
     Package(ROOT, f"{ROOT}modules.attention", "attention_", around=("comfy.",)),
     Package("parallel_backend.quickstart.", "parallel_backend.quickstart.attention", "attention"),
 )
-"""All of which ranks build classes: no message has them import anything else."""
+"""Ranks build classes only from these packages: no message makes them import anything else."""
 ROOTS = tuple(package.root for package in PACKAGES)
 """Beginnings of the names of their modules."""
 
 
 @dataclass(frozen=True)
 class OwnSlice:
-    """A tensor among a block's arguments of which each sequence rank has its tokens' part."""
+    """A tensor among a block's arguments that is cut by tokens over the sequence ranks."""
 
     tensor: int
     """Its number among the tensors of the block's call, positional ones first."""
@@ -93,7 +93,8 @@ class OwnCut:
     sizes: tuple[int, ...]
     """Features of each part of the cut side, in order. Every rank has a share of every part."""
     units: tuple[int, ...] = ()
-    """For each part, the equal units that it is cut between, as evenly as possible. Empty: each feature is one."""
+    """For each part, the number of equal units. A part is cut between units, as evenly as possible. Empty: each feature is
+    one."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class OwnBlock:
     slices: tuple[OwnSlice, ...] = ()
     """Where tokens are cut over sequence ranks. Those that enter come first."""
     attention: tuple[OwnAttention, ...] = ()
-    """The block's calls of attention, in order, where tokens are cut."""
+    """The block's calls of attention in order, if tokens are cut."""
     leaving: tuple[tuple[int, ...], ...] = ()
     """For each returned value, the streams whose tokens it has, where cut tokens leave the blocks: behind the last one, and
     behind lists such as refiners, after which all tokens enter again as other streams."""
@@ -120,9 +121,9 @@ class OwnBlock:
     cuts: tuple[OwnCut, ...] = ()
     """Layers that tensor ranks share. Empty: no trial has been made for them."""
     divided: tuple[tuple[str, str], ...] = ()
-    """(module in the block, its attribute): whole numbers, such as heads, of which tensor ranks have their part."""
+    """(module in the block, its attribute): whole numbers, such as heads, that are divided over the tensor ranks."""
     headed: tuple[tuple[int, int], ...] = ()
-    """(number of a tensor as in OwnSlice, its axis of heads): arguments of which tensor ranks have their heads' part."""
+    """(number of a tensor as in OwnSlice, its axis of heads): arguments that are cut by heads over the tensor ranks."""
     units: tuple[int, ...] = ()
     """For each of `divided`, as OwnCut.units; 0: each one is a unit. Empty: all are 0."""
     head_units: int = 0
@@ -151,8 +152,8 @@ class OwnLatent:
     pads: bool
     """The class fills up a latent of other sizes than whole tokens in a circle, as the client does for bands."""
     again: tuple["OwnEntry", ...] = ()
-    """Where they enter again, each time that they have left a list of blocks. And streams that enter beside them and have a
-    token for each of theirs, such as hints."""
+    """Where they enter again, each time that they have left a list of blocks. Also streams with one token for each of
+    theirs, such as hints."""
     companion: str = ""
     """einops pattern from a second latent to its tokens (Companion.pattern), which run with the first band. Empty: there is
     one latent."""
@@ -216,7 +217,7 @@ class OwnClass:
     imports: tuple[str, ...]
     """Modules that are then imported before it, since its code names them and leaves it to others to import them."""
     keys: tuple[tuple[str, str], ...]
-    """(parameter of the class, key in the file), where they differ."""
+    """(parameter of the class, key in the file), if they differ."""
     halves: tuple[str, ...]
     """Compute dtypes among core.dtypes.HALVES, the best first, as in ComfyUI's supported_inference_dtypes."""
     video: bool

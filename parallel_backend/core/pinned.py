@@ -42,7 +42,7 @@ def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None
 
 
 def pinning(device: torch.device) -> Callable[[torch.Tensor], Callable[[], None]]:
-    """`pin` for one device, for memory that may as well stay as it is."""
+    """`pin` for one device, for memory that works without it too."""
     return functools.partial(_pin_or_leave, device)
 
 

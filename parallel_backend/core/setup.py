@@ -12,7 +12,7 @@ class Offload:
     """The value of the widget `offload`."""
 
     streams: bool = True
-    """Weights that do not fit on a device are streamed from host memory. False: such a model is refused."""
+    """Weights that do not fit on a device are streamed from host memory. False: a model that does not fit is refused."""
     leave_free: int = 0
     """Bytes of each device that stay free, as far as streaming weights makes that possible."""
 

@@ -1,8 +1,8 @@
 """Settings of block-sparse attention in a model call, as ComfyUI's node *Model Sparse Attention* has them.
 
 A query block of 64 tokens sees some blocks of keys token by token, and of the others one summary each, or nothing. Three
-ways to choose them: by a threshold (Sol-Attn, arXiv 2607.24027), so many of the best ones (SLA), and so many of the best
-cubes of a video, with a learned share of the summaries (VSA, of FastVideo). comfy-kitchen's `sol_attn` computes all three.
+ways to choose them: by a threshold (Sol-Attn, arXiv 2607.24027), a number of the best blocks (SLA), or a number of the best
+cubes of a video with a learned share of the summaries (VSA of FastVideo). comfy-kitchen's `sol_attn` computes all three.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class SparseAttention:
     """How the layers of one model call attend."""
 
     tau: float = 1.3
-    """A block is seen exactly if its score is more than so many standard deviations above the mean."""
+    """A block is seen exactly if its score is more than this number of standard deviations above the mean."""
     kept: float = 0.0
-    """Share of the blocks of keys that are seen exactly, from 0 to 1, in place of `tau`. 0: by `tau`."""
+    """Share of the blocks of keys that are seen exactly, from 0 to 1. It replaces `tau`. 0: by `tau`."""
     extra_tokens: int = 0
     """Further tokens that each query block sees exactly."""
     least_tokens: int = 0
@@ -37,7 +37,7 @@ class SparseAttention:
     cubes: bool = False
     """Blocks are cubes of the video (VSA)."""
     segments: Runs = ()
-    """Of the joint sequence of ComfyUI's own class. Empty: nobody knows them."""
+    """Of the joint sequence of ComfyUI's own class. Empty: unknown."""
     grid: tuple[int, ...] = ()
     """With `segments`: the video's tokens by axis."""
 

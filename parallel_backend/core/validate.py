@@ -81,10 +81,11 @@ def check_model(
     tensor_degrees: Collection[int] | None = None,
     file: str = "this file",
 ) -> None:
-    """Raise ValueError, naming the widget, if a model with so many attention heads and blocks cannot be cut by `degrees`.
+    """Raise ValueError, naming the widget, if a model with these numbers of attention heads and blocks cannot be cut by
+    `degrees`.
 
-    `key_heads`: None: as many as `heads`. `tensor_degrees`: those by which quantised weights can be cut. None: all.
-    `file`: the model's, for errors that lie in it.
+    `key_heads`: None: as many as `heads`. `tensor_degrees`: those by which quantised weights can be cut. None: all. `file`:
+    the model's, for errors that lie in it.
     """
     if degrees.pipe > max(blocks, 1):
         raise ValueError(

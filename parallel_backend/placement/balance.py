@@ -34,9 +34,9 @@ def cut_blocks(
 ) -> tuple[Span, ...] | None:
     """Cut the blocks into consecutive non-empty spans, one per stage, so that the slowest stage is as fast as possible.
 
-    `costs[stage][block]`: seconds of the block on that stage's device. `sizes`: bytes of each block. `capacities`: bytes
-    for each stage's blocks (None: no limit). None is returned where no cut fits. With `spill`, by stage, blocks may exceed
-    the capacity: each further byte then takes so many seconds for its copy from host memory, while the stage computes.
+    `costs[stage][block]`: seconds of the block on that stage's device. `sizes`: bytes of each block. `capacities`: bytes for
+    each stage's blocks (None: no limit). None is returned where no cut fits. With `spill`, by stage, blocks may exceed the
+    capacity: each further byte then costs this number of seconds for its copy from host memory, while the stage computes.
     """
     stages, count = len(costs), len(sizes)
     assert 1 <= stages <= count
@@ -67,7 +67,7 @@ def cut_blocks(
 
 
 def cut_without_limits(costs: Sequence[Sequence[float]], sizes: Sequence[int]) -> tuple[Span, ...]:
-    """`cut_blocks` for stages of any size. A model whose blocks nobody knows is one stage without any."""
+    """`cut_blocks` for stages of any size. A model with unknown blocks is one stage without blocks."""
     if not sizes:
         assert len(costs) == 1
         return (Span(0, 0),)
@@ -96,7 +96,7 @@ class Balance:
     """Image tokens of the longer timed sequence, on each rank."""
 
     def costs(self, tokens: float) -> tuple[StageCost, ...] | None:
-        """By stage, for an image of which each rank has `tokens` tokens."""
+        """By stage, for an image with `tokens` tokens on each rank."""
         if self.stage_costs is None:
             return None
         return tuple(cost.scaled(tokens / self.timed_tokens) for cost in self.stage_costs)
@@ -161,7 +161,7 @@ def divide(
 
     `lists`: each block's list. `sizes`: bytes of each block on a rank. `other_bytes`: bytes of a rank outside its blocks;
     None where no run is known, so that blocks may have WEIGHTS_SHARE of the free memory. `spill`: see spill_seconds.
-    `imagined`: a prediction alone, so that nobody is warned.
+    `imagined`: only a prediction, so no warning is logged.
     """
     probes = without_noise(lists, probes)
 

@@ -11,9 +11,9 @@ class DeviceMemory:
     """One memory that `ranks` share, on `device`; all figures are bytes.
 
     `free`: free to these ranks, None where unknown. `held`: taken by their model. `total`: None where unknown. `host`,
-    `host_free`: name of the machine whose memory is beside the device's, and what weights may take of it; empty and None
-    where the device computes in the machine's memory. `copy_rate`: bytes a second from the machine's memory to the device, 0
-    where unknown. `vae`: taken by parts of VAEs, which make way for a model.
+    `host_free`: name of the machine whose memory is beside the device's, and the bytes of it that weights may take. Empty
+    and None if the device computes in the machine's memory. `copy_rate`: bytes a second from the machine's memory to the
+    device, 0 where unknown. `vae`: taken by parts of VAEs, which make way for a model.
     """
 
     device: str

@@ -1,4 +1,4 @@
-"""A GPU's memory that a rank takes beside the model's tensors: bytes, each figure with its source.
+"""GPU memory that a rank takes in addition to the model's tensors: bytes, each figure with its source.
 
 No figure was measured with this product, which has never run on several GPUs.
 """

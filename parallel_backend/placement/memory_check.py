@@ -87,7 +87,7 @@ class MemoryCheck:
         return shared_bytes(self.degrees, sizes) if shared else sum(sizes.values())
 
     def check_weights(self, memories: Sequence[DeviceMemory]) -> None:
-        """Before loading, where the model takes the place of the weights that ranks hold.
+        """Check before loading, if the model replaces the weights that ranks hold.
 
         ValueError if the weights have no room, even with every block streamed that may be.
         """
@@ -115,11 +115,11 @@ class MemoryCheck:
         resident: Sequence[int] | None = None,
         most: Mapping[int, int] = MappingProxyType({}),
     ) -> tuple[int, ...]:
-        """By rank, bytes of its device that its weights may take beside these requests; ALL where they may all stay there.
+        """By rank, bytes of its device that its weights may take beside these requests. ALL: all weights may stay there.
 
         `resident`: see `missing`; resident weights move only if the whole estimate says that they must. Limits go down to
         RankWeights.least. Ranks with the same weights get the same limit, since all wait for the slowest. `most`: by rank,
-        limits that hold whatever is free.
+        limits that hold even if more memory is free.
         """
         weights, needs = self.weights(), self.memory(requests)
         limits = [ALL] * self.degrees.world
@@ -146,7 +146,7 @@ class MemoryCheck:
     ) -> None:
         """Before a run, once the model is loaded. ValueError if the run cannot fit. One warning if it probably does not.
 
-        `resident`: bytes of weights that each rank has on its device, which can give way where they are streamed.
+        `resident`: bytes of weights that each rank has on its device. They can give way if they are streamed.
         """
         self.last = requests, memories
         needs, weights = self.memory(requests), self.weights()

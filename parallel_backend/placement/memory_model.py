@@ -1,8 +1,8 @@
 """The one memory model: bytes of weights, keys and values, and activations on a rank.
 
 The planner and Parallel Doctor use it, and so does the check before a model is loaded and before a run (memory_check.py).
-Weights and K/V buffers are counted exactly. Activations are an estimate, until a GPU has told what a run's steps took.
-What a GPU's libraries take is not counted: they have most of it when free memory is asked for before a run.
+Weights and K/V buffers are counted exactly. Activations are an estimate until a GPU has measured a run's steps. What a GPU's
+libraries take is not counted: they have most of it when free memory is asked for before a run.
 """
 
 import math
@@ -26,8 +26,8 @@ KV_COPIES = 2
 """Sets of K/V buffers where keys of the last two steps are kept, to extrapolate this step's along the line through them."""
 ACTIVATIONS = {True: 20, False: 16}
 """Hidden states of a micro-step's tokens that are in memory at once on one rank, at the peak of a block, until a device has
-told what runs take (ModelSizes.measured). True: text runs through the blocks with the image. They are the input, normed and
-as queries, keys and values, attention's result, 4 hidden sizes of the feed-forward twice, rotary tables, norms in float32.
+measured runs (ModelSizes.measured). True: text runs through the blocks with the image. They are the input, normed and as
+queries, keys and values, attention's result, 4 hidden sizes of the feed-forward twice, rotary tables, norms in float32.
 Measured, 1,024 to 1,152 wide, fp32 and bf16, a whole call and a band: Flux 15 to 18, Qwen-Image 15 to 16, SD3 13 to 14,
 Z-Image 17 to 21, Lumina 2 19 to 20 (in bf16 28 to 30, as its rotary embedding is complex); PixArt 12 to 13, Wan 13 to 15,
 LTX-Video 12 to 17."""
@@ -39,7 +39,8 @@ BY_RANKS = {
     "patch": (1.0, 1.01, 1.24, 1.91),
 }
 """Axis -> hidden states of a rank's tokens at the peak with RANKS ranks on it, over those of one rank: the medians of eleven
-models that were traced with real sizes (benchmarks/sizes/states.py). What each rank computes for the whole image grows."""
+models that were traced with real sizes (benchmarks/sizes/states.py). The part that each rank computes for the whole image
+grows."""
 TIMED = {True: 3, False: 18}
 """Further hidden states where each token has a timestep, as with a given first frame: the modulation of each token.
 Measured, fp32 and bf16: Cosmos Predict2 11 and 11, LTX-Video 13 and 13, Wan 19 and 27; LTX-2, whose text runs through the
@@ -223,7 +224,7 @@ def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: R
 
 
 def _text(sizes: ModelSizes, request: Request) -> int:
-    """Tokens that run through the blocks beside the image's."""
+    """Tokens in the blocks other than the image's."""
     return request.text if sizes.joint else 0
 
 

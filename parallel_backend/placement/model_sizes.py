@@ -38,7 +38,7 @@ class ModelSizes:
     transfer_dtype: str = "full"
     """See core.setup.Setup."""
     measured: float = 1.0
-    """Activations that runs of this model took, as a share of the estimate. 1: no device has told."""
+    """Activations that runs of this model took, as a share of the estimate. 1: no device has measured it."""
     head_units: int = 0
     """See OwnClass.head_units."""
     steady: bool = False

@@ -33,8 +33,8 @@ def offload_of(text: str) -> Offload:
 def share_out(weights: Sequence[RankWeights], budget: int) -> list[int]:
     """Bytes of a device for each of the ranks whose weights share `budget` bytes there.
 
-    Each rank gets all of its weights if the budget holds them. Otherwise it gets its least, whatever the budget, and the
-    same fraction of its other weights as the others get of theirs.
+    Each rank gets all of its weights if the budget holds them. Otherwise it gets its minimum, even above the budget. Every
+    model gets the same fraction of its other weights.
     """
     wanted, least = sum(one.total for one in weights), sum(one.least for one in weights)
     if budget >= wanted or wanted == least:
@@ -44,7 +44,7 @@ def share_out(weights: Sequence[RankWeights], budget: int) -> list[int]:
 
 
 def shared_bytes(degrees: Degrees, sizes: Mapping[int, int]) -> int:
-    """Bytes of these ranks' weights in one machine's memory, where ranks with the same weights share one copy.
+    """Bytes of these ranks' weights in one machine's memory. Ranks with the same weights share one copy.
 
     `sizes`: rank -> bytes of its weights, or of a part of them.
     """

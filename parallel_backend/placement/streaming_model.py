@@ -9,7 +9,7 @@ ROUNDS = 4
 
 
 def streamed_seconds(compute: Sequence[float], copies: Sequence[float], gap: float = 0.0) -> float:
-    """Seconds from a micro-step's first block to the end of its last, where micro-steps follow one another.
+    """Seconds from a micro-step's first block to the end of its last block, if micro-steps follow one another.
 
     `compute`: seconds of a rank's blocks, in their order. `copies`: seconds of each block's copy to the device; 0 for a
     block that stays there. `gap`: seconds between two micro-steps, in which copies go on.

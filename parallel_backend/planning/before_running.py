@@ -1,4 +1,4 @@
-"""Whether the planner should be allowed PipeFusion, which has to be known before a run's image and cfg are."""
+"""Whether the planner may choose PipeFusion. This is decided before a run's image and cfg are known."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ MODES = (AUTO, *AXIS)
 def ranks_of(mode: str, wanted: int, possible: int, config: Degrees) -> int:
     """How many devices the mode uses. `wanted`: 0 for all `possible` ones. `config`: degrees of the input parallel_config.
 
-    ValueError, naming `gpus`, where the config's ranks do not divide the wanted number.
+    ValueError, naming `gpus`, if the config's ranks do not divide the wanted number.
     """
     multiplies = config.world == 1 or mode in ("pipefusion", "tensor", "split batch")
     if wanted == 0:

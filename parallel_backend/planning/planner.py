@@ -29,7 +29,7 @@ class Plan:
     refused: dict[Degrees, str]
     """Degrees that the workload does not allow, and the reason."""
     rehearsed: tuple[Prediction, ...] = ()
-    """The proposals, with seconds by what a few of their steps took. Empty: nothing is rehearsed, and predictions count."""
+    """The proposals, with seconds from a few measured steps of each. Empty: nothing is rehearsed, and predictions count."""
 
     @property
     def proposals(self) -> list[Prediction]:
@@ -50,7 +50,7 @@ class Plan:
     def doubt(self) -> str:
         """Why no degrees can be advised by these seconds: a gain above the number of ranks. Empty if there is no doubt.
 
-        A device that streams weights is left out: beside it several devices may gain more than their number.
+        A device that streams weights is left out, because several devices may gain more than their number over it.
         """
         one = self.one_device
         if one.lacks or one.most_streamed:

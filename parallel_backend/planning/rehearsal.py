@@ -27,7 +27,7 @@ ENOUGH_SECONDS = 10.0
 """Seconds of rehearsed runs after which no further one is made."""
 
 Load = Callable[[Setup, Checkpoint, Request, Poll], AbstractContextManager[RemoteTransformer]]
-"""The model on its ranks for such a run. It leaves them at the end."""
+"""The model on its ranks for the rehearsal. It leaves them at the end."""
 
 
 def rehearse(

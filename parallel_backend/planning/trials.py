@@ -39,7 +39,7 @@ class Trials:
         return replace(self, proofs={**self.proofs, degree: found})
 
     def class_for(self, degrees: Degrees) -> OwnClass:
-        """The class with what is proven for these degrees, which `lacks` has nothing against."""
+        """The class with the proofs for these degrees, if `lacks` returns nothing for them."""
         proof = self.proofs[degrees.tensor]
         assert isinstance(proof, Proof)
         return replace(self.own, blocks=proof.blocks, latent=proof.latent)

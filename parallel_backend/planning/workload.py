@@ -99,7 +99,7 @@ def workload_of(
 ) -> Workload:
     """`shape`: [B, C, (T,) H, W] of the latent. `transfer_dtype`: see core.setup.Setup.
 
-    ValueError if the latent has no frames, where the model is one for video.
+    ValueError if the latent has no frames and the model is for videos.
     """
     family = checkpoint.family
     grid = family.patching.grid(shape)

@@ -14,7 +14,7 @@ from pathlib import Path
 CLAIM = "in-use"
 """Name of the locked file."""
 UNLOCKED = f"{CLAIM}.new"
-"""Name of that file until it is locked: nobody must find it unlocked."""
+"""Name of that file until it is locked, so that no process finds it unlocked."""
 
 
 class Claim:

@@ -13,7 +13,8 @@ class Inherited(Protocol):
     """Ranks as a forked process has them."""
 
     def let_go(self) -> None:
-        """Close this process's copies of what leads to the ranks. To be called in the forked process alone: never blocks."""
+        """Close this process's copies of the connections to the ranks. To be called in the forked process alone: never
+        blocks."""
 
 
 def let_go_when_forked(ranks: Inherited) -> None:
@@ -24,7 +25,7 @@ def let_go_when_forked(ranks: Inherited) -> None:
 def not_ended_at_exit(processes: Iterable[Any]) -> None:
     """This process, a forked one, does not end these processes of its parent when it ends itself.
 
-    multiprocessing's own function at exit terminates all daemonic children that it knows, whose parent it does not look at.
+    multiprocessing's own exit function terminates all daemonic children that it knows, without checking their parent.
     """
     for process in processes:
         multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]

@@ -189,7 +189,7 @@ class Pool:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Context for messages of which the ranks need all or none, since with a part they would wait for each other.
+        """Context for messages that ranks need as a whole: with only some of them they would wait for each other.
 
         No other message comes between them. An error once one of them is begun ends the pool, whose ranks are out of step.
         """
@@ -213,7 +213,7 @@ class Pool:
 
     @property
     def _begun(self) -> int:
-        """Number of messages, to all ranks, of which at least a part may have been written."""
+        """Number of messages to all ranks that may have been written, at least in part."""
         return sum(channel.begun for channel in self.ranks.channels)
 
     def lends_to(self, rank: int) -> bool:

@@ -52,7 +52,7 @@ class Watchdog:
         self.silence, self.start = silence, START_SECONDS
         self.first, self.stall, self.factor = FIRST_SECONDS, STALL_SECONDS, STALL_FACTOR
         self.turns = 0
-        """The receiving thread adds 1 each time it looks for messages."""
+        """The receiving thread adds 1 each time it waits for messages."""
         self.receiving: int | None = None
         """The rank whose message the receiving thread is reading."""
         self._lock = threading.Lock()

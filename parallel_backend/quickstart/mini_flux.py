@@ -2,7 +2,7 @@
 ranks can run. Its arithmetic and the names of its tensors are FLUX.1's.
 
 Ranks need of a class: blocks in an nn.ModuleList, layers made by `operations`, and a call of this room's `attention`.
-Nothing here knows of ranks. A trial (families/own_class/trial.py) finds out how the class is shared out.
+Nothing here knows of ranks. A trial (families/own_class/trial.py) finds how to split the class over ranks.
 
 B batch, T text tokens, N image tokens, S = T + N, H heads, D features of a head, W = H x D.
 """
@@ -159,7 +159,7 @@ class Scale(nn.Module):
 
 
 class Modulation(nn.Module):
-    """[B, W] -> so many parts [B, 1, W]."""
+    """[B, W] -> this number of parts [B, 1, W]."""
 
     def __init__(self, width: int, parts: int, operations: Any, **where: Any):
         super().__init__()

@@ -10,12 +10,12 @@ WEIGHTS = Path(__file__).with_name("quickstart-digits.safetensors")
 
 
 def mini_flux(**arguments: Any) -> OwnClass:
-    """The class of mini_flux.py, of which nothing is proven yet. The bundled model has no arguments."""
+    """The class of mini_flux.py without proofs. The bundled model has no arguments."""
     return _own("mini_flux", "MiniFlux", arguments)
 
 
 def mini_wan(**arguments: Any) -> OwnClass:
-    """The class of mini_wan.py, of which nothing is proven yet."""
+    """The class of mini_wan.py without proofs."""
     return _own("mini_wan", "MiniWan", arguments, video=True)
 
 

@@ -19,7 +19,7 @@ from .tcp import socket_of, stop_sending
 
 CLOSE_SECONDS = 1.0
 FRAME_BYTES = 1 << 20
-"""Largest frame of a tensor's bytes, also the most that is read at once, whatever length a frame claims."""
+"""Largest frame of a tensor's bytes. It also limits a single read, even if a frame claims to be longer."""
 HANDLE_FOLLOWS = b"\0"
 """The byte with which a segment's handle is sent."""
 
@@ -43,7 +43,7 @@ class Channel:
     def __init__(self, connection: Connection, lends: bool = False, borrowed: Borrowed | None = None):
         self.connection, self.lends = connection, lends
         self.begun = 0
-        """Number of messages of which at least a part may have been written."""
+        """Number of messages that may have been written, at least in part."""
         self._sending = threading.Lock()
         self._lent: dict[int, Segment] = {}
         self._borrowed: dict[int, Segment] = {}

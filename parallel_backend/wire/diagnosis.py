@@ -100,8 +100,8 @@ class DeviceMemoryReport:
     vae_bytes: int = 0
     """Bytes of VAE weights on a GPU, which make way for a model (DropVAE)."""
     working_bytes: int = 0
-    """The most that a micro-step of the rank's model took beside what stays, since the last report. 0: none was computed, or
-    the device does not tell."""
+    """The largest temporary memory of a micro-step of the rank's model since the last report. 0: none was computed, or it is
+    unknown."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ReleaseUnused:
 
 @dataclass(frozen=True)
 class UnusedReleased:
-    """Rank -> client: unused memory is freed; `freed_bytes` of it on a GPU, 0 on a CPU, where the number is unknown."""
+    """Rank -> client: unused memory is freed; `freed_bytes` of it on a GPU. 0 on a CPU: the number is unknown."""
 
     rank: int
     freed_bytes: int

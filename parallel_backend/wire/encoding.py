@@ -4,7 +4,7 @@ The dataclasses' annotations say what each field may hold. The sender checks it 
 anything is done. A header is a list of the type's name and the fields in order: `["CloseRun", 4]`. In front come the request
 id, in a request and its replies (`[17, "ReadMemory"]`), and the model's number, in a message of a model (`[17, 2, "Load",
 ...]`; without a request `[0, 2, "Step", ...]`). A tensor is `[dtype, shape]`, or `[dtype, shape, segment, offset]` in shared
-memory, where no bytes follow (shared_memory.py). A tuple or nested message is a list, a dict a list of pairs.
+memory; then no bytes follow (shared_memory.py). A tuple or nested message is a list, a dict a list of pairs.
 """
 
 import dataclasses

@@ -99,7 +99,7 @@ class Heartbeat:
                 self._asked = None
 
     def beat(self, rank: int) -> HeartbeatMessage:
-        """The device's work while it has some, else the host's, by what the driver answered last. Never waits."""
+        """The device's work, else the host's, according to the driver's last answer. Never waits."""
         seen, asked = self._seen, self._asked
         progress = self.progress + seen.passed
         rest = (*seen.memory, self.run_bytes, 0.0 if asked is None else time.monotonic() - asked)
@@ -112,7 +112,7 @@ class Heartbeat:
     def unasked(self) -> AbstractContextManager[Any]:
         """Context in which the driver is not asked; beats go on. Waits for a question under way.
 
-        On ROCm a question of another thread makes a capture invalid, whatever its mode is (pytorch's issue 177309).
+        On ROCm a query from another thread makes a capture invalid in every mode (pytorch issue 177309).
         """
         return self._asking
 
@@ -125,7 +125,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def within(self, doing: str) -> Iterator[None]:
-        """Context in which the present work is said to be `doing`, of what it was before."""
+        """Context in which heartbeats report `doing`. Afterwards they report the work of before."""
         before, self.doing = self.doing, f"{doing} ({self.doing})"
         try:
             yield
@@ -144,7 +144,8 @@ class Heartbeat:
 
 
 def send_heartbeats(heartbeat: Heartbeat, rank: int, channel: Channel, seconds: float) -> None:
-    """Main function of a thread: sends a HeartbeatMessage every `seconds`, whatever the main thread and the driver do."""
+    """Main function of a thread: sends a HeartbeatMessage every `seconds`, even if the main thread or the driver is
+    stuck."""
     ended = threading.Event()
     threading.Thread(target=_ask_on, args=(heartbeat, seconds, ended), name=ASKING_THREAD, daemon=True).start()
     try:

@@ -90,7 +90,7 @@ class DropAdapters:
 class Adapt:
     """Client -> rank: add `scale` * `up` [out, r] @ `down` [r, in] to one of the rank's parameters; earlier ones stay.
 
-    Without `down`, `up` has the parameter's shape. Both are for the whole parameter, of which the rank takes its shard.
+    Without `down`, `up` has the parameter's shape. Both are for the whole parameter; the rank takes its shard.
     """
 
     parameter: str

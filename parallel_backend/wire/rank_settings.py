@@ -19,7 +19,7 @@ class SelfTest:
     p2p: bool = True
     """False: NCCL uses no direct access from GPU to GPU, the most frequent cause of failures."""
     gloo: bool = False
-    """True: Gloo in place of NCCL."""
+    """True: Gloo instead of NCCL."""
 
 
 SELF_TEST = SelfTest()

@@ -92,7 +92,7 @@ class OpenRun:
 
 @dataclass(frozen=True)
 class CloseRun:
-    """Client -> rank: a run ends. Free its K/V buffers, of which run 0 has none, and answer RunStats."""
+    """Client -> rank: a run ends. Free its K/V buffers (run 0 has none) and answer RunStats."""
 
     run: int
 

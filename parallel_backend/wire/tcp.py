@@ -24,7 +24,7 @@ HANDSHAKE_SECONDS = 10.0
 MAX_UNAUTHENTICATED = 32
 """Most callers without a proof at a time. Further callers wait."""
 DIAL_SECONDS = 60.0
-"""Time limit of dialling, proofs included. A rank may have to wait until callers that say nothing have been hung up on."""
+"""Time limit of dialling, proofs included. A rank may have to wait until silent connections are closed."""
 LOOK_SECONDS = 0.1
 WARNING_SECONDS = 1.0
 """Least time between two warnings: a stranger may call thousands of times."""

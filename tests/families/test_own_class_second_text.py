@@ -50,7 +50,7 @@ GIVES = "ranks that guide it give another result"
     [
         ("PadsText", GIVES),
         ("PadsTextLate", GIVES),
-        ("MasksText", "its look at the prompt is no call of attention over [B, S, C] without a mask"),
+        ("MasksText", "its attention to the prompt is not a call over [B, S, C] without a mask"),
     ],
 )
 def test_a_second_text_that_ranks_would_get_wrong_is_not_proven(name, why):

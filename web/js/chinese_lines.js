@@ -47,7 +47,7 @@ export const REASONS = [
     [/^the patches did not make the same number of model calls$/, "各分片调用模型的次数不同"],
     [/^the patches are at different timesteps$/, "各分片处在不同的时间步"],
     // why replicas wait for each other (nodes/model/call/concurrent_conds.py)
-    [/^ComfyUI's own multi-GPU node shares them out$/, "ComfyUI 自己的多卡节点在分配它们"],
+    [/^ComfyUI's own multi-GPU node distributes them$/, "ComfyUI 自己的多卡节点在分配它们"],
     [/^another node's (\S*) wrapper may keep a state from one to the next$/, "另一个节点在 $1 外加的函数可能在两次计算之间保留状态"],
     [/^another node's (\S*) may keep a state from one to the next$/, "另一个节点的 $1 可能在两次计算之间保留状态"],
     [

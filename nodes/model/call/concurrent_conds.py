@@ -104,7 +104,7 @@ def why_sequential(model, entries: list[dict], model_options: dict) -> str | Non
             if key in entry and entry[key] is not None:
                 return f"the conditioning has its own {key}"
     if "multigpu_clones" in model_options:
-        return "ComfyUI's own multi-GPU node shares them out"
+        return "ComfyUI's own multi-GPU node distributes them"
     if "model_function_wrapper" in model_options:
         return "another node's model_function_wrapper may keep a state from one to the next"
     if extension.get_all_wrappers(extension.WrappersMP.APPLY_MODEL, model_options, is_model_options=True):

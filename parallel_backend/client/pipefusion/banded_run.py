@@ -1,7 +1,7 @@
 """PipeFusion from the sampler's side: each band's sampler runs in a thread and asks for predictions of the band.
 
-The bands' requests are posted in the order of pipefusion_order.py, whatever the threads' timing. An exact call waits for all
-bands: their latents are joined, and each band gets its rows of the output.
+The bands' requests are posted in the order of pipefusion_order.py, independent of the threads' timing. An exact call waits
+for all bands: their latents are joined, and each band gets its rows of the output.
 """
 
 import threading

@@ -26,7 +26,7 @@ class RunReport:
     along: str | None = None
     """The axis, "rows" or "frames", along which a video was cut. None: an image."""
     gained: str = ""
-    """Against one GPU: "1.7 x one GPU". Empty: nobody knows."""
+    """Against one GPU: "1.7 x one GPU". Empty: unknown."""
     transfer_dtype: str = "full"
     """Setup.transfer_dtype."""
 

@@ -119,7 +119,7 @@ def _attend(
     """[B, s, C] of a call of attention, guided. Keys that are the same for both texts change nothing."""
     out = given.attend(function, q, k, v, *args, **kwargs)
     if out.ndim != 3 or kwargs.get("mask") is not None:
-        raise Unproven("its look at the prompt is no call of attention over [B, S, C] without a mask")
+        raise Unproven("its attention to the prompt is not a call over [B, S, C] without a mask")
     away = given.attend_whole(function, q, *next(noted), *args, **kwargs)
     scale, tau, alpha = given.settings
     return normalized(out[:, :, None], away[:, :, None], scale, tau, alpha, given.add_up)[:, :, 0].type_as(out)

@@ -187,15 +187,15 @@ def trial(tensors: ModuleType, format: str, dtype: torch.dtype, device: torch.de
 def _obstacle(format: str, packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> str:
     """Why comfy-kitchen cannot multiply in a format on the weight's device. Empty: it can."""
     if format == "float8_e5m2":
-        return "GPUs do not multiply it by itself"
+        return "GPUs cannot multiply two tensors of this format"
     if format not in CAPABILITY:
         return ""
     if isinstance(packing, Fp8) and packing.scale is not None and packing.scale.numel() > 1:
-        return "products are with one scale for a whole weight"
+        return "products need one scale for the whole weight"
     if packed.device.type != "cuda" or torch.version.hip is not None:
-        return "this device does not multiply in it"
+        return "this device cannot multiply in this format"
     if torch.cuda.get_device_capability(packed.device) < CAPABILITY[format]:
-        return "this GPU does not multiply in it"
+        return "this GPU cannot multiply in this format"
     if format == "mxfp8" and not hasattr(F, "scaled_mm"):
         return "torch is older than 2.10"
     if dtype not in (torch.bfloat16, torch.float16):
