@@ -2,7 +2,7 @@
 
     bash scripts/benchmark --with-xdit
     bash scripts/benchmark --quick --only flux,overheads
-    bash scripts/benchmark --only field-flux,one-device --device cuda
+    bash scripts/benchmark --only one-device --device cuda
     bash scripts/benchmark --only one-device --compiled --device cuda
 
 The script installs what they need, xDiT in an environment of its own; where all is there, `python -m benchmarks` does.
@@ -21,7 +21,6 @@ import torch
 
 from benchmarks.harness import measuring
 from benchmarks.harness.subjects import FLUX_LIKE, FLUX_SCHNELL, GUIDED_FLUX_LIKE
-from benchmarks.rivals import field
 from benchmarks.speed import first_picture, growth, one_device, overheads, two_ranks
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -30,12 +29,6 @@ Say = Callable[[str], None]
 
 def _two_ranks(subject):
     return lambda given, say: two_ranks.run(subject, given.rounds, say, given.xdit_python, given.cases)
-
-
-def _field(part):
-    return lambda given, say: field.run(
-        part, 1, say, given.device, given.layers, given.side, given.steps, given.heads, given.cases
-    )
 
 
 def _one_device(given: argparse.Namespace, say: Say) -> dict:
@@ -52,7 +45,6 @@ PARTS: dict[str, Callable[[argparse.Namespace, Say], dict]] = {
     "overheads": lambda given, say: overheads.run(given.rounds, say),
     "growth": lambda given, say: growth.run(1, say),
     "first-picture": lambda given, say: first_picture.run(1, say, given.with_vae),
-    "field-flux": _field("field-flux"),
     "one-device": _one_device,
 }
 ON_CUDA = ("one-device",)
@@ -70,11 +62,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--only", type=chosen, help=f"comma list of {', '.join(PARTS)}")
     options.add_argument("--cases", type=lambda text: text.split(","), help="comma list of cases of the parts asked for")
-    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="for the field's cases and one-device")
-    options.add_argument("--layers", type=int, help="blocks of the field's models and of one-device's")
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="for one-device")
+    options.add_argument("--layers", type=int, help="blocks of one-device's model")
     options.add_argument("--side", type=int, help="of their latent, in latent pixels")
-    options.add_argument("--steps", type=int, help="of the field's runs")
-    options.add_argument("--heads", type=int, help="attention heads of the field's models, which narrows them")
     options.add_argument("--with-vae", action="store_true", help="first-picture decodes the picture too")
     options.add_argument("--compiled", action="store_true", help="one-device compiles its blocks and diffusers'")
     options.add_argument("--rounds", type=int, default=3)

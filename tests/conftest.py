@@ -8,6 +8,7 @@ import functools
 import json
 import multiprocessing
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -50,10 +51,10 @@ class RootIsNoTestPackage:
 
 FIGURES = pytest.StashKey[dict[str, float]]()
 LONG = (
-    *("test_exactness.py", "test_transport.py", "test_compile.py", "test_browser.py"),
-    *("test_memory_model.py", "test_flat_memory.py", "test_stops.py", "test_menu.py"),
+    *("system/test_transport.py", "system/test_exactness.py", "rank/test_compile.py", "comfyui/test_on_cards.py"),
+    *("processes/test_links.py", "comfyui/test_package.py", "emulated/test_own_class.py", "emulated/test_modes.py"),
 )
-"""Files that go first: each is one process's (`--dist loadfile`), so what comes last should be short, or the others wait."""
+"""Files that go before the others, the longest first: what begins late is waited for at the end."""
 STARTING = ("processes", "alone", "comfyui", "ray", "gpu")
 """Marks of tests that may start rank processes. The quick tier has none of these."""
 
@@ -87,7 +88,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         if "process_pools" in fixtures or ("pools" in fixtures and not item.get_closest_marker("threads")):
             item.add_marker("processes")
-    items.sort(key=lambda item: item.path.name not in LONG)
+    groups = groups_of(items)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
+    first = ("comfyui scripts", "comfyui server", "browser server", *LONG)
+    items.sort(key=lambda item: first.index(group) if (group := groups[item.path]) in first else len(first))
+
+
+def groups_of(items: list[pytest.Item]) -> dict[Path, str]:
+    """What one process of `pytest -n` runs, by file: files that share a ComfyUI together, each other file by itself."""
+    fixtures: defaultdict[Path, set[str]] = defaultdict(set)
+    for item in items:
+        fixtures[item.path].update(getattr(item, "fixturenames", ()))
+    groups = {}
+    for path, names in fixtures.items():
+        shared = "server" if "session_server" in names else "scripts" if "inside" in names else None
+        groups[path] = f"{path.parent.name} {shared}" if shared else str(path.relative_to(ROOT / "tests"))
+    return groups
 
 
 @pytest.hookimpl(wrapper=True)
@@ -110,7 +127,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:
-    seed(item.nodeid)
+    seed(item.nodeid.rpartition("@")[0] if item.nodeid.rfind("@") > item.nodeid.rfind("]") else item.nodeid)
 
 
 @pytest.hookimpl(wrapper=True)

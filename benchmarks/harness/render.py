@@ -176,32 +176,6 @@ def growth(result: Result, image: Path) -> str:
     return table(["grows", "to", "mode", "seconds", "CPU s by rank"], rows)
 
 
-def field(result: Result, image: Path) -> str:
-    cases = result["cases"]
-    values = {name: case["speed_up"] for name, case in cases.items() if "speed_up" in case}
-    if values and result["cores"] is None:
-        plot(image, (8, 0.32 * len(values) + 1), lambda axes: _bars(axes, values, {}, "speed over one rank"))
-    rows = [
-        [
-            name,
-            case["ranks"],
-            span(case["seconds"]),
-            numbers(case.get("cpu_seconds_by_rank")),
-            span(case.get("speed_up"), unit="x"),
-            ", ".join(f"{axis} {mb:g}" for axis, mb in case["sent_MB_per_step"].items()),
-            numbers(case.get("weights_MB_by_rank"), 0),
-            f"{case['relative_difference']:.1g}" if "relative_difference" in case else None,
-        ]
-        for name, case in cases.items()
-    ]
-    note = ""
-    if result["cores"]:
-        note = f"The ranks share {result['cores']} cores: more ranks than those gain nothing by the clock.\n"
-    columns = ["case", "ranks", "seconds", "CPU s by rank", "speed-up", "MB sent a step", "weights MB", "difference"]
-    missing = [f"- left out: {name}: {why}" for name, why in result["left_out"].items()]
-    return "\n".join([note, table(columns, rows), *([""] if missing else []), *missing])
-
-
 def first_picture(result: Result, image: Path) -> str:
     parts = list(next(iter(result["cases"].values())))
     rows = [[name, *(span(case[part]) for part in parts)] for name, case in result["cases"].items()]
@@ -332,7 +306,6 @@ SECTIONS: dict[str, tuple[str, Callable[[Result, Path], str]]] = {
     "overheads": ("Overheads", overheads),
     "growth": ("How cost grows", growth),
     "first_picture": ("From nothing to the first picture", first_picture),
-    "field": ("The field's case", field),
     "one_device": ("One device", one_device),
     "one_rank_native": ("One rank against ComfyUI's own model", one_rank_native),
 }

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.harness import measuring, render
 from benchmarks.harness.subjects import FLUX_LIKE, GUIDED_FLUX_LIKE
-from benchmarks.rivals import field
 from benchmarks.speed import growth, one_device, two_ranks
 
 SMALL = {"width": 32, "axes": (4, 6, 6), "double_blocks": 1, "single_blocks": 1}
@@ -62,14 +61,6 @@ def test_growth(measured_growth):
     assert [point["tokens"] for point in curves["tokens"]["ulysses"]] == [16]
     assert [point["steps"] for point in curves["steps"]["one rank"]] == [2, 3]
     assert [len(point["cpu_seconds_by_rank"]) for point in curves["ranks"]["ulysses"]] == [2]
-
-
-def test_the_fields_cases(own_pools, said, results):
-    two = ["one rank", "pipefusion 2", "ulysses 2", "split batch 2"]
-    result = field.run("field-flux", 1, said.append, only=two, subject=GUIDED, side=8, pools=own_pools)
-    assert set(result["cases"]) == set(two) and "64 instead of 128 pixels" in result["model"]
-    assert result["cases"]["ulysses 2"]["exact"] and not result["cases"]["pipefusion 2"]["exact"]
-    measuring.keep(result, results, "test")
 
 
 def test_one_device(own_pools, said, results):

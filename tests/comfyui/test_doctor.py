@@ -67,6 +67,7 @@ def test_it_advises_feeds_another_loader_and_the_next_run_loads_again(server):
 
 
 @pytest.mark.alone
+@pytest.mark.full
 def test_cancel_ends_it_and_the_next_prompt_runs(server):
     with Events(server.port, "doctor-cancel") as events:
         prompt_id = server.queue(doctor(size=512, steps=21), client_id="doctor-cancel")

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.comfyui
+pytestmark = [pytest.mark.comfyui, pytest.mark.full]
 
 NODES = (
     *("ParallelDiTLoader", "UlyssesConfig", "PipeFusionSampler", "ApplyPipeFusion", "QuickstartPrompt", "QuickstartDecode"),

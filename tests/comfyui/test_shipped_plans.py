@@ -6,7 +6,6 @@ import pytest
 
 from parallel_backend.families.own_class.plan import NAME, PLANS
 from scripts.make_plans import SCRIPTS, all_made, version_of
-from testing.comfyui.scripted import Inside
 from tests.support.requirements import missing
 
 pytestmark = pytest.mark.comfyui
@@ -16,23 +15,13 @@ NAMES = sorted({plan["name"] for file in FILES for plan in file[NAME]})
 SHIPPED = " by its shipped plan"
 
 
-@pytest.fixture(scope="module")
-def published(comfyui, tmp_path_factory):
-    """A ComfyUI that runs the scripts of published models."""
-    if {version_of(comfyui.checkout)} != (versions := {file["made with ComfyUI"] for file in FILES}):
-        missing(f"plans are made with ComfyUI {', '.join(versions)}", expected=False)
-    base = tmp_path_factory.mktemp("published")
-    (base / "models" / "diffusion_models").mkdir(parents=True)
-    inside = Inside(comfyui, base, SCRIPTS)
-    yield inside
-    inside.close()
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name != DEFAULT[0] else ()) for name in NAMES]
 )
-def test_the_call_of_a_published_model_needs_no_trial(published, name):
-    found = published.run("served", names=[name])[0][name]
+def test_the_call_of_a_published_model_needs_no_trial(comfyui, inside, name):
+    if {version_of(comfyui.checkout)} != (versions := {file["made with ComfyUI"] for file in FILES}):
+        missing(f"plans are made with ComfyUI {', '.join(versions)}", expected=False)
+    found = inside.run("served", folder=SCRIPTS, names=[name])[0][name]
     assert found["tensor 1"] == {"how": SHIPPED, "shared": found["run"]}
     assert found["run"] >= 0.75 * found["blocks"]
 

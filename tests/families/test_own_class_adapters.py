@@ -1,6 +1,5 @@
 """Blocks of classes that take tokens in another form compute a part of their tokens as they compute all of them."""
 
-import functools
 import itertools
 import sys
 from types import SimpleNamespace
@@ -12,15 +11,11 @@ from torch import nn
 
 from parallel_backend.families.own_class.adapters import (
     Indexed,
-    cosmos_predict2_block,
-    krea2_block,
     pixart_attention,
     pixart_cross_attention,
-    qwen_image_block,
     sent,
 )
 from parallel_backend.families.own_class.minimax_forms import (
-    minimax_h3_block,
     minimax_h3_segments,
 )
 from parallel_backend.families.own_class.row_attention import attention_by_rows
@@ -31,32 +26,8 @@ from parallel_backend.families.own_class.wan_forms import (
     put_faces_into_blocks,
     wan_animate_block,
     wan_animate_model,
-    wan_block,
 )
 from tests.families.planted_tokens import optimized_attention
-
-
-class WithTimes(nn.Module):
-    """As Wan's block: repeats values of frames [B, F, 6, D] over the tokens that it gets."""
-
-    def forward(self, x, e, freqs):
-        repeats = -(-x.shape[1] // e.shape[1]) if e.shape[1] > 1 else 1
-        return x * e.repeat_interleave(repeats, dim=1)[:, : x.shape[1] if e.shape[1] > 1 else 1].sum(2) + freqs
-
-
-@pytest.mark.parametrize("tokens", [6, 5])
-def test_frames_times_reach_each_token_of_a_part(tokens):
-    g = torch.Generator().manual_seed(0)
-    x, freqs = torch.randn(2, tokens, 4, generator=g), torch.randn(1, tokens, 4, generator=g)
-    e, block = torch.randn(2, 3, 6, 4, generator=g), wan_block(WithTimes)()
-    given = {}
-    block.forward = lambda x, e, freqs: given.update(e=e) or type(block).forward(block, x, e=e, freqs=freqs)
-    whole, plain = block(x, e=e, freqs=freqs), WithTimes()(x, e, freqs)
-    assert torch.equal(whole, plain)
-    data, index, count = given["e"]
-    for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        found = block.forward(x[:, part], e=Indexed(data, index[part], count), freqs=freqs[:, part])
-        assert torch.equal(found, plain[:, part])
 
 
 class LooksAtFaces(nn.Module):
@@ -233,109 +204,6 @@ def test_tensor_ranks_heads_add_up_to_those_of_pixart(kind, form, text):
                 getattr(shard, name).weight = nn.Parameter(part)
         total += shard(*given)
     assert torch.allclose(total, expected, atol=1e-6)
-
-
-class AtZero(nn.Module):
-    """As Qwen-Image's block and Krea 2's: references, from a token on, have the second modulation [2 B, D]."""
-
-    def forward(self, hidden_states, temb, timestep_zero_index=None, transformer_options=None):
-        shifted, gate = self._modulate(hidden_states, temb, timestep_zero_index)
-        return self._apply_gate(torch.tanh(shifted), hidden_states, gate, timestep_zero_index)
-
-    def _modulate(self, x, mod_params, timestep_zero_index=None):
-        shift, scale, gate = (each.chunk(2) for each in mod_params[:, None].chunk(3, dim=-1))
-        parts = (x[:, :timestep_zero_index], x[:, timestep_zero_index:])
-        shifted = [shift[n] + part * (1 + scale[n]) for n, part in enumerate(parts)]
-        return torch.cat(shifted, 1), gate
-
-    def _apply_gate(self, x, y, gate, timestep_zero_index=None):
-        parts = (x[:, :timestep_zero_index], x[:, timestep_zero_index:])
-        return y + torch.cat([part * gate[n] for n, part in enumerate(parts)], 1)
-
-
-class InOne(nn.Module):
-    """As Krea 2's block, which has the same for tokens of one time."""
-
-    def forward(self, x, vec, freqs, mask=None, transformer_options=None):
-        shift, scale, gate = vec.chunk(3, dim=-1)
-        return x + gate * torch.tanh(shift + x * (1 + scale))
-
-
-@pytest.mark.parametrize("adapt", ["qwen", "krea2"])
-def test_tokens_at_time_zero_are_modulated_for_it_in_a_part(adapt):
-    g = torch.Generator().manual_seed(0)
-    x, both = torch.randn(2, 6, 4, generator=g), torch.randn(4, 12, generator=g)
-    options = {"reference_image_num_tokens": [1, 2]}
-    plain = AtZero()(x, both, 3)
-    given = {}
-    block = qwen_image_block(AtZero)() if adapt == "qwen" else krea2_block(InOne)()
-    kind = type(block)
-    both = both if adapt == "qwen" else both[:, None]
-
-    def run(x, **named):
-        forward = kind.forward if adapt == "qwen" else functools.partial(kind.forward, freqs=None)
-        return forward(block, x, both, **named)
-
-    def called(x=None, *_others, hidden_states=None, timestep_zero_index=None, **_named):
-        given["at_zero"] = timestep_zero_index
-        return run(x if x is not None else hidden_states, timestep_zero_index=timestep_zero_index)
-
-    block.forward = called
-    named = {"timestep_zero_index": 3, "transformer_options": options}
-    whole = block(hidden_states=x, temb=both, **named) if adapt == "qwen" else block(x, both, None, **named)
-    assert torch.allclose(whole, plain, atol=1e-6)
-    for part in (slice(0, 2), slice(2, 5), torch.tensor([5, 0, 4])):
-        found = run(x[:, part], timestep_zero_index=given["at_zero"][part])
-        assert torch.allclose(found, plain[:, part], atol=1e-6)
-
-
-class ByFrame(nn.Module):
-    """As Cosmos Predict2's block: a modulation of each frame of tokens [B, T, H, W, D]."""
-
-    def forward(self, x, emb, context, rope_emb_L_1_1_D=None, adaln_lora_B_T_3D=None):
-        return x * (emb + adaln_lora_B_T_3D)[:, :, None, None] + context
-
-
-def test_frames_of_tokens_on_three_axes_reach_a_part():
-    g = torch.Generator().manual_seed(0)
-    x, emb, lora = (torch.randn(2, *sides, generator=g) for sides in ((3, 2, 2, 4), (3, 4), (3, 4)))
-    rope, context, block = torch.zeros(1, 12, 1, 1), torch.ones(4), cosmos_predict2_block(ByFrame)()
-    kind, given = type(block), []
-    block.forward = lambda x, emb, *others, **named: given.append(emb) or kind.forward(block, x, emb, *others, **named)
-    whole = block(x, emb, context, rope_emb_L_1_1_D=rope, adaln_lora_B_T_3D=lora)
-    plain = ByFrame()(x, emb, context, adaln_lora_B_T_3D=lora)
-    assert torch.equal(whole, plain)
-    data, index, count = given[0]
-    for part in (slice(0, 12), slice(3, 9)):
-        own = x.flatten(1, 3)[:, None, None, part]
-        found = kind.forward(block, own, Indexed(data, index[part], count), context, adaln_lora_B_T_3D=lora)
-        assert torch.equal(found, plain.flatten(1, 3)[:, None, None, part])
-
-
-class InRuns(nn.Module):
-    """As MiniMax H3's block."""
-
-    def forward(self, x, t_emb, mod_segments, rope_freqs, transformer_options=None):
-        self.seen = mod_segments
-        return torch.cat([x[start:stop] * t_emb[row] for start, stop, row in mod_segments]) + rope_freqs
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_runs_of_tokens_reach_each_token_of_a_part(masked):
-    g = torch.Generator().manual_seed(0)
-    x, freqs, times = (torch.randn(count, 4, generator=g) for count in (7, 7, 3))
-    runs = [(0, 2, 1), (2, 7, torch.tensor([0, 0, 2, 2, 1]) if masked else 2)]
-    block, given = minimax_h3_block(InRuns)(), []
-    block.forward = lambda x, t, rows, freqs, **more: given.append(rows) or type(block).forward(block, x, t, rows, freqs)
-    for _ in range(2):
-        whole = block(x, times, runs, freqs, transformer_options={})
-    plain = InRuns()(x, times, runs, freqs)
-    assert torch.equal(whole, plain)
-    assert given[0] is given[1], "blocks of a call share them"
-    assert all(isinstance(row, int) for _, _, row in block.seen)
-    part = slice(1, 5)
-    found = type(block).forward(block, x[None, part], times, given[0][part], freqs[part])
-    assert torch.equal(found[0], plain[part])
 
 
 def test_segments_of_minimax_h3_are_those_of_its_layout():

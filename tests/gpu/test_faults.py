@@ -36,7 +36,7 @@ PHASES = {
     "copying": "pipe 2, streamed",
 }
 """Phase -> the degrees that it is tried with. `copying` is a block's way from host memory."""
-DEFAULT = ("killed (by itself), exact", "cancelled (unloads), banded")
+DEFAULT = ("killed (by itself), exact",)
 
 
 def of_all() -> Iterator[pytest.param]:

@@ -107,6 +107,7 @@ def banded(model: RemoteTransformer, given) -> torch.Tensor:
     return sample_in_bands(model, x, linear_sigmas(STEPS), Prompt(tensors, tensors, 1.0), BANDS, 1)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("devices", PAIRS)
 def test_the_self_test_passes(devices, request):
     """Kernels, quantised layers, half precision, every mode, links, memory and a stuck GPU."""

@@ -88,7 +88,9 @@ def test_a_store_that_goes_away_while_ranks_wait_for_each_other_is_named(monkeyp
         assert time.monotonic() - began < BOUND
 
 
-@pytest.mark.parametrize(("works", "note"), [("without P2P", P2P_OFF), ("by Gloo", NCCL_OFF)])
+@pytest.mark.parametrize(
+    ("works", "note"), [pytest.param("without P2P", P2P_OFF, marks=pytest.mark.full), ("by Gloo", NCCL_OFF)]
+)
 def test_where_nccl_fails_ranks_talk_in_another_way(monkeypatch, mini_file, given, works, note):
     monkeypatch.delenv(pools.P2P_DISABLE, raising=False)
     monkeypatch.setattr(local, "rank_entry", lambda: functools.partial(deaf_rank.deaf_by_nccl, works))

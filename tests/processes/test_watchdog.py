@@ -304,26 +304,6 @@ def error_of(future: Future) -> str:
     return str(error.value)
 
 
-def test_a_rank_that_falls_silent(pipe_pool):
-    pool, ranks = pipe_pool
-    future = pool.ask(m.Unload(), m.Unloaded)
-    ranks.alive[1] = False
-    text = error_of(future)
-    assert text.startswith("Parallel DiT: rank 1 (cpu) sent no heartbeat for 1 s, last seen in micro-step 7.")
-    assert text.endswith("The end of its log:\nlog of rank 1")
-    with pytest.raises(RankError):
-        pool.send(0, m.Unload())
-
-
-def test_a_rank_that_hangs_is_asked_where(pipe_pool):
-    pool, ranks = pipe_pool
-    pool.watchdog.stall = 1.0
-    text = error_of(pool.ask(m.Unload(), m.Unloaded))
-    assert text.startswith("Parallel DiT: rank 1 (cpu) came no further for 1 s, last seen in micro-step 7.")
-    assert ranks.dumped == [0, 1]
-    assert text.endswith("log of rank 1 with stacks")
-
-
 def test_a_rank_that_ends_in_the_middle_of_a_message(pipe_pool):
     """Then the pool's own thread is blocked, and cannot hear the other rank either."""
     pool, ranks = pipe_pool

@@ -162,7 +162,7 @@ def graphs_of(model: RemoteTransformer) -> list[int]:
     return [stats.graphs for stats in model.close_run(model.open_run(), lambda: None)]
 
 
-@pytest.mark.parametrize("degrees", [Degrees(ring=2), Degrees(tensor=3)], ids=str)
+@pytest.mark.parametrize("degrees", [pytest.param(Degrees(ring=2), marks=pytest.mark.full), Degrees(tensor=3)], ids=str)
 def test_a_mode_of_several_ranks(tracing_pools, pools, mini_file, degrees):
     """Three tensor ranks divide neither heads nor tokens: their graphs differ, and their transfers still meet."""
     inputs = mini.inputs(height=15, width=11)

@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from parallel_backend.client.call import ModelCall
-from parallel_backend.client.not_finite import NotFiniteError
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, exact_above
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -28,9 +26,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank import micro_step_graphs
-from parallel_backend.rank.attention.kv_buffer import LayerBuffer
-from parallel_backend.rank.micro_step_graphs import MicroStepGraphs, MicroStepInputs
-from parallel_backend.rank.stage.module_cache import ModuleCache
+from parallel_backend.rank.micro_step_graphs import MicroStepGraphs
 from parallel_backend.wire.sampling import RunStats
 from testing import mini
 from testing.emulated_device import EmulatedDevice
@@ -301,44 +297,6 @@ def test_no_other_thread_asks_the_device_anything_during_a_capture(pools, mini_f
     assert not any(queries)
     hearts[-1].ask()
     assert len(queries) == len(beats)
-
-
-# Controls: what a graph must not have in it shows.
-
-
-def baked_timestep(monkeypatch) -> None:
-    def copy_from(self, other: MicroStepInputs) -> None:
-        for own, theirs in zip((self.x, *self.received), (other.x, *other.received), strict=True):
-            if own is not None:
-                own.copy_(theirs)
-
-    monkeypatch.setattr(MicroStepInputs, "copy_from", copy_from)
-
-
-def baked_ratio(monkeypatch) -> None:
-    extrapolate, ratios = LayerBuffer.extrapolate, []
-
-    def by_number(self, weight: torch.Tensor) -> None:
-        if self.last is None or _get_current_dispatch_mode() is None:
-            ratios.append(weight.clone())
-            return extrapolate(self, weight)
-        return extrapolate(self, ratios[-1])
-
-    monkeypatch.setattr(LayerBuffer, "extrapolate", by_number)
-
-
-@pytest.mark.parametrize("fault", [baked_timestep, baked_ratio])
-def test_a_fault_shows(fault, pools, mini_file, expected, monkeypatch):
-    fault(monkeypatch)
-    found, stats = sampled(load(pools(1), mini_file, Degrees(), True))
-    assert all(each.replayed for each in stats)
-    assert not torch.equal(found, expected)
-
-
-def test_what_is_left_in_the_graphs_memory_shows(pools, mini_file, monkeypatch):
-    monkeypatch.setattr(ModuleCache, "_in_its_place", lambda self, key, out: out)
-    with pytest.raises(NotFiniteError):
-        sampled(load(pools(1), mini_file, Degrees(), True))
 
 
 def test_a_copy_from_the_host_is_in_no_graph(pools, mini_file, expected, monkeypatch, caplog):

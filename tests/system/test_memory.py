@@ -43,7 +43,9 @@ def write_random(path: Path, config: dict) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(psutil.virtual_memory().available < 8e9, reason="needs 8 GB of free memory")
-@pytest.mark.parametrize("degrees", [Degrees(pipe=RANKS), Degrees(ulysses=2, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [pytest.param(Degrees(pipe=RANKS), marks=pytest.mark.full), Degrees(ulysses=2, tensor=2)], ids=str
+)
 def test_the_ranks_hold_one_model_between_them(pools, tmp_path, measured, degrees):
     path = tmp_path / "large.safetensors"
     size = write_random(path, CONFIG)

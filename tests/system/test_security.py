@@ -80,8 +80,6 @@ def test_the_search_finds_what_it_looks_for(source):
 
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-DISPLACED = Degrees(patch=2, patch_mode="displaced")
-MODES = [Degrees(pipe=2), Degrees(batch=2), Degrees(ulysses=2), Degrees(ring=2), Degrees(tensor=2), DISPLACED]
 
 
 def listening(pids) -> set[str]:
@@ -94,8 +92,8 @@ def listening(pids) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("degrees", MODES, ids=str)
-def test_in_every_mode_ranks_listen_on_loopback_and_the_client_nowhere(pools, mini_file, degrees):
+@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(tensor=2)], ids=str)
+def test_ranks_listen_on_loopback_and_the_client_nowhere(pools, mini_file, degrees):
     before = listening([os.getpid()])
     model = pools.mini(mini_file, degrees)
     model.predict(ModelCall(*mini.inputs()), lambda: None)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
 from parallel_backend.core.degrees import Degrees
@@ -20,7 +18,6 @@ from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire import channel, encoding
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import FRAME_BYTES, Channel
-from tests.campaigns.fuzz import messages
 
 TENSORS = {
     "fp32": torch.randn(2, 3, generator=torch.Generator().manual_seed(0)),
@@ -206,20 +203,6 @@ def test_nothing_follows_a_message_that_was_cut_short(ends, monkeypatch):
 def test_every_type_is_tried():
     types = {cls for cls in vars(m).values() if dataclasses.is_dataclass(cls)} - {Span}
     assert {type(message) for message in MESSAGES} == types
-
-
-def refused_or_read(header: bytes) -> None:
-    assert messages.decode(header) in ("refused", "read")
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_are_refused_or_read(header):
-    refused_or_read(header)
-
-
-@given(st.randoms(use_true_random=False))
-def test_any_damaged_header_is_refused_or_read(rng):
-    refused_or_read(messages.header(rng, MESSAGES))
 
 
 def output(dtype, shape) -> bytes:

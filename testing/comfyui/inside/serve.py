@@ -31,7 +31,7 @@ def main() -> None:
     for line in sys.stdin:
         sys.stdout.flush()
         request = json.loads(line)
-        if request.pop("here", False):
+        if request.pop("here"):
             results_of(request["script"], request["arguments"], request["skip"], request["result"])
             freeze()
             print(0, file=REPLIES, flush=True)
@@ -49,8 +49,10 @@ def freeze() -> None:
     gc.freeze()
 
 
-def run(script: str, arguments: dict[str, Any], skip: list[str], result: str, output: str) -> None:
+def run(script: str, arguments: dict[str, Any], skip: list[str], folder: str, result: str, output: str) -> None:
     """In a child. `result`: the file for the script's results. `output`: for the output of the script and its ranks."""
+    if folder:
+        sys.path.insert(1, folder)
     with open(output, "wb") as printed, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(printed.fileno(), 1)

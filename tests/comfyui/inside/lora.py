@@ -204,10 +204,6 @@ class Comparison:
         self.results.case(f"{family}, LoRA names", lambda: {"same": names[0] == names[1], "count": len(names[0])})
 
 
-def warmed(model):
-    return node("ApplyPipeFusion", model, 4, 1000, True)
-
-
 def over_tensor(_model):
     return parallel(FLUX, pipe=1, tensor=2)
 
@@ -240,7 +236,6 @@ def files(flux: Comparison, loras: dict[str, str]) -> None:
         flux.case(form, partial(with_lora, file=file))
     original = partial(with_lora, file=loras["original"])
     other = make.whole("original", " too")
-    results.case("all steps warm-up", lambda: flux.compare(original, warmed))
     results.case("tensor_parallel_degree 2", lambda: flux.compare(original, over_tensor))
     flux.case("two on one another", lambda model: with_lora(original(model), other, 0.5))
     flux.case("differences", partial(with_lora, file=make.differences()))
@@ -286,7 +281,7 @@ def enlarging(flux: Comparison) -> None:
     picture = torch.randn(1, 16, 12, 16, generator=torch.Generator().manual_seed(7))
     shown = [[[text, values | {"concat_latent_image": picture}] for text, values in prompt] for prompt in flux.prompts]
     control = partial(with_lora, file=flux.make.control())
-    for name, ours in (("", lambda model: model), (", all steps warm-up", warmed), (", tensor", over_tensor)):
+    for name, ours in (("", lambda model: model), (", tensor", over_tensor)):
         flux.case(f"enlarging{name}", control, ours=ours, texts=lambda: shown)
     flux.removed("enlarging and not")
 
