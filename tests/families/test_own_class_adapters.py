@@ -1,5 +1,6 @@
 """Blocks of classes that take tokens in another form compute a part of their tokens as they compute all of them."""
 
+import functools
 import itertools
 import sys
 from types import SimpleNamespace
