@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from parallel_backend.core.block_changes import NormalizedGuidance
-from parallel_backend.core.spans import Span, split
+from parallel_backend.core.spans import Span
 from parallel_backend.families.base.blocks import CAUSAL_TEXT, JOINT, PAIRED, WINDOWS
 from parallel_backend.families.models.normalized_guidance import normalized
 from parallel_backend.rank.comm.collectives import all_reduce, start_gather
@@ -85,7 +85,7 @@ class ParallelAttention:
         attend = self._attend_fresh if step.buffer is None else self._attend_buffered
         if axis.size == 1:
             return attend(step, q_BQHD, k_BKHD, v_BKHD, scale, Span(0, heads))
-        groups = head_groups(split(Span(0, heads), axis.size), self._groups(step, q_BQHD, heads // axis.size))
+        groups = head_groups(heads, axis.size, self._groups(step, q_BQHD, heads // axis.size))
         shared = (axis, context.traffic, context.codec)
         early, context.early_values = context.early_values, None
         sent = [q_BQHD, k_BKHD, *([v_BKHD] if early is None else [])]
