@@ -95,6 +95,7 @@ class StageForward:
             windows=self._windows(conditioning),
             guidance=conditioning.changes.guidance,
             sparse=self._sparse(state),
+            kept=conditioning.kept[image_span],
         )
         rows = self._rows(conditioning, image_span)
         residuals = self._residuals(step, len(text_span))

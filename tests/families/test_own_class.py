@@ -99,6 +99,7 @@ def test_tokens_that_can_be_cut_are_proven(name, batch):
         ("ReadsAllTokens", "cut tokens give another result"),
         ("PoolsEachFrame", "blocks.1 attends to other values where its tokens are cut"),
         ("SharesKeysEarly", "blocks.0 attends with heads that share no keys"),
+        ("CountsRows", "blocks.0 attends by rows in another way where its tokens are cut"),
     ],
 )
 def test_what_sequence_ranks_would_get_wrong_is_not_proven(name, why):

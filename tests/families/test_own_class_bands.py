@@ -46,6 +46,7 @@ REFINED = replace(ALONE, words=True, again=(OwnEntry(stream=1, before=True, behi
         ("FillsUp", replace(ALONE, words=True)),
         ("WordsInFront", replace(ALONE, before=True, words=True)),
         ("TwoStreams", replace(ALONE, stream=1, words=True)),
+        ("Windowed", replace(ALONE, stream=1, words=True)),
         ("Refines", REFINED),
     ],
 )

@@ -19,6 +19,7 @@ from tests.families import (
     planted_references,
     planted_refiners,
     planted_residuals,
+    planted_rows,
     planted_second,
     planted_skips,
     planted_tokens,
@@ -38,6 +39,7 @@ MODULES = {
     "comfy.ldm.planted_residuals": planted_residuals,
     "comfy.ldm.planted_skips": planted_skips,
     "comfy.ldm.planted_guided": planted_guided,
+    "comfy.ldm.planted_rows": planted_rows,
     "comfy.ldm.planted_second": planted_second,
 }
 

@@ -8,13 +8,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from parallel_backend.core.own_class import PACKAGES, ROOTS
 
 from .unproven import Unproven
+
+if TYPE_CHECKING:
+    from .row_attention import RowRule
 
 FUNCTIONS = {package.attention: package.functions for package in PACKAGES}
 """Module -> beginning of the names of its attention functions."""
@@ -113,19 +116,25 @@ class _Replaced:
         def replacement(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             if self.traced is not None and torch.compiler.is_dynamo_compiling():
                 return self.traced(name, *map(_taken, (q, k, v)), *args, **kwargs)
-            attend = getattr(self._thread, "attend", None)
-            if attend is None:
-                return function(q, k, v, *args, **kwargs)
-            tensors = map(_taken, (q, k, v))
-            self._thread.attend = None  # the function may call another one
-            try:
-                return attend(function, *tensors, *args, **kwargs)
-            finally:
-                self._thread.attend = attend
+            return self.attend(function, q, k, v, *args, **kwargs)
 
         setattr(replacement, REPLACES, function)
         self.by_name[name] = replacement
         return replacement
+
+    def attend(
+        self, function: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """A call of the function, which goes to this thread's `attend` if it has one."""
+        attend = getattr(self._thread, "attend", None)
+        if attend is None:
+            return function(q, k, v, *args, **kwargs)
+        tensors = map(_taken, (q, k, v))
+        self._thread.attend = None  # the function may call another one
+        try:
+            return attend(function, *tensors, *args, **kwargs)
+        finally:
+            self._thread.attend = attend
 
 
 def _taken(given: Any) -> torch.Tensor:
@@ -141,6 +150,11 @@ def _replaced() -> _Replaced:
 def attention_by(attend: Attend) -> Any:
     """Context in which this thread's calls of the attention functions go to `attend`."""
     return _replaced().by(attend)
+
+
+def attend_now(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A call of a function that is none of those replaced, as if it were one."""
+    return _replaced().attend(function, *args, **kwargs)
 
 
 def trace_attention_by(traced: Traced) -> None:
@@ -169,6 +183,8 @@ class AttentionCall:
     """Others, by name."""
     shares_keys: bool = False
     """Several heads of queries share one of keys, which is repeated here."""
+    rule: "RowRule | None" = None
+    """Says which queries see which keys. None: all see all."""
 
     @property
     def key_mask(self) -> torch.Tensor | None:
@@ -187,7 +203,7 @@ class AttentionCall:
     def compute(
         self, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor, mask_bK: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention by the function, of these heads. Returns [B, Q, h, D]."""
+        """Attention by the function, of these heads, in which all queries see all keys. Returns [B, Q, h, D]."""
         mask = None if mask_bK is None else mask_bK[:, None, None]
         tensors = (x.transpose(1, 2) for x in (q_BQhD, k_BKhD, v_BKhD))
         shapes = {"skip_reshape": True, "skip_output_reshape": True}
@@ -218,6 +234,7 @@ def attention_call(
     attn_precision: Any = None,
     skip_reshape: bool = False,
     skip_output_reshape: bool = False,
+    rule: "RowRule | None" = None,
     **others: Any,
 ) -> AttentionCall:
     """The call of a function with ComfyUI's signature. Heads of keys that queries share are repeated."""
@@ -231,4 +248,4 @@ def attention_call(
         k_BKHD, v_BKHD = (x.repeat_interleave(shared, dim=2) for x in (k_BKHD, v_BKHD))
     others = {name: value for name, value in others.items() if name != "enable_gqa"}
     arguments = {"attn_precision": attn_precision} | others
-    return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, arguments, shared > 1)
+    return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, arguments, shared > 1, rule)

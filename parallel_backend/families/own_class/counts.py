@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from parallel_backend.core.own_class import OwnBlock, OwnClass
 
-from .attention_calls import attention_by, attention_call
+from .attention_calls import AttentionCall, attention_by, attention_call
 from .block_arguments import tensor_places
 from .building import build
 from .call_arguments import LATENT, STRUCTURE, from_tensors, timestep_of
@@ -234,7 +234,7 @@ class _Counting:
     def _attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         call = attention_call(function, *args, **kwargs)
         queries, keys = call.q_BQHD, call.k_BKHD
-        operations = 4 * queries.numel() * keys.shape[1]
+        operations = _operations(call)
         block = self._block
         if block is None:
             self._outside += operations
@@ -245,6 +245,22 @@ class _Counting:
             part = {"attention": work.attention + operations} if among else {"layers": work.layers + operations}
             self._found[block.name] = replace(work, **part)
         return call.result(queries.new_empty(*queries.shape[:3], call.v_BKHD.shape[3]))
+
+
+def _operations(call: AttentionCall) -> int:
+    """Of attention: a product of each query with each key that it sees, and one with its values."""
+    found: list[int] = []
+
+    def attend(q_BqHD: torch.Tensor, k_BkHD: torch.Tensor, v_BkHD: torch.Tensor) -> torch.Tensor:
+        found.append(4 * q_BqHD.numel() * k_BkHD.shape[1])
+        return q_BqHD.new_empty(*q_BqHD.shape[:3], v_BkHD.shape[3])
+
+    tensors = call.q_BQHD, call.k_BKHD, call.v_BKHD
+    if call.rule is None:
+        attend(*tensors)
+    else:
+        call.rule(attend, *tensors, *(torch.arange(x.shape[1]) for x in tensors[:2]))
+    return sum(found)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

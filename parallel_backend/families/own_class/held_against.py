@@ -1,5 +1,6 @@
 """A rank's run in a trial, held against a run of the whole: its values have to be rows of the whole's."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +63,18 @@ class HeldAgainst(TokenCut):
         # A tensor rank that has only some of the heads that share keys sends and keeps those of each.
         if call.k_BKHD.shape[2] % spec.sharing == 0 and not shares_keys(call.k_BKHD, call.v_BKHD, spec.sharing):
             raise Unproven(f"{self.block.name} attends with heads that share no keys")
+        if call.rule is not None and not self._is_ruled(call, whole, self.own_rows(spec.queries)):
+            raise Unproven(f"{self.block.name} attends by rows in another way where its tokens are cut")
         return whole.out[:, self.own_rows(spec.queries)]
+
+    def _is_ruled(self, call: AttentionCall, whole: Noted, rows: slice | torch.Tensor) -> bool:
+        """Whether the call's rule gives these rows of the whole's output, with the keys in another order."""
+        assert call.rule is not None
+        q_BQHD, k_BKHD, v_BKHD = whole.tensors
+        queries, keys = torch.arange(q_BQHD.shape[1])[rows], torch.arange(k_BKHD.shape[1]).flip(0)
+        tensors = q_BQHD[:, queries], k_BKHD[:, keys], v_BKHD[:, keys]
+        plain = functools.partial(call.compute, mask_bK=None)
+        return is_part(call.rule(plain, *tensors, queries, keys), whole.out, queries)
 
     def leave(self, out: Any, is_known: bool = True) -> Any:
         values = (out,) if isinstance(out, torch.Tensor) else out

@@ -111,6 +111,8 @@ class Learning(HeldAgainst):
         if k and call.mask is not None and call.key_mask is not None:
             self._check_values(call.mask)
             self.mask_of_all(call.key_mask, k)
+        if q and not k and call.rule is not None:
+            raise Unproven(f"{self.block.name} attends by rows to keys that are not cut, with queries that are")
         if k and not q:
             raise Unproven(f"{self.block.name} attends to tokens that are cut, with queries that are not")
         heads, head_size = call.q_BQHD.shape[2:]

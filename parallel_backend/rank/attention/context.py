@@ -2,8 +2,9 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -59,6 +60,8 @@ class AttentionStep:
     """Normalized guidance in the layers that mix text and image."""
     sparse: SparseStep | None = None
     """Block-sparse attention. None: in full."""
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """See StepInputs.kept."""
 
     def over(self, tokens: str) -> "AttentionStep":
         """The micro-step for layers that mix `tokens`, a value of BlockList.attention (base/blocks.py)."""

@@ -8,7 +8,7 @@ through the run's K/V buffer.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,7 +127,7 @@ class RankTokens(TokenCut):
         if times > 1 and (self._buffer is not None or patch.size > 1 or ring.size > 1):  # less is sent and kept
             k_BKhD, v_BKhD = k_BKhD[:, :, ::times], v_BKhD[:, :, ::times]
         of_ring = [tokens(context.ulysses_ranks(patch.index, index)) for index in range(ring.size)]
-        if self._buffer is None and patch.size == 1 and ring.size > 1:
+        if self._buffer is None and patch.size == 1 and ring.size > 1 and call.rule is None:
             attend, masks = context.kernel.attend_lse, [None] * ring.size
             if mask_bK is not None:
                 masks = list(mask_bK.expand(len(q_BQhD), -1).split(of_ring, dim=1))
@@ -145,8 +145,36 @@ class RankTokens(TokenCut):
             return torch.empty_like(q_BQhD)
         if (times := q_BQhD.shape[2] // k_BKhD.shape[2]) > 1:
             k_BKhD, v_BKhD = (x.repeat_interleave(times, dim=2) for x in (k_BKhD, v_BKhD))
+        if call.rule is not None:
+            numbers = self._query_numbers(spec.queries), self._key_numbers(spec.keys, k_BKhD.shape[1])
+            return self._kernels.by_rows(call, q_BQhD, k_BKhD, v_BKhD, *numbers)
         places = functools.partial(self.all_rows, spec.queries, HOST)
         return self._kernels.compute(call, q_BQhD, k_BKhD, v_BKhD, mask_bK, spec.queries, places, gate_BQhD)
+
+    def _query_numbers(self, streams: tuple[int, ...]) -> torch.Tensor:
+        """[q] int64 in host memory: which of all tokens of these streams this rank's queries are, once Ulysses has gathered
+        them."""
+        ranks = self._context.ulysses_ranks(self._patch.index, self._context.ring.index)
+
+        def make() -> torch.Tensor:
+            return torch.cat([self.rows(streams, rank, HOST) for rank in ranks])
+
+        return self._kernels.numbers(("queries", streams, self._of_call), make)
+
+    def _key_numbers(self, streams: tuple[int, ...], known: int) -> torch.Tensor:
+        """The same of the `known` keys, in the order in which they are attended to."""
+
+        def make() -> torch.Tensor:
+            if self._buffer is None or self.band is None:
+                return self.all_rows(streams, HOST)
+            return self.band.in_buffer(streams, self.tokens, HOST)[:known]
+
+        return self._kernels.numbers(("keys", streams, known, self._of_call), make)
+
+    @property
+    def _of_call(self) -> Hashable:
+        """What numbers of rows depend on, in calls with the same conditioning."""
+        return self._buffer is None, tuple(self.tokens.items()), None if self.band is None else self.band.band
 
     def _gathered_keys(
         self, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor, lengths: Sequence[int], axis: Axis

@@ -3,7 +3,8 @@
 Without either, the function computes that the class calls, which is torch's on ranks.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from .sparse import Layout
 QUANTISES = "low_precision_attention"
 """Argument of ComfyUI's functions. False: this call is to be computed without quantised queries and keys."""
 
+ROWS = "rows"
+"""Beginning of the keys of AttentionStep.kept under which numbers of rows are."""
+
 
 class OwnKernels:
     """`running()`: name of the block that runs; empty outside of blocks."""
@@ -27,15 +31,52 @@ class OwnKernels:
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """A call of `function` with all tokens that it is over. Returns what the function would."""
         kernel, step = self._context.kernel, self._context.step
-        if kernel.kernel.name == SDPA and (step is None or step.sparse is None):
+        by_rows = kwargs.get("rule") is not None
+        if kernel.kernel.name == SDPA and (step is None or step.sparse is None) and not by_rows:
             return function(*args, **kwargs)
         call = attention_call(function, *args, **kwargs)
+        if by_rows:
+            return call.result(self._of_all_rows(call))
         others = call.q_BQHD.shape[2:] != call.v_BKHD.shape[2:]
         if others or call.mask is not None or call.arguments.get("is_causal"):
             kernel.leave(call.q_BQHD.dtype, "calls with values of another size" if others else "calls with a mask")
             return function(*args, **kwargs)
         gate = self._context.take_gate(call.q_BQHD)
         return call.result(self.compute(call, call.q_BQHD, call.k_BKHD, call.v_BKHD, None, gate_BQhD=gate))
+
+    def _of_all_rows(self, call: AttentionCall) -> torch.Tensor:
+        """[B, Q, H, D] of a call with a rule, which has all tokens in the class's order."""
+        tensors = call.q_BQHD, call.k_BKHD, call.v_BKHD
+        lengths = [x.shape[1] for x in tensors[:2]]
+        queries_Q, keys_K = (self.numbers(("all", length), functools.partial(torch.arange, length)) for length in lengths)
+        return self.by_rows(call, *tensors, queries_Q, keys_K)
+
+    def numbers(self, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """[n] int64 in host memory: numbers of rows for a rule, the same tensor for each key in all calls that are alike."""
+        assert self._context.step is not None, "attention outside of a micro-step"
+        kept, key = self._context.step.kept, (ROWS, key)
+        if key not in kept:
+            kept[key] = make()
+        return kept[key]
+
+    def by_rows(
+        self,
+        call: AttentionCall,
+        q_BQhD: torch.Tensor,
+        k_BKhD: torch.Tensor,
+        v_BKhD: torch.Tensor,
+        queries_Q: torch.Tensor,
+        keys_K: torch.Tensor,
+    ) -> torch.Tensor:
+        """[B, Q, h, D] of a call with a rule. Block-sparse attention takes no such call."""
+        assert call.rule is not None
+        if self._context.step is not None and self._context.step.sparse is not None:
+            self._context.sparse_calls.lacked.add("attention of all tokens to all")
+
+        def attend(q_BqhD: torch.Tensor, k_BkhD: torch.Tensor, v_BkhD: torch.Tensor) -> torch.Tensor:
+            return self._in_full(call, q_BqhD, k_BkhD, v_BkhD, None)
+
+        return call.rule(attend, q_BQhD, k_BKhD, v_BKhD, queries_Q, keys_K)
 
     def compute(
         self,
@@ -54,6 +95,17 @@ class OwnKernels:
             step = self._context.step
             assert step is not None and step.sparse is not None
             return step.sparse.attend(layout, q_BQhD, k_BKhD, v_BKhD, gate_BQhD, call.arguments.get("scale"))
+        return self._in_full(call, q_BQhD, k_BKhD, v_BKhD, mask_bK)
+
+    def _in_full(
+        self,
+        call: AttentionCall,
+        q_BQhD: torch.Tensor,
+        k_BKhD: torch.Tensor,
+        v_BKhD: torch.Tensor,
+        mask_bK: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `compute`, of all queries over all keys that are seen."""
         kernel = self._context.kernel
         exactly = call.arguments.get(QUANTISES) is False and not kernel.kernel.exact
         if exactly:

@@ -1,0 +1,50 @@
+"""Small classes in the form of ComfyUI's that attend by rows: each token sees those of its window."""
+
+from dataclasses import dataclass
+
+import torch
+
+from parallel_backend.families.own_class.row_attention import attention_by_rows
+from tests.families.planted_tokens import Mixing, TwoStreams
+
+SIZE = 7
+"""Tokens of a window, of which ranks and bands have parts."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    size: int
+
+    def windows(self, numbers):
+        return numbers // self.size
+
+    def __call__(self, attend, q_BQHD, k_BKHD, v_BKHD, queries_Q, keys_K):
+        out, of_queries, of_keys = torch.zeros_like(q_BQHD), self.windows(queries_Q), self.windows(keys_K)
+        for window in of_queries.unique():
+            queries, keys = ((each == window).nonzero()[:, 0].to(q_BQHD.device) for each in (of_queries, of_keys))
+            out[:, queries] = attend(q_BQHD[:, queries], k_BKHD[:, keys], v_BKHD[:, keys])
+        return out
+
+
+class Counted(Windows):
+    """It counts the rows that it gets."""
+
+    def windows(self, numbers):
+        return torch.arange(len(numbers)) // self.size
+
+
+class Windowed(TwoStreams):
+    """Windows of words and picture, one behind the other, in the blocks of one stream."""
+
+    class block(Mixing):
+        rule = Windows(SIZE)
+
+        def forward(self, x, emb, table):
+            shift, gate = self.mod(emb)[:, None].chunk(2, dim=-1)
+            tensors = (each.transpose(1, 2) for each in self.turned(x + shift, table))
+            return x + gate * self.out(torch.tanh(attention_by_rows(self.rule, *tensors).flatten(2)))
+
+
+class CountsRows(Windowed):
+    class block(Windowed.block):
+        rule = Counted(SIZE)
