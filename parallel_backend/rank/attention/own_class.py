@@ -16,7 +16,7 @@ import torch
 
 from parallel_backend.core.own_class import OwnAttention, OwnBlock
 from parallel_backend.core.sequence import SequenceCut
-from parallel_backend.core.spans import Span, split
+from parallel_backend.core.spans import Span
 from parallel_backend.families.own_class.block_arguments import Arguments
 from parallel_backend.families.own_class.token_cut import HOST, AttentionCall, TokenCut
 from parallel_backend.families.own_class.unproven import Unproven
@@ -99,7 +99,7 @@ class RankTokens(TokenCut):
         heads, step = call.q_BQHD.shape[2], context.step
         in_one = step is None or not step.overlap or self._buffer is not None
         count = 1 if in_one else groups_of(call.q_BQHD, sum(of_queries), heads // axis.size)
-        groups = head_groups(split(Span(0, heads), axis.size), count)
+        groups = head_groups(heads, axis.size, count)
         sent = (call.q_BQHD, call.k_BKHD, call.v_BKHD, *([] if gate is None else [gate]))
         tokens = (of_queries, of_keys, of_keys, of_queries)[: len(sent)]
         shared = axis, context.traffic, context.codec

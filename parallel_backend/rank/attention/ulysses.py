@@ -3,6 +3,7 @@
 Ranks may have different numbers of tokens and heads.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,7 +27,7 @@ LEAST_WORK = 1 << 14
 def start_sequence_to_heads(
     tensors_BsHD: Sequence[torch.Tensor],
     tokens: Sequence[Sequence[int]],
-    spans: Sequence[Span],
+    spans: tuple[Span, ...],
     axis: Axis,
     traffic: Traffic,
     codec: Codec | None = None,
@@ -41,15 +42,18 @@ def start_sequence_to_heads(
         return _start_apart(tensors_BsHD, tokens, spans, axis, traffic, codec)
     # One all-to-all carries all tensors, since a slow link costs by the message. Tokens are the first axis of every part, so
     # that the received parts of all ranks, one behind the other, are one tensor of S tokens.
-    first, count = tensors_BsHD[0], len(tensors_BsHD)
-    batch, length, _, size = first.shape
+    count = len(tensors_BsHD)
+    batch, length, all_heads, size = tensors_BsHD[0].shape
     heads = len(spans[axis.index])
     send = [count * batch * length * len(span) * size for span in spans]
-    flat_N = first.new_empty(sum(send))
-    for span, part_n in zip(spans, flat_N.split(send), strict=True):
-        rows = part_n.view(length, count, batch, len(span), size)
-        for index, x_BsHD in enumerate(tensors_BsHD):
-            rows[:, index] = x_BsHD[:, :, span.slice].transpose(0, 1)
+    if are_even(spans, all_heads):
+        flat_N = torch.stack([_of_ranks(x, spans) for x in tensors_BsHD], dim=2).view(-1)
+    else:
+        flat_N = tensors_BsHD[0].new_empty(sum(send))
+        for span, part_n in zip(spans, flat_N.split(send), strict=True):
+            rows = part_n.view(length, count, batch, len(span), size)
+            for index, x_BsHD in enumerate(tensors_BsHD):
+                rows[:, index] = x_BsHD[:, :, span.slice].transpose(0, 1)
     receive = [count * batch * rank_tokens * heads * size for rank_tokens in tokens[0]]
     wait = _start(codec, size, flat_N, send, receive, axis, traffic)
 
@@ -63,7 +67,7 @@ def start_sequence_to_heads(
 def _start_apart(
     tensors_BsHD: Sequence[torch.Tensor],
     tokens: Sequence[Sequence[int]],
-    spans: Sequence[Span],
+    spans: tuple[Span, ...],
     axis: Axis,
     traffic: Traffic,
     codec: Codec | None,
@@ -90,7 +94,7 @@ def start_heads_to_sequence(
     part_BShD: torch.Tensor,
     out_BsHD: torch.Tensor,
     lengths: Sequence[int],
-    spans: Sequence[Span],
+    spans: tuple[Span, ...],
     axis: Axis,
     traffic: Traffic,
     codec: Codec | None = None,
@@ -106,10 +110,32 @@ def start_heads_to_sequence(
     wait = _start(codec, size, part_BShD.transpose(0, 1).reshape(-1), send, receive, axis, traffic)
 
     def finish() -> None:
+        if are_even(spans, out_BsHD.shape[2]):
+            _of_ranks(out_BsHD, spans).copy_(wait().view(len(spans), length, batch, heads, size))
+            return
         for span, part_n in zip(spans, wait().split(receive), strict=True):
             out_BsHD[:, :, span.slice] = part_n.view(length, batch, len(span), size).transpose(0, 1)
 
     return finish
+
+
+@functools.lru_cache
+def are_even(spans: tuple[Span, ...], heads: int) -> bool:
+    """Whether ranks have as many of the `heads` each, at as many from each other: they are a view then, and one copy serves
+    them all."""
+    apart, rest = divmod(heads, len(spans))
+    return not rest and all(span == spans[0].shift(rank * apart) for rank, span in enumerate(spans))
+
+
+def _of_ranks(x_BsHD: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
+    """View [rank, s, B, h, D] of even spans of heads. Made in one go: with fast devices the host's time is what counts."""
+    (batch, tokens, heads, size), (by_entry, by_token, by_head, by_channel) = x_BsHD.shape, x_BsHD.stride()
+    ranks, span = len(spans), spans[0]
+    return x_BsHD.as_strided(
+        (ranks, tokens, batch, len(span), size),
+        (heads // ranks * by_head, by_token, by_entry, by_head, by_channel),
+        x_BsHD.storage_offset() + span.start * by_head,
+    )
 
 
 def _start(
@@ -127,7 +153,7 @@ def groups_of(q_BQHD: torch.Tensor, tokens: int, heads: int) -> int:
     return 1 if heads < groups or (q_BQHD.is_cuda and work < LEAST_WORK) else groups
 
 
-def head_groups(by_rank: Sequence[Span], groups: int) -> list[list[Span]]:
-    """The heads of each Ulysses rank -> heads by group and rank. No group is empty if each rank has `groups` heads."""
-    parts = [split(of_rank, groups) for of_rank in by_rank]
-    return [[of_rank[group] for of_rank in parts] for group in range(groups)]
+@functools.lru_cache
+def head_groups(heads: int, ranks: int, groups: int) -> tuple[tuple[Span, ...], ...]:
+    """The `heads` of Ulysses ranks by group and rank. No group is empty if each rank has `groups` heads."""
+    return tuple(zip(*(split(of_rank, groups) for of_rank in split(Span(0, heads), ranks)), strict=True))
