@@ -16,7 +16,7 @@ import torch
 
 from parallel_backend.core.own_class import OwnAttention, OwnBlock
 from parallel_backend.core.sequence import SequenceCut
-from parallel_backend.core.spans import Span
+from parallel_backend.core.spans import Span, split
 from parallel_backend.families.own_class.block_arguments import Arguments
 from parallel_backend.families.own_class.token_cut import HOST, AttentionCall, TokenCut
 from parallel_backend.families.own_class.unproven import Unproven
