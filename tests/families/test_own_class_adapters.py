@@ -18,10 +18,12 @@ from parallel_backend.families.own_class.adapters import (
     qwen_image_block,
     sent,
 )
+from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.minimax_forms import (
     minimax_h3_block,
     minimax_h3_segments,
 )
+from parallel_backend.families.own_class.tried_calls import draw_weights
 from parallel_backend.families.own_class.wan_forms import (
     MOTION,
     name_of_face,
@@ -31,6 +33,7 @@ from parallel_backend.families.own_class.wan_forms import (
     wan_block,
 )
 from tests.families.planted_tokens import optimized_attention
+from tests.support.planted_comfyui import planted
 
 
 class WithTimes(nn.Module):
@@ -351,3 +354,16 @@ def test_segments_of_minimax_h3_are_those_of_its_layout():
     with mock.patch.dict(sys.modules, {"planted_h3": module}):
         assert minimax_h3_segments(latents, arguments, native) == expected
     assert made == [(sizes, {"keyframes": None, "refs": ["one"]})]
+
+
+@pytest.mark.usefixtures("comfyui")
+@pytest.mark.parametrize("pictures", [{}, {"reference": (2, 4, 1, 3, 5)}], ids=["words alone", "a picture between them"])
+def test_a_prefix_by_rows_is_what_the_class_itself_computes(pictures):
+    g = torch.Generator().manual_seed(0)
+    by_rows, as_it_is = (build(planted(name)) for name in ("Prefixed", "PrefixAsItIs"))
+    draw_weights(by_rows, 7)
+    as_it_is.load_state_dict(by_rows.state_dict(), assign=True)
+    sizes = {"x": (2, 4, 1, 4, 6), "context": (2, 5, 16)} | pictures
+    named = {name: torch.randn(size, generator=g) for name, size in sizes.items()} | {"timestep": torch.tensor([700.0, 300.0])}
+    with torch.no_grad():
+        assert torch.allclose(by_rows(**named), as_it_is(**named), atol=1e-6)
