@@ -1,7 +1,6 @@
 """SeedVR2: ComfyUI's own node gives its conditioning, from texts that are in the model's file."""
 
 import pytest
-
 from testing.cases import seedvr2
 from tests.comfyui.test_families import save_case, skip_without_class
 

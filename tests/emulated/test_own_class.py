@@ -1,4 +1,4 @@
-"""A class that no family computes on emulated devices gives what it gives on CPU ranks, and that is what the class gives."""
+"""A class on emulated devices gives what it gives on CPU ranks, and that is what the class gives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -3,7 +3,6 @@
 from block_patches import load_extras
 from boot import Results, difference, ksampler, native_model, node, outputs_of, parallel, sequence, torch
 from families import detecting, read
-
 from parallel_backend.families.seedvr2 import windows
 
 GRIDS = [
