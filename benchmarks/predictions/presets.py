@@ -96,7 +96,7 @@ class Model:
         outer = round(self.others * BF16 / 2)
         sizes = ModelSizes(
             block_bytes=(each,) * self.layers,
-            ends=(outer, outer, 0),
+            ends=2 * outer,
             attention=((StreamKeys(True, (1,), self.hidden // self.heads),),) * self.layers,
             heads=self.heads,
             sharing=self.sharing,

@@ -6,8 +6,7 @@ Opening reads headers only. READABLE lists the storage formats.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,10 +26,6 @@ from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
 from .quantised_formats import KEPT, quantised_bytes
 from .tensor_files import GGUF, Entry
 
-NAMED = "model_name: "
-"""Beginning of a refusal: the widget's name."""
-MAX_REFUSAL = 1000
-"""Most characters of a refusal. The longest show three keys."""
 READABLE = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *GGUF_BLOCKS, *KEPT}
 """Storage formats that can be read."""
 
@@ -187,25 +182,6 @@ class Checkpoint:
     def compute_dtype(self, target: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a model that computes in `dtype` computes this parameter."""
         return torch.float32 if target in self.family.exact else dtype
-
-
-@contextmanager
-def refusals(path: Path) -> Iterator[None]:
-    """Context whose errors become a ValueError that names the file, in a line of at most MAX_REFUSAL characters.
-
-    Their causes are left out: whoever logs an error logs its causes, with all that the file has put into them.
-    """
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
-        name, said = short(path.name), str(error)
-        if not isinstance(error, ValueError) or not said.startswith(NAMED):
-            said = (
-                f"{name} is not what its names promise: its tensors or settings do not fit each other "
-                f"({type(error).__name__}: {short(said)})."
-            )
-        said = said.removeprefix(NAMED) if name in said else f"{name}: {said.removeprefix(NAMED)}"
-        raise ValueError(NAMED + short(said, MAX_REFUSAL)).with_traceback(error.__traceback__) from None
 
 
 def checked(checkpoint: Checkpoint) -> Checkpoint:

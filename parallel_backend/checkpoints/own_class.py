@@ -9,9 +9,9 @@ from parallel_backend.core.setup import Conversion, Setup, TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.families.own_class.family import own_class_family
 
-from .checkpoint import Checkpoint, checked, refusals
+from .checkpoint import Checkpoint, checked
 from .file_state import file_state
-from .single_file import Contents, contents_of
+from .single_file import Contents, contents_of, refusals
 
 
 def open_setup(setup: Setup) -> Checkpoint:
@@ -28,10 +28,17 @@ def open_own_class(path: Path, own: OwnClass, conversion: Conversion = (), enlar
 def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ()) -> Checkpoint:
     """The checkpoint of a file with these contents. What the class has no use for is left out, as ComfyUI leaves it out.
 
-    ValueError, with a text for the user, if the file lacks a parameter of the class, or has one of another shape.
+    ValueError, with a text for the user, if the class cannot be built, and if the file lacks one of its parameters or
+    has one of another shape.
     `enlarged`: by key, sizes of tensors that a LoRA enlarges, with zeros behind the file's values.
     """
-    family = own_class_family(own)
+    try:
+        family = own_class_family(own)
+    except Exception as error:  # of any kind: its code is not known
+        raise ValueError(
+            f"model_name: {contents.name}: ComfyUI's class {own.name} cannot be built on ranks ({type(error).__name__}: "
+            f"{error}). Load it with ComfyUI's own loader, on one card."
+        ) from error
     # Tables that the class computes may be missing, or be there as a marker without values.
     entries = {key: entry for key, entry in contents.entries.items() if 0 not in entry.shape}
     key_map = {name: key for name, key in family.key_map.items() if name in family.parameters or key in entries}
@@ -46,7 +53,7 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
         found, needed = checkpoint.shape(target), family.shapes[target]
         if not _fits(found, needed):
             raise ValueError(
-                f"model_name: {short(contents.path.name)} holds {short(key)} of the shape {short(list(found))}, and "
+                f"model_name: {contents.name} holds {short(key)} of the shape {short(list(found))}, and "
                 f"ComfyUI's class {own.name} has {list(needed)}. It is damaged, or for another version of the class."
             )
     return replace(checkpoint, file_state=file_state(entry.file for entry in checkpoint.entries.values()))

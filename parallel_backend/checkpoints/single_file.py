@@ -1,19 +1,24 @@
 """A single file's tensors under their names in ComfyUI's class: without the prefix, and with what belongs to each weight."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from parallel_backend.core.setup import Conversion
 from parallel_backend.core.short_text import short
-from parallel_backend.families.others import other_model
+from parallel_backend.families.others import OtherModel, other_model
 
 from .attention_preferences import take_preferences
 from .conversion import convert
 from .quantised_layers import MARKER, attach_quantisation
 from .tensor_files import GGUF, SAFETENSORS, Entry, read_header
 
+NAMED = "model_name: "
+"""Beginning of a refusal: the widget's name."""
+MAX_REFUSAL = 1000
+"""Most characters of a refusal. The longest show three keys."""
 PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 """In the order in which ComfyUI counts them: each key counts for the first that it begins with."""
 OTHER_PREFIX = "model."
@@ -51,13 +56,59 @@ class Contents:
     """By which the entries of a file in diffusers' layout have ComfyUI's names."""
 
     @property
+    def name(self) -> str:
+        """The file's, to show."""
+        return short(self.path.name)
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """By key."""
         return {key: entry.shape for key, entry in self.entries.items()}
 
     def converted(self, conversion: Conversion) -> "Contents":
         """With entries under the names of ComfyUI's layout. ValueError as `convert`."""
-        return replace(self, entries=convert(short(self.path.name), self.entries, conversion), conversion=conversion)
+        return replace(self, entries=convert(self.name, self.entries, conversion), conversion=conversion)
+
+    @property
+    def other(self) -> OtherModel | None:
+        """What the file is, if that is known and no model that ranks usually run."""
+        return other_model(self.entries)
+
+    def refusal(self) -> ValueError:
+        """Of a file that ranks cannot run: what it is, and what to do with it."""
+        if (other := self.other) is not None:
+            return ValueError(
+                f"model_name: {self.name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one card."
+            )
+        is_kind = (
+            f"It is {what}: use {node}."
+            for what, node, parts in KINDS
+            if any(p in key for key in self.entries for p in parts)
+        )
+        usual = "If ComfyUI's Load Diffusion Model loads it, use that node, on one GPU."
+        return ValueError(
+            f"model_name: {self.name} is no diffusion transformer that this version knows. {next(is_kind, usual)} Its first "
+            f"keys: {', '.join(map(short, list(self.entries)[:3])) or 'none'}."
+        )
+
+
+@contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """Context whose errors become a ValueError that names the file, in a line of at most MAX_REFUSAL characters.
+
+    Their causes are left out: whoever logs an error logs its causes, with all that the file has put into them.
+    """
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
+        name, said = short(path.name), str(error)
+        if not isinstance(error, ValueError) or not said.startswith(NAMED):
+            said = (
+                f"{name} is not what its names promise: its tensors or settings do not fit each other "
+                f"({type(error).__name__}: {short(said)})."
+            )
+        said = said.removeprefix(NAMED) if name in said else f"{name}: {said.removeprefix(NAMED)}"
+        raise ValueError(NAMED + short(said, MAX_REFUSAL)).with_traceback(error.__traceback__) from None
 
 
 def prefix_of(keys: Iterable[str]) -> str:
@@ -109,17 +160,3 @@ def with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
         shape = short(list(entries[empty].shape))
         raise ValueError(f"model_name: {name} holds {short(empty)} of shape {shape}, which has no values.")
     return entries
-
-
-def unknown(name: str, entries: dict[str, Entry]) -> str:
-    """The refusal of a file that ranks cannot run: what the file is, and what to do with it."""
-    if (other := other_model({key: entry.shape for key, entry in entries.items()})) is not None:
-        return f"model_name: {name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one card."
-    is_kind = (
-        f"It is {what}: use {node}." for what, node, parts in KINDS if any(p in key for key in entries for p in parts)
-    )
-    usual = "If ComfyUI's Load Diffusion Model loads it, use that node, on one GPU."
-    return (
-        f"model_name: {name} is no diffusion transformer that this version knows. {next(is_kind, usual)} Its first keys: "
-        f"{', '.join(map(short, list(entries)[:3])) or 'none'}."
-    )

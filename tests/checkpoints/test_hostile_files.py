@@ -13,11 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.checkpoints.checkpoint import MAX_REFUSAL
 from parallel_backend.checkpoints.limits import MAX_SETTING, MAX_UNSEEN, check_own_arguments
 from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.checkpoints.safetensors_file import MAX_HEADER_BYTES
-from parallel_backend.checkpoints.single_file import contents_of, unknown
+from parallel_backend.checkpoints.single_file import MAX_REFUSAL, contents_of, unknown
 from parallel_backend.checkpoints.tensor_files import open_file
 from parallel_backend.families.own_class.building import build
 from testing import mini

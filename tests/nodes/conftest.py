@@ -8,7 +8,7 @@ import torch
 
 from parallel_backend.core.degrees import Degrees
 from testing import mini
-from tests.support.stand_in_comfyui import KSAMPLER, CFGGuider, pack
+from tests.support.stand_in_comfyui import KSAMPLER, CFGGuider, NativeFlux, pack
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,7 @@ def patcher(module, mini_file, monkeypatch) -> Any:
     model.diffusion_model = module("model.call.diffusion_model").RemoteDiffusionModel(
         checkpoint, setup, setup.devices, True, weights, {}
     )
+    vars(model.diffusion_model)["native"] = NativeFlux  # runs wrappers
     return module("model.patcher").RemoteModelPatcher(model, torch.device("cpu"))
 
 

@@ -377,7 +377,7 @@ def test_two_ranks_are_calibrated(calibrated, mini_file):
 
 def test_a_gpu_keeps_some_memory_for_its_processes(mini_file):
     file = mini.opened(mini_file, text=8)
-    times = dict.fromkeys(file.family.blocks.counts(file.config), (2e-3, 1e-3))
+    times = dict.fromkeys(file.family.counts, (2e-3, 1e-3))
     found = [LinksProbed(0, "a GPU", 9 * GB, 24 * GB, {}, {})]
     memories = [DeviceMemoryReport(0, "a card", 9 * GB, 0, 0, 24 * GB, "here", 64 * GB, 25e9)]
     made = calibration_of(

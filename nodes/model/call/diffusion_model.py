@@ -165,9 +165,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         return class_of(self.own)
 
     def __getattr__(self, name: str) -> Any:
-        """The native model's shapes of layers, such as `img_in.weight.shape`, and its own values, such as sizes of patches and
-        SeedVR2's texts, which ComfyUI's BaseModels and nodes read. ValueError for one of its functions, which ComfyUI calls
-        before the model: `hasattr` has to see that it is there."""
+        """The native model's shapes of layers, such as `img_in.weight.shape`, and its own values, such as sizes of patches
+        and SeedVR2's texts, which ComfyUI's BaseModels and nodes read. ValueError for one of its functions, which ComfyUI
+        calls before the model: `hasattr` has to see that it is there."""
         try:
             return super().__getattr__(name)
         except AttributeError:

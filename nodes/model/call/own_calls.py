@@ -27,9 +27,10 @@ from parallel_backend.families.own_class.tried_calls import Call, numbers_of
 from ..controls.controlnet import Control, refuse_control
 from ..controls.fun_control import without_fun_controls
 from ..loading.class_code import class_code
+from ..native.native_call import is_plain
 from ..patches.attention_choice import preferred_attention
 from ..patches.block_patches import kernel_of_call, normalized_guidance, skipped_keys, sparse_blocks
-from ..patches.reach import OVERRIDE, is_plain, told_to_own_class
+from ..patches.reach import OVERRIDE, told_to_own_class
 from ..patches.sparse_attention import settings_of
 from ..patches.text_guidance import GUIDANCE_KEY, TextGuidance
 

@@ -8,21 +8,19 @@ from typing import Any
 import comfy.model_base
 import torch
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint, refusals
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.limits import check_own_arguments
 from parallel_backend.checkpoints.own_class import checkpoint_of
-from parallel_backend.checkpoints.single_file import Contents, contents_of, unknown
+from parallel_backend.checkpoints.single_file import Contents, contents_of, refusals
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.meta_parameters import meta_parameters
 from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
 from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
-from parallel_backend.families.others import NOT_RUN, UNET, other_model
+from parallel_backend.families.others import NOT_RUN, UNET
 from parallel_backend.families.own_class.adapters import unstated
-from parallel_backend.families.own_class.family import own_class_family
 
-from ..native.native_call import class_arguments, native_config, on_meta
-from ..patches.reach import is_plain
+from ..native.native_call import class_arguments, is_plain, native_config, on_meta
 from .class_code import modules_named_by
 from .diffusers_layout import conversion_of
 
@@ -58,8 +56,8 @@ def open_file(path: Path, device: str, enlarged: TensorSizes = ()) -> ModelFile:
     `enlarged`: sizes of tensors that a LoRA enlarges.
     """
     with refusals(path):
-        contents, config = _detected(contents_of(path), enlarged)
-        own = _own_class(contents, config, device, enlarged)
+        contents, tensors, config = _detected(contents_of(path), dict(enlarged))
+        own = _own_class(contents, tensors, config, device)
         return ModelFile(checkpoint_of(contents, own, enlarged), own, config)
 
 
@@ -74,30 +72,26 @@ def import_settings(device: str) -> tuple[tuple[str, str, bool], ...]:
     return ("comfy.cli_args", "args.cpu", cpu), ("comfy.cli_args", "args.use_pytorch_cross_attention", True)
 
 
-def _detected(contents: Contents, enlarged: TensorSizes) -> tuple[Contents, Any]:
-    """The contents, converted if ComfyUI converts such a file, and ComfyUI's `config` of it."""
-    refusal = ValueError(unknown(short(contents.path.name), contents.entries))
+def _detected(contents: Contents, enlarged: dict[str, tuple[int, ...]]) -> tuple[Contents, dict[str, torch.Tensor], Any]:
+    """The contents, converted if ComfyUI converts such a file, their tensors, and ComfyUI's `config` of it."""
+    stored = contents
     try:
-        config = native_config(_on_meta(contents, enlarged), contents.stated)
+        config = native_config(tensors := on_meta(contents.shapes | enlarged), contents.stated)
         if config is None and (conversion := conversion_of(contents.shapes)):
             contents = contents.converted(conversion)
-            config = native_config(_on_meta(contents, enlarged), contents.stated)
+            config = native_config(tensors := on_meta(contents.shapes | enlarged), contents.stated)
     except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not
-        raise refusal from None
-    other = other_model(contents.shapes)
-    if config is None or (other is not None and other.what not in (NOT_RUN, UNET)):
-        raise refusal
-    return contents, config
+        raise stored.refusal() from None
+    if config is None:
+        raise stored.refusal()
+    return contents, tensors, config
 
 
-def _on_meta(contents: Contents, enlarged: TensorSizes) -> dict[str, torch.Tensor]:
-    return on_meta(contents.shapes | dict(enlarged))
-
-
-def _own_class(contents: Contents, config: Any, device: str, enlarged: TensorSizes) -> OwnClass:
+def _own_class(contents: Contents, tensors: dict[str, torch.Tensor], config: Any, device: str) -> OwnClass:
     """The class by which ComfyUI would compute the file."""
-    name, stated = short(contents.path.name), contents.stated or {}
-    tensors, refusal = _on_meta(contents, enlarged), ValueError(unknown(name, contents.entries))
+    name, stated, other = contents.name, contents.stated or {}, contents.other
+    if other is not None and other.what not in (NOT_RUN, UNET):
+        raise contents.refusal()
     if entry := unstated(type(config).__name__, stated):
         raise ValueError(
             f"model_name: the header of {name} does not say its {entry}, as the model's own files do. Whoever wrote the "
@@ -111,18 +105,17 @@ def _own_class(contents: Contents, config: Any, device: str, enlarged: TensorSiz
             native = config.get_model(tensors, "").diffusion_model
         renamed = {key: config.process_unet_state_dict({key: tensor}) for key, tensor in tensors.items()}
     except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not, or a single tensor
-        raise refusal from None
+        raise contents.refusal() from None
     kind, unet = type(native), isinstance(native, comfy.model_base.UNetModel)
     arguments = {
         argument: f"{DTYPE}{str(value).removeprefix('torch.')}" if isinstance(value, torch.dtype) else value
         for argument, value in class_arguments(config.unet_config).items()
     }
-    other = other_model(contents.shapes)
     is_other = other is not None and (other.what == UNET) != unet
     if is_other or not kind.__module__.startswith(ROOT) or not is_plain(arguments):
-        raise refusal
+        raise contents.refusal()
     keys = {next(iter(names)): key for key, names in renamed.items() if len(names) == 1}
-    own = OwnClass(
+    return OwnClass(
         kind=type(config).__name__,
         folder=comfyui_folder(),
         module=kind.__module__,
@@ -135,11 +128,3 @@ def _own_class(contents: Contents, config: Any, device: str, enlarged: TensorSiz
         video=config.latent_format.latent_dimensions == 3,
         unet=unet,
     )
-    try:
-        own_class_family(own)  # kept for the checkpoint
-    except Exception as error:  # of any kind: its code is not known
-        raise ValueError(
-            f"model_name: {name}: ComfyUI's class {own.name} cannot be built on ranks ({type(error).__name__}: {error}). "
-            "Load it with ComfyUI's own loader, on one card."
-        ) from error
-    return own

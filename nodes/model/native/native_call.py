@@ -37,6 +37,15 @@ def class_arguments(unet_config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in unet_config.items() if name not in ("dtype", "disable_unet_model_creation")}
 
 
+def is_plain(value: Any) -> bool:
+    """Whether JSON has the value."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(each) for key, each in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 def runs_wrappers(native: NativeClass) -> bool:
     """Whether the native class's `forward` runs wrappers. PixArt's and others ignore them."""
     return "WrapperExecutor" in native.forward.__code__.co_names

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...ui.other_nodes import definition, named, nodes_of, nodes_that_set
+from ..native.native_call import is_plain
 
 OURS = "parallel_dit_"
 """Prefix of this pack's entries of transformer_options."""
@@ -29,6 +30,7 @@ BOOKKEEPING = frozenset(
         *("block", "block_index", "block_type", "total_blocks", "transformer_index", "img_slice", "grid_sizes"),
         *("original_shape", "activations_shape", "reference_image_num_tokens", "model_patch_data"),
         "minimax_h3_layout",
+        "animate2_cache",  # of WanAnimate2Cache: it changes no result, and ranks compute the pose at every step
     }
 )
 """Entries of transformer_options that describe the call. No native model's result depends on them."""
@@ -109,15 +111,6 @@ def told_to_own_class(options: Mapping[str, Any], ours: Collection[str]) -> dict
     unsent = (name for name in others if name not in told and not isinstance(others[name], torch.Tensor))
     refuse_unread(Unread(f"the entry '{name}' of transformer_options", entry=name) for name in unsent)
     return told
-
-
-def is_plain(value: Any) -> bool:
-    """Whether JSON has the value."""
-    if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and is_plain(each) for key, each in value.items())
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def refuse_unread(refused: Iterable[Unread]) -> None:

@@ -8,6 +8,7 @@ import torch
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 
+
 @dataclass(frozen=True)
 class StepInputs:
     """One micro-step. All tensors are on the rank's device and have the rank's b batch entries."""

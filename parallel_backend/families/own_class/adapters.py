@@ -14,6 +14,7 @@ from torch import nn
 
 from parallel_backend.core.sparse_attention import Runs
 
+from .animate2_forms import animate2_arguments, animate2_block, animate2_model
 from .attention_calls import attention_of
 from .ltx_forms import LTX2_FORMS, Indexed, ltx_arguments, ltx_model
 from .minimax_forms import GATE, minimax_h3_block, minimax_h3_model, minimax_h3_segments
@@ -313,6 +314,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         own_name=name_of_face,
         options=(FREQUENCY,),
     ),
+    "WAN_Animate2": Adapter("blocks", {"": animate2_block}, model=animate2_model, arguments=animate2_arguments),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
     "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}, steady=True),
     "Krea2": Adapter("blocks", {"": krea2_block}),

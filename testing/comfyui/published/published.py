@@ -179,5 +179,19 @@ PUBLISHED = {
         **CHANNELS,
         **CLIP,
     ),
+    "wan-animate-2-14b": Published(
+        "WAN_Animate2",
+        WORDS,
+        ((16, *VIDEO),),
+        WAN_14B | {"in_dim": 36},
+        {
+            **CHANNELS,
+            **CLIP,
+            "clip_vision_output_pose.penultimate_hidden_states": (257, 1280),
+            "cross_attn_pose": WORDS,
+            "pose_video_latent": (16, 4, 32, 32),
+        },
+        {"model_type": "animate2"},
+    ),
 }
 """By name, the most used ones first."""

@@ -349,13 +349,6 @@ PROCESS_MUTANTS = (
 
 CLIENT_MUTANTS = (
     Mutant(
-        "the text's share of a control taken from the picture's rows",
-        CLIENT + "scatter.py",
-        "(part, words.shift(picture)) for",
-        "(part, words) for",
-        ("tests/client/test_controls_of_all_tokens.py", "-k", "forward"),
-    ),
-    Mutant(
         "ranks that have failed are used again",
         CLIENT + "pools.py",
         "        self.end_failed()\n        for other",
@@ -457,14 +450,6 @@ ACCEPTANCE_MUTANTS = (
 
 NODE_MUTANTS = (
     Mutant(
-        "a control's rows in another order than the ranks' tokens",
-        "nodes/model/controls/sequence_control.py",
-        "of_picture if order is None else of_picture[order]",
-        "of_picture",
-        ("tests/comfyui/test_sequence_control.py", "-k", "qwen"),
-        tier="default",
-    ),
-    Mutant(
         "numbers above their limit accepted",
         "nodes/ui/input_checks.py",
         "if not least <= number <= most:",
@@ -506,8 +491,8 @@ NODE_MUTANTS = (
     Mutant(
         "model patches not refused",
         "nodes/model/patches/reach.py",
-        "            yield Unread(what, function)",
-        "            yield from ()",
+        "                yield Unread(f\"{what} '{name}'\", function)",
+        "                yield from ()",
         ("tests/comfyui/test_controlnet.py", "-k", "cannot_reach"),
         tier="default",
     ),
