@@ -29,6 +29,10 @@ class ComfyUI:
     checkout: Path
     python: Path
 
+    def has_class(self, name: str) -> bool:
+        """Whether its supported_models has a class of this name."""
+        return f"class {name}(" in (self.checkout / "comfy" / "supported_models.py").read_text("utf-8")
+
 
 class Inside:
     """A booted ComfyUI without a server, which runs scripts one after the other: see inside/serve.py."""

@@ -194,10 +194,11 @@ def three_calls(
 
 
 @pytest.mark.parametrize(
-    "degrees", [Degrees(), Degrees(ring=2, ulysses=2), Degrees(pipe=2, ulysses=3), Degrees(batch=2, tensor=2)], ids=str
+    "degrees", [Degrees(), Degrees(ring=2, ulysses=2), Degrees(pipe=2, ulysses=2), Degrees(batch=2, tensor=2)], ids=str
 )
 def test_steady_words_run_once(both: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, degrees: Degrees):
-    """Words, and a reference between them: later calls at other times compute the latent's tokens alone."""
+    """Words, and a reference between them: later calls at other times compute the latent's tokens alone, and a row on each
+    rank that stands in for words. Of two entries in two stages each is computed by itself."""
     own, given, path, _ = saved("Prefixed", tmp_path)
     reference = torch.randn(2, 4, 2, 2, 3, generator=torch.Generator().manual_seed(1))
     given = replace(given, named=given.named | {"reference": reference})
@@ -220,7 +221,7 @@ def test_steady_words_run_once(both: Both, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(planted_prefix, "note", note)
     found = both.check(run)
-    image, stand_ins, blocks = 2 * 4 * 6, degrees.sequence, 4 * degrees.tensor * degrees.batch
+    image, stand_ins, blocks = 2 * 4 * 6, degrees.sequence, 4 * degrees.tensor * degrees.batch * degrees.pipe
     assert {tokens for number, tokens in enumerate(counted) if number % len(calls)} == {blocks * (image + stand_ins)}
     with torch.no_grad():
         for each, output in zip(calls, found, strict=True):

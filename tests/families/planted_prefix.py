@@ -43,7 +43,7 @@ def seen(q, k, v, heads, mask):
 
 
 class Prefixed(nn.Module):
-    """Latent [B, 4, T, H, W] -> the same. Words 0 and 1, then `reference` [B, 4, T, h, w] if given, then the other words."""
+    """Latent [B, 4, T, H, W] -> the same. Two words, `reference` [B, 4, T, h, w] if there is one, and the other words."""
 
     kind = "QwenImage21"
     block: Any = Block

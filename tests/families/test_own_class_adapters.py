@@ -17,11 +17,13 @@ from parallel_backend.families.own_class.adapters import (
     sent,
 )
 from parallel_backend.families.own_class.animate2_forms import SameFrame
+from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.minimax_forms import (
     minimax_h3_segments,
 )
 from parallel_backend.families.own_class.row_attention import attention_by_rows
 from parallel_backend.families.own_class.seedvr_forms import CONDITION, InWindows, check_condition, places_of
+from parallel_backend.families.own_class.tried_calls import draw_weights
 from parallel_backend.families.own_class.wan_forms import (
     MOTION,
     name_of_face,
@@ -30,6 +32,7 @@ from parallel_backend.families.own_class.wan_forms import (
     wan_animate_model,
 )
 from tests.families.planted_tokens import optimized_attention
+from tests.support.planted_comfyui import planted
 
 
 @pytest.mark.parametrize("lacking", [(), (2,)])
@@ -297,3 +300,18 @@ def test_places_are_those_in_a_window_behind_the_text_or_around_its_middle():
 def test_a_video_that_seedvr2_cannot_make_sharper_is_refused(sizes, given, why):
     with pytest.raises(ValueError, match=why):
         check_condition(sizes, {} if given is None else {CONDITION: torch.zeros(1, 17, *given)})
+
+
+@pytest.mark.usefixtures("comfyui")
+@pytest.mark.parametrize("pictures", [{}, {"reference": (2, 4, 1, 3, 5)}], ids=["words alone", "a picture between them"])
+def test_a_prefix_by_rows_is_what_the_class_itself_computes(pictures):
+    g = torch.Generator().manual_seed(0)
+    by_rows, as_it_is = (build(planted(name)) for name in ("Prefixed", "PrefixAsItIs"))
+    draw_weights(by_rows, 7)
+    as_it_is.load_state_dict(by_rows.state_dict(), assign=True)
+    sizes = {"x": (2, 4, 1, 4, 6), "context": (2, 5, 16)} | pictures
+    named = {name: torch.randn(size, generator=g) for name, size in sizes.items()} | {
+        "timestep": torch.tensor([700.0, 300.0])
+    }
+    with torch.no_grad():
+        assert torch.allclose(by_rows(**named), as_it_is(**named), atol=1e-6)

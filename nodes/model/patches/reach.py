@@ -30,6 +30,7 @@ BOOKKEEPING = frozenset(
         *("block", "block_index", "block_type", "total_blocks", "transformer_index", "img_slice", "grid_sizes"),
         *("original_shape", "activations_shape", "reference_image_num_tokens", "model_patch_data"),
         "minimax_h3_layout",
+        "animate2_cache",  # of WanAnimate2Cache: it changes no result, and ranks compute the pose at every step
     }
 )
 """Entries of transformer_options that describe the call. No native model's result depends on them."""

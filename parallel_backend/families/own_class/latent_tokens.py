@@ -65,8 +65,8 @@ class _Prologue(WholeRun):
 
 
 def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call, steady: bool = False) -> OwnLatent:
-    """Where the tokens of the call's latent are. `steady`: see OwnLatent; references are words then. Unproven if they are no
-    raster in one of the streams, or in one each time that tokens enter."""
+    """Where the tokens of the call's latent are. Unproven if they are no raster in one of the streams, or in one each time
+    that tokens enter. `steady`: see OwnLatent. References are words then."""
     call = drawn(call, 1)
     first = entering(runs, blocks, call)
     sides = call.latents[0].shape

@@ -58,7 +58,7 @@ def _among(numbers: torch.Tensor, start: int, stop: int, device: torch.device) -
 
 
 def causal_of(attend: Callable[..., torch.Tensor]) -> Causal:
-    """The rule of the class's own function of a call, which closes over segments: (start, stop, mask, which text alone has)."""
+    """The rule of the class's own function, which closes over segments: (start, stop, mask). Text alone has a mask."""
     segments = inspect.getclosurevars(attend).nonlocals["segments"]
     return Causal(tuple((stop - start, mask is not None) for start, stop, mask in segments))
 

@@ -6,7 +6,7 @@ from typing import Any
 from boot import BASE, Results, parts_of, torch
 from families import detecting
 from safetensors.torch import save_file
-from small_models import detected, latent, prompts, write
+from small_models import detected, latent, prompts, small_model, write
 
 
 def described(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -36,5 +36,5 @@ def main(_results: Results, names: list[str]) -> None:
                 else:
                     plain[key] = described(value, tensors)
         told = {"cfg": 3.0, "scheduler": "simple", "extras": plain, "detected": detected(name)}
-        settings = json.dumps(told | {"boolean_masks": False})
+        settings = json.dumps(told | {"boolean_masks": small_model(name).get("boolean_masks", False)})
         save_file(tensors, BASE / f"{name}.inputs.safetensors", {"settings": settings})

@@ -1,4 +1,5 @@
-"""Wan Animate 2's MODEL against ComfyUI's own: LoRAs, fp8, calls of other forms, and a refusal. Run by serve.py."""
+"""Wan Animate 2's MODEL against ComfyUI's own: LoRAs, fp8, calls without some of its conditioning, and what is refused. Run
+by serve.py."""
 
 from functools import partial
 from typing import Any
@@ -27,11 +28,10 @@ def given(without: tuple[str, ...] = (), **others: Any) -> list:
 
 def in_some_steps() -> list:
     """As the node gives it for a pose in the first half of the sampling."""
-    halves = {"end_percent": 0.5}, {"start_percent": 0.5}
-    conditions = (given(), given(POSE))
+    first, second = {"end_percent": 0.5}, {"start_percent": 0.5}
     return [
-        [[text, more | half] for ((text, more),), half in zip(each, halves, strict=True)]
-        for each in zip(*conditions, strict=True)
+        [[text, more | first], [text, without | second]]
+        for ((text, more),), ((_, without),) in zip(given(), given(POSE), strict=True)
     ]
 
 
