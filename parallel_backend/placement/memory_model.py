@@ -186,7 +186,7 @@ def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate
     """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates; for exact calls those of
     steady words (attention/words.py)."""
     layers = [keys for block in sizes.attention[span.slice] for keys in block]
-    image, copies = (request.image, request.kept) if request.kept or not sizes.steady else (0, 1)
+    image, copies = (request.image, request.kept) if request.kept or degrees.naive or not sizes.steady else (0, 1)
     values = head_values(layers, image, request.text, request.streams)
     heads = request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at)
     return int(2 * copies * heads * int(values) * sizes.itemsize)

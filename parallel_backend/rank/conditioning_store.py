@@ -43,8 +43,9 @@ class RankConditioning:
 class ConditioningStore:
     """Conditioning by the client's id."""
 
-    def __init__(self, family: OwnClassFamily, device: torch.device):
-        self._family, self._device = family, device
+    def __init__(self, family: OwnClassFamily, device: torch.device, keeps_words: bool):
+        """`keeps_words`: those of a class that has steady ones (OwnLatent)."""
+        self._family, self._device, self._keeps_words = family, device, keeps_words and family.own.steady
         self._held: dict[int, RankConditioning] = {}
 
     def __getitem__(self, conditioning: int) -> RankConditioning:
@@ -62,7 +63,7 @@ class ConditioningStore:
             self._family.token_order(message.grid, message.references, message.along),
             message.batch,
             {name: to_device(tensor, self._device) for name, tensor in message.tensors.items()},
-            WordKeys(message.batch) if self._family.own.steady and message.changes.guidance is None else None,
+            WordKeys(message.batch) if self._keeps_words and message.changes.guidance is None else None,
             message.companion_tokens,
             message.changes,
         )

@@ -25,7 +25,9 @@ class Engine:
     def __init__(self, rank: int, load: Load, stage: LoadedStage):
         """`stage`: this rank's part of the model of `load`."""
         self.rank, self.stage, device = rank, stage, stage.device
-        self.conditionings, self.runs = ConditioningStore(stage.family, device), RunBuffers()
+        # A naive patch has the keys of its own tokens alone, and words among them.
+        self.conditionings = ConditioningStore(stage.family, device, keeps_words=not stage.attention.naive)
+        self.runs = RunBuffers()
         self._words = WordsOnce()
         self._traffic, self._link = stage.traffic, stage.link
         self._graphs = None

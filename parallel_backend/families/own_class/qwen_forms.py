@@ -76,9 +76,8 @@ def qwen_image21_block(kind: type[nn.Module]) -> type[nn.Module]:
             )
 
         def forward(self, x, mod, pe, rule, is_word_S, transformer_options):
-            words = int(is_word_S.sum())  # of the tokens here, which it has in front of the others
-            assert bool(is_word_S[:words].all()), "words come first in all that ranks cut"
-            return super().forward(x, mod, pe, functools.partial(_attend, rule), words, transformer_options)
+            words, attend = words_among(is_word_S), functools.partial(_attend, rule)
+            return super().forward(x, mod, pe, attend, words, transformer_options)
 
     return ByRows
 
@@ -88,6 +87,14 @@ def which_words(words: int, tokens: int) -> torch.Tensor:
     """[S] bool in host memory, so that nobody waits for a device. The blocks of a call share it."""
     with torch.inference_mode(False):  # a trial looks at what is written to
         return torch.arange(tokens) < words
+
+
+@torch.compiler.disable  # a number on the host
+def words_among(is_word_S: torch.Tensor) -> int:
+    """How many words these tokens have in front of the others."""
+    words = int(is_word_S.sum())
+    assert bool(is_word_S[:words].all()), "words come first in all that ranks cut"
+    return words
 
 
 def _attend(rule: Causal, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _heads: int) -> Any:
