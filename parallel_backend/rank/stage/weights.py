@@ -49,8 +49,8 @@ class StageWeights:
             # Dimensions of size 1 are ignored, since GGUF's tools may drop them.
             if _without_ones(checkpoint.shape(target)) != _without_ones(shape):
                 raise ValueError(
-                    f"model_name: {checkpoint.path.name} holds {checkpoint.key_map[target].key} of shape "
-                    f"{list(checkpoint.shape(target))}, where {checkpoint.family.name} has {list(known[target].shape)}."
+                    f"model_name: {checkpoint.path.name} has {checkpoint.key_map[target].key} of shape "
+                    f"{list(checkpoint.shape(target))}, but {checkpoint.family.name} has {list(known[target].shape)}."
                 )
         shapes = {target: checkpoint.shape(target) for target in self.targets}
         self._shards = {} if plan is None else plan.shards(shapes)
