@@ -49,5 +49,5 @@ def test_a_file_that_comfyuis_detection_fails_on_is_refused_with_its_error(modul
     native_call = module("model.native.native_call")
     detection = types.SimpleNamespace(model_config_from_unet=lambda tensors, *_, **__: (1,)[len(tensors)])
     monkeypatch.setattr(native_call.comfy, "model_detection", detection)
-    with pytest.raises(ValueError, match=r"^model_name: ComfyUI cannot tell which model this is \(IndexError: "):
+    with pytest.raises(ValueError, match=r"^model_name: ComfyUI cannot detect the model type \(IndexError: "):
         native_call.native_config({"a": torch.zeros(1)}, {})
