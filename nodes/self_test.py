@@ -61,8 +61,8 @@ class ParallelSelfTest:
             "optional": {
                 "model": link(
                     "MODEL",
-                    "From Parallel DiT Loader or Parallelize Model. The test runs its file in ComfyUI itself, on one "
-                    "GPU and on all. Its degrees and dtype are ignored.",
+                    "From Parallel DiT Loader or Parallelize Model. The test runs the model's file in ComfyUI itself, "
+                    "on one GPU and on all. Its degrees and dtype are ignored.",
                 )
             },
         }

@@ -346,7 +346,7 @@ class MicroStepGraphs:
             with self._alone():
                 recorded = self._captures.capture(work)
             if state.made() != made:
-                raise RuntimeError("it makes something that later micro-steps find")
+                raise RuntimeError("it makes a value that later micro-steps need")
         except Exception as error:  # whatever the model's code, a kernel's package or the driver may raise
             state.undo(slots)
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

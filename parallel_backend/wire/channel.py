@@ -147,7 +147,7 @@ class Channel:
         if not content:
             raise EOFError
         if len(handles) != 1:
-            raise BadMessage("no handle of a segment where one belongs")
+            raise BadMessage("a segment's handle is missing")
         return handles[0]
 
     def _receive(self) -> Envelope:

@@ -166,7 +166,7 @@ def test_loading_that_runs_out_is_done_once_more(registry, mini_file, monkeypatc
     model = registry.model(setup, nobody, lambda doing, fraction: shown.append(doing))
     assert len(failed) == 1
     assert model.resident.limits[0] < ALL
-    assert any("cpu ran out of memory. This is tried once more" in text for text in shown)
+    assert any("cpu ran out of memory. One more try" in text for text in shown)
     assert "cpu ran out of memory" in caplog.text
 
 

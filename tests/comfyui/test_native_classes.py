@@ -5,7 +5,7 @@ import pytest
 pytestmark = [pytest.mark.comfyui, pytest.mark.full]
 
 REFUSED = {  # what a refusal says of a model -> the classes of which it says so; all others load
-    "a UNet, and": (
+    "a UNet whose": (
         *("LotusD", "Stable_Zero123", "SD15_instructpix2pix", "SD15", "SD20", "SD21UnclipL", "SD21UnclipH", "SSD1B"),
         *("SDXL_instructpix2pix", "SDXLRefiner", "SDXL", "KOALA_700M", "KOALA_1B", "Segmind_Vega", "SD_X4Upscaler"),
         *("Stable_Cascade_C", "Stable_Cascade_B", "SV3D_u", "SV3D_p", "SVD_img2vid"),

@@ -19,7 +19,7 @@ def test_the_second_try_streams_and_gives_the_same_picture(found):
     assert got["pools"] == [2, 2]  # the next prompt needs no third
     assert min(got["limits"]) < ALL
     assert len(got["told"]) == 1
-    assert "cpu ran out of memory. This is tried once more with new ranks" in got["told"][0]
+    assert "cpu ran out of memory. One more try with new ranks" in got["told"][0]
 
 
 def test_a_second_failure_is_an_error_that_says_what_to_change(found):

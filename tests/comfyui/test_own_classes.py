@@ -60,11 +60,11 @@ def test_a_unet_by_split_batch(inside):
 def refusal(name: str, mode: str, with_sound: bool) -> str:
     """What the mode's error has in it, if the class does not run so."""
     if name == "wan_humo" and with_sound and ("exact" in mode or mode in OF_TOKENS):
-        return "it does not run where its tokens are cut"
+        return "it does not run if its tokens are cut"
     if name == "wan_dancer" and with_sound and "exact" in mode:
         return "it does not run in a trial of cut tokens"
     if name == "wan-vace-two" and "exact" in mode:  # a block runs for each control
-        return "attends to other values where its tokens are cut"
+        return "attends to other values if its tokens are cut"
     if name == "chroma_radiance" and "exact" in mode:
         return "patches"
     return ""

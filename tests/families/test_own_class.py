@@ -49,7 +49,7 @@ def test_long_skips_go_to_the_stages_that_read_them():
 @pytest.mark.parametrize("name", ["PoolsBatch", "PoolsBatchLate"])
 def test_entries_that_look_at_each_other_stay_together(name):
     proof = trial(own(name), call(), TIMES)
-    assert proof.batch.startswith("an entry of a batch on its own gives another result")
+    assert proof.batch.startswith("a single entry of a batch gives another result")
     assert proof.stages == ""
 
 
@@ -65,9 +65,9 @@ def test_entries_that_look_at_each_other_stay_together(name):
         ("KeepsFirst", "it keeps results of earlier calls, which another LoRA would make wrong"),
         ("CountsToTen", "it keeps calls from call to call"),
         ("CountsCalls", "the same call gives another result the second time"),
-        ("WritesArgument", "it writes into its argument x, of which a rank has a copy"),
-        ("ScalesArgumentLate", "it writes into its argument context, of which a rank has a copy"),
-        ("WritesTime", "it writes into its argument context, of which a rank has a copy"),
+        ("WritesArgument", "it writes into its argument x, but a rank has only a copy"),
+        ("ScalesArgumentLate", "it writes into its argument context, but a rank has only a copy"),
+        ("WritesTime", "it writes into its argument context, but a rank has only a copy"),
         ("ReturnsKeys", "its block blocks.0 returns a value that is like none of its arguments"),
     ],
 )
@@ -90,14 +90,14 @@ def test_tokens_that_can_be_cut_are_proven(name, batch):
     ("name", "why"),
     [
         ("PlainAttention", "its attention cannot be reached"),
-        ("NextToken", "blocks.0 attends to other values where its tokens are cut"),
-        ("PoolsTokens", "blocks.1 attends to other values where its tokens are cut"),
-        ("NumbersTokens", "blocks.0 attends to other values where its tokens are cut"),
-        ("Masked", "its attention has a mask that is not one of keys"),
+        ("NextToken", "blocks.0 attends to other values if its tokens are cut"),
+        ("PoolsTokens", "blocks.1 attends to other values if its tokens are cut"),
+        ("NumbersTokens", "blocks.0 attends to other values if its tokens are cut"),
+        ("Masked", "its attention has a mask that is not a mask of keys"),
         ("Biased", "blocks.0 attends with a mask that adds other values"),
         ("TwiceInBlockLate", "blocks.0 attends more often than in the trial"),
         ("ReadsAllTokens", "cut tokens give another result"),
-        ("PoolsEachFrame", "blocks.1 attends to other values where its tokens are cut"),
+        ("PoolsEachFrame", "blocks.1 attends to other values if its tokens are cut"),
         ("SharesKeysEarly", "blocks.0 attends with heads that share no keys"),
         ("PrefixAsItIs", "transformer_blocks.0 attends"),
         ("CountsRows", "blocks.0 attends by rows in another way where its tokens are cut"),

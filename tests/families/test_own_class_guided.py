@@ -40,13 +40,13 @@ def test_a_class_that_hands_over_nothing_needs_no_guidance():
 
 
 GIVES = "ranks that guide it give another result"
-RANKS = "ranks give another result where it is guided"
+RANKS = "ranks give another result if it is guided"
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("ReadsFunctions", "it gives another result with a function that it does not call"),
+        ("ReadsFunctions", "it gives another result with a function, but does not call it"),
         ("LeavesPromptsOut", GIVES),
         ("PartOfPicture", RANKS),
         ("KeepsGuided", "it keeps something from a guided call"),

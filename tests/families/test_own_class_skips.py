@@ -24,7 +24,7 @@ def test_blocks_that_ranks_skip_as_the_class_does_are_proven():
     assert skips("OneList") == Skips({"double_block": "streams"}), "of the others the class asks for none"
 
 
-GIVES = "blocks that pass their arguments on give another result"
+GIVES = "blocks that return their arguments give another result"
 ORDER = "the blocks that it skips are not a list in its order"
 
 

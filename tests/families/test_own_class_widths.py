@@ -44,7 +44,7 @@ def test_what_is_found_narrower_holds_for_the_class(tensor):
     ("name", "way", "why"),
     [
         ("SkipsIfWideLate", "stages", "stages give another result"),
-        ("PoolsTokensIfWide", "sequence", "blocks.1 attends to other values where its tokens are cut"),
+        ("PoolsTokensIfWide", "sequence", "blocks.1 attends to other values if its tokens are cut"),
         ("MixesHeadsIfWide", "tensor", ""),
     ],
 )

@@ -28,7 +28,7 @@ def test_wrappers_of_the_pack_and_those_outside_leave_bands_alone(module):
     why_wrapped, ours = module("sampling.eligibility").why_wrapped, module("model.run.step_cache").note_shapes
     pipefusion = module("sampling.pipefusion").PipeFusion(2, 1, True, True)
     assert why_wrapped(Executor(None, [sample_function, pipefusion, ours], 1)) is None
-    assert "around the sampler" in why_wrapped(Executor(None, [pipefusion, ours, sample_function], 0))
+    assert "wrapper of the sampler" in why_wrapped(Executor(None, [pipefusion, ours, sample_function], 0))
 
 
 def test_a_run_with_a_wrapper_inside_is_whole_and_says_why(module, sampling, monkeypatch):
@@ -39,7 +39,7 @@ def test_a_run_with_a_wrapper_inside_is_whole_and_says_why(module, sampling, mon
     model = types.SimpleNamespace(degrees=Degrees(pipe=2), on_ranks=False, pool=types.SimpleNamespace(notes=()))
     executor = Executor(None, [pipefusion, sample_function], 0)
     assert pipefusion._sample(model, sampling(), executor) == "all that is inside"
-    assert "around the sampler" in pipefusion.last.reason
+    assert "wrapper of the sampler" in pipefusion.last.reason
 
 
 def test_a_node_that_is_told_of_each_evaluation_gets_no_bands(patcher, why_not_banded):

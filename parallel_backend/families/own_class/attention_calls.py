@@ -196,7 +196,7 @@ class AttentionCall:
             return None
         of_queries = mask.shape[:-1] if mask.ndim < 3 else mask.shape[1:-1]  # [Q, K], [B, Q, K] or [B, H, Q, K]
         if any(size > 1 for size in of_queries):
-            raise Unproven("its attention has a mask that is not one of keys")
+            raise Unproven("its attention has a mask that is not a mask of keys")
         rows = mask.reshape(-1, mask.shape[-1])
         return rows if rows.dtype == torch.bool else rows >= 0
 

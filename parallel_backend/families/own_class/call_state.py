@@ -46,11 +46,11 @@ def why_not_apart(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) -> 
         changed = [name for name, value in arguments.items() if after.get(name) != value]
         rewritten |= {name for name in changed if isinstance(call.named.get(name), torch.Tensor)}
         if others := [name for name in changed if name not in rewritten]:
-            return f"it writes into its argument {others[0]}, of which a rank has a copy"
+            return f"it writes into its argument {others[0]}, but a rank has only a copy"
     if distance(outputs[-1], outputs[0]) > 0:
         return "the same call gives another result the second time"
     if rewritten and not _stay_alike(model, calls):
-        return f"it writes into its argument {min(rewritten)}, of which a rank has a copy"
+        return f"it writes into its argument {min(rewritten)}, but a rank has only a copy"
     for parameter in model.parameters():
         parameter.mul_(0.7)
     for name, module in fresh.named_modules():  # the same memory

@@ -134,7 +134,7 @@ class Ranks:
     def _whole(self, cut: OwnCut, calls: "itertools.count[int]") -> tuple[int, torch.Tensor]:
         number, made = next(calls), self.made.get(cut.layer, [])
         if number >= len(made):
-            raise Unproven(f"{cut.layer} is called more often where it is cut")
+            raise Unproven(f"{cut.layer} is called more often if it is cut")
         return number, made[number]
 
     def _made_up(
@@ -144,7 +144,7 @@ class Ranks:
         number, whole = self._whole(cut, calls)
         if cut.kind == CutKind.GATHER.value:
             if not close(out, self._part(cut, whole, rank), whole):
-                raise Unproven(f"a rank's values of {cut.layer} are no part of the whole's")
+                raise Unproven(f"a rank's values of {cut.layer} are not a part of the whole's")
             return whole.clone()
         if out.shape != whole.shape:
             raise Unproven(f"a rank's values of {cut.layer} have another shape than the whole's")
@@ -160,7 +160,7 @@ class Ranks:
         """In place of an RMSNorm of which each rank has its features: with the whole's sum of squares."""
         whole = self._whole(cut, calls)[1]
         if not close(x, self._part(cut, whole, rank), whole):
-            raise Unproven(f"a rank's values of {cut.layer} are no part of the whole's")
+            raise Unproven(f"a rank's values of {cut.layer} are not a part of the whole's")
         assert norm.eps is not None
         return x * torch.rsqrt(whole.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
 
@@ -203,7 +203,7 @@ def why_not_shared(module: nn.Module, shares: Shares, run: Run, ranks: int) -> s
     except Unproven as unproven:
         return str(unproven)
     except Exception as error:  # of any kind: its code is not known
-        return f"it does not run where its layers are cut ({first_line(error)})"
+        return f"it does not run if its layers are cut ({first_line(error)})"
     return ""
 
 
@@ -285,7 +285,7 @@ def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int)
         choices = units_of_heads(noted, ranks)
         cuts, of_heads = layers_to_cut(noted, ranks, choices) if choices else ([], 0)
     except Exception as error:  # of any kind: its code is not known
-        return f"what its layers are made of cannot be seen ({first_line(error)})"
+        return f"the inputs of its layers cannot be found ({first_line(error)})"
     heads, head_sizes = ({tensors[0].shape[axis] for tensors in noted.heads.values()} for axis in (2, 3))
     if not choices:
         return f"its {min(heads)} heads cannot be shared by {ranks} ranks"

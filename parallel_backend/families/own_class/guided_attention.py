@@ -61,7 +61,7 @@ class Guide:
         guidance, add_up = self._guided.guidance, self._guided.add_up
         positive, negative = guidance.positive.slice, guidance.negative.slice
         if out_BSC.ndim != 3 or len(out_BSC) < max(guidance.positive.stop, guidance.negative.stop):
-            raise Unproven("its attention gives another shape than [B, S, C] where it is guided")
+            raise Unproven("its attention gives another shape than [B, S, C] if it is guided")
         image = options.get(IMAGE)
         rows, mask_s1 = (slice(None), None) if image is None else self._rows(Span(*image), out_BSC)
         both = [out_BSC[entries, rows] for entries in (positive, negative)]

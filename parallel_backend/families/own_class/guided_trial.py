@@ -94,7 +94,7 @@ class HeldSums:
             return sums
         number, self._next = self._next, self._next + 1
         if number >= len(self._whole) or self._whole[number].shape != sums.shape:
-            raise Unproven("a rank guides its attention elsewhere than the whole")
+            raise Unproven("a rank guides its attention at other places than the whole")
         if number == len(self._sums):
             self._sums.append(torch.zeros_like(sums))
         self._sums[number] += sums
@@ -106,7 +106,7 @@ class HeldSums:
         add_up = all(map(close, self._sums, self._whole))
         self.ways -= {*([] if add_up else [PARTS]), *([] if self._are_whole else [WHOLE])}
         is_whole = len(self._sums) == len(self._whole) and self.ways
-        return "" if is_whole else "the ranks' sums do not add up to the whole's where its attention is guided"
+        return "" if is_whole else "the ranks' sums do not add up to the whole's if its attention is guided"
 
 
 class _GuidedSharing(Sharing):
@@ -165,7 +165,7 @@ def _tried(
         return Guidance(why="it keeps something from a guided call")
     if not native.calls:
         far = max(distance(whole, each.run(model, options=False)) for each, whole in wholes)
-        return Guidance(why="" if far <= TOLERANCE else "it gives another result with a function that it does not call")
+        return Guidance(why="" if far <= TOLERANCE else "it gives another result with a function, but does not call it")
     proof = replace(proof, batch=TOGETHER)
     return guided_on_ranks(short, blocks, proof, times, wholes, partial(_guided, guidance), tensor)
 
@@ -194,7 +194,7 @@ def guided_on_ranks(
         at = () if time is None else (time,)
         tokens = [drawn(smaller(like, *size), 1, *at) for size in sizes]
         if not is_proven(model, (whole_proof, bare(blocks), cut), (guided, whole), like, None, tokens, at):
-            return Guidance(why="ranks give another result where it is guided")
+            return Guidance(why="ranks give another result if it is guided")
     if tensor == 1 or proof.tensor:
         return Guidance(has_effect=True)
     sharing = _GuidedSharing(model, bare(blocks), wholes[0][0], tensor)

@@ -20,7 +20,7 @@ RANKS = 3
 """In the trial, so that they have different numbers of tokens."""
 TOLERANCE = 1e-5
 """Largest difference of a rank's values and the whole's, as a share of the largest value."""
-OTHER_MASK = "attends with another mask where its tokens are cut"
+OTHER_MASK = "attends with another mask if its tokens are cut"
 
 
 class HeldAgainst(TokenCut):
@@ -46,7 +46,7 @@ class HeldAgainst(TokenCut):
         """What the whole has at the present call of attention."""
         calls = self._noted.calls[self.number]
         if self._attended >= len(calls):
-            raise Unproven(f"{self.block.name} attends more often where its tokens are cut")
+            raise Unproven(f"{self.block.name} attends more often if its tokens are cut")
         return calls[self._attended]
 
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
@@ -59,7 +59,7 @@ class HeldAgainst(TokenCut):
         of_both = (spec.queries, spec.keys, spec.keys)
         for own, of_whole, streams in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, of_both, strict=True):
             if not self.is_held(own, of_whole, streams):
-                raise Unproven(f"{self.block.name} attends to other values where its tokens are cut")
+                raise Unproven(f"{self.block.name} attends to other values if its tokens are cut")
         # A tensor rank that has only some of the heads that share keys sends and keeps those of each.
         if call.k_BKHD.shape[2] % spec.sharing == 0 and not shares_keys(call.k_BKHD, call.v_BKHD, spec.sharing):
             raise Unproven(f"{self.block.name} attends with heads that share no keys")
@@ -86,7 +86,7 @@ class HeldAgainst(TokenCut):
                 continue
             own, of_all = self.rows_of(value), self.rows_of(of_whole)
             if not self.is_held(own, of_all, streams):
-                raise Unproven(f"{self.block.name} returns other values where its tokens are cut")
+                raise Unproven(f"{self.block.name} returns other values if its tokens are cut")
             left = (
                 self.at_places(own, streams) if placed else self._left(own, self.left_by_all(own, of_all, streams), streams)
             )

@@ -95,7 +95,7 @@ def give_weights(own: OwnClass, model: nn.Module, poll: Callable[..., None], idl
     nbytes = 4 * (_values(model) - of_idle)
     if 2 * nbytes > free:
         raise ValueError(
-            f"model_name: trying ComfyUI's class {own.name} takes {nbytes / 1e9:.1f} GB of host memory, of which "
+            f"model_name: trying ComfyUI's class {own.name} takes {nbytes / 1e9:.1f} GB of host memory, but only "
             f"{free / 1e9:.1f} GB are free. Half of it stays for other programs. Close some, or load the model with "
             "ComfyUI's own loader."
         )

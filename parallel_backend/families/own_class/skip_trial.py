@@ -59,7 +59,7 @@ def trial_of_skips(
         return Skips(why=f"it does not run with skipped blocks ({why})")
 
     if has_moved(own.kind):
-        return Skips(why="between its blocks the class runs modules that are not skipped with them")
+        return Skips(why="between its blocks the class runs modules that would not be skipped")
     return trial_of_change(own, proof, call, tried, failed, poll)
 
 
@@ -148,7 +148,7 @@ def _why_not_passed(
     with passing_through(model, passed):
         for number, (call, whole) in enumerate(wholes):
             if not (far := distance(call.run(model, options=False), whole)) <= TOLERANCE:
-                return f"blocks that pass their arguments on give another result (by {far:.1e} of the largest value)"
+                return f"blocks that return their arguments give another result (by {far:.1e} of the largest value)"
             in_parts = cut if not proof.sequence and not number else NOT_TRIED
             sizes = () if isinstance(in_parts, str) else Runs(model, bare(blocks)).sizes(actual)
             tokens = [drawn(smaller(actual, *size), 1) for size in sizes]

@@ -36,7 +36,7 @@ class Mailbox:
             raise Unproven("a stage waits for a value that is not sent")
         tensor, version = self._sent.pop(0)
         if (tensor.shape, tensor.dtype) != (shape, dtype):
-            raise Unproven(f"a stage sends {list(tensor.shape)} where {list(shape)} is expected")
+            raise Unproven(f"a stage sends {list(tensor.shape)}, but {list(shape)} is expected")
         if tensor._version != version:
             raise Unproven("a value is written to after it was sent")
         return tensor.clone()
@@ -68,7 +68,7 @@ def why_not_by_entry(model: nn.Module, wholes: Wholes) -> str:
             try:
                 far = distance(entry_of(call, entry).run(model, options=False), whole[entry : entry + 1])
             except Exception as error:  # of any kind, since its code is not known
-                return f"an entry of a batch on its own does not run ({first_line(error)})"
+                return f"a single entry of a batch does not run ({first_line(error)})"
             if not far <= TOLERANCE:
-                return f"an entry of a batch on its own gives another result (by {far:.1e} of the largest value)"
+                return f"a single entry of a batch gives another result (by {far:.1e} of the largest value)"
     return ""

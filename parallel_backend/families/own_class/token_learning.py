@@ -105,7 +105,7 @@ class Learning(HeldAgainst):
             for own, of_whole in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, strict=True)
         )
         if q is None or k is None or k != v:
-            raise Unproven(f"{self.block.name} attends to other values where its tokens are cut")
+            raise Unproven(f"{self.block.name} attends to other values if its tokens are cut")
         if k and whole.masked != (call.mask is not None):
             raise Unproven(f"{self.block.name} {OTHER_MASK}")
         if k and call.mask is not None and call.key_mask is not None:
@@ -151,7 +151,7 @@ class Learning(HeldAgainst):
             for value, of_whole in zip(values, self._noted.outputs[self.number], strict=True)
         ]
         if any(streams is None for streams in leaving):
-            raise Unproven(f"{self.block.name} returns other values where its tokens are cut")
+            raise Unproven(f"{self.block.name} returns other values if its tokens are cut")
         found = tuple(streams for streams in leaving if streams is not None)
         if self.number not in self._ends:
             self.blocks[self.number] = replace(self.block, placed=found)

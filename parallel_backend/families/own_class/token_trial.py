@@ -161,7 +161,7 @@ class Runs:
         except Unproven as unproven:
             return str(unproven)
         except Exception as error:  # of any kind: its code is not known
-            return f"it does not run where its tokens are cut ({first_line(error)})"
+            return f"it does not run if its tokens are cut ({first_line(error)})"
         return "" if far <= TOLERANCE else f"cut tokens give another result (by {far:.1e} of the largest value)"
 
     def checks(

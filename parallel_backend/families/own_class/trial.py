@@ -59,7 +59,7 @@ RUNS, AT_WIDTH = 600, 80
 """Runs of models and blocks in a trial, and in that at the class's own width, which takes the other HALF of the time."""
 HALF = 0.5
 NO_LIST = "it has no list of blocks"
-LONG_SKIPS = "its blocks read others' outputs, and it counts on all tokens between them"
+LONG_SKIPS = "its blocks read other blocks' outputs, and it needs all tokens between them"
 LEAST_SHARE = 0.75
 """Of the blocks' parameters: fewer are not shared out for the sake of bands, since the others run whole on every stage."""
 
