@@ -136,6 +136,7 @@ class Compiler:
     def _prepare(self, block_name: str, block: nn.Module) -> Modules:
         """Take modules that torch cannot trace out of the block's graphs. Returns those behind operations."""
         traced: dict[str, nn.Module] = {}
+        module: Any
         for name, module in block.named_modules():
             if not name or not self._stays_outside(module):
                 continue
