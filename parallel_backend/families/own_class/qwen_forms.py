@@ -47,8 +47,8 @@ class Causal:
                 out_BQHD[:, rows] = attend(q, k, v)
                 continue
             mask_QK = keys_K.to(device)[seen] <= queries_Q.to(device)[rows, None]
-            tensors = (x.transpose(1, 2) for x in (q, k, v))
-            out_BQHD[:, rows] = F.scaled_dot_product_attention(*tensors, attn_mask=mask_QK).transpose(1, 2)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out_BQHD[:, rows] = F.scaled_dot_product_attention(q, k, v, mask_QK).transpose(1, 2)
         return out_BQHD
 
 
