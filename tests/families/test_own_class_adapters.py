@@ -310,8 +310,7 @@ def test_a_prefix_by_rows_is_what_the_class_itself_computes(pictures):
     draw_weights(by_rows, 7)
     as_it_is.load_state_dict(by_rows.state_dict(), assign=True)
     sizes = {"x": (2, 4, 1, 4, 6), "context": (2, 5, 16)} | pictures
-    named = {name: torch.randn(size, generator=g) for name, size in sizes.items()} | {
-        "timestep": torch.tensor([700.0, 300.0])
-    }
+    named = {name: torch.randn(size, generator=g) for name, size in sizes.items()}
+    timestep = torch.tensor([700.0, 300.0])
     with torch.no_grad():
-        assert torch.allclose(by_rows(**named), as_it_is(**named), atol=1e-6)
+        assert torch.allclose(by_rows(timestep=timestep, **named), as_it_is(timestep=timestep, **named), atol=1e-6)

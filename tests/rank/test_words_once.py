@@ -78,7 +78,7 @@ def test_a_control_has_its_own_words(words, run, again):
 )
 def test_what_ends_has_its_words_run_again(words, drop, again):
     """Of two conditionings outside of runs, and one in run 1."""
-    kinds = ({}, {"conditioning": 2}, {"run": 1})
+    kinds: tuple[dict[str, int], ...] = ({}, {"conditioning": 2}, {"run": 1})
     for seq, kind in enumerate(kinds):
         words.of(step(seq, **kind))
     drop(words)
@@ -108,7 +108,9 @@ class Rank:
 
     def computed(self, time):
         x = self.checkpoint.family.patching.pack_all((self.call.x * time,))
-        return self.engine.step(step(next(self._seq), time=700.0 * time, x=x), None).value
+        output = self.engine.step(step(next(self._seq), time=700.0 * time, x=x), None)
+        assert output is not None
+        return output.value
 
 
 @pytest.fixture

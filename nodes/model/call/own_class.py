@@ -15,7 +15,14 @@ from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
 from parallel_backend.families.base.patching import Latents, latents_of
-from parallel_backend.families.own_class.adapters import carries, check_call, computed_of, sent, takes_one_entry
+from parallel_backend.families.own_class.adapters import (
+    carries,
+    check_call,
+    computed_of,
+    is_steady,
+    sent,
+    takes_one_entry,
+)
 from parallel_backend.families.own_class.block_order import block_lists
 from parallel_backend.families.own_class.call_arguments import OPTIONS, to_tensors
 from parallel_backend.families.own_class.call_form import LATENTS, in_form, unpack
@@ -261,10 +268,10 @@ def _of_band(
 
 
 def _key(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Key:
-    """What a trial is for. Only a run in bands has bands tried, since that takes many calls of the model, and a plan is
-    made of all modes."""
+    """What a trial is for. Bands are tried only for a run in bands, since that takes many calls of the model, and for words
+    that run once; and a plan is made of all modes."""
     degrees = stub.setup.degrees
-    bands = stub.run.whole_calls is not None or degrees.naive
+    bands = stub.run.whole_calls is not None or degrees.naive or is_steady(stub.own.kind)
     return structure(call, sizes), degrees.sequence > 1 or bool(stub.setup.planned), bands, degrees.tensor
 
 

@@ -101,10 +101,9 @@ def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call, steady: bool
         raise Unproven("other tokens come before and behind its latent's")
     patch = frames, found.patch[-2], found.patch[-1]
     words = others > len(companions.rows)
-    places = {"again": tuple(again), "companion": pattern, "layout": layout}
-    latent = OwnLatent(found.stream, before, patch, words, pads=False, steady=steady and words and not pattern, **places)
+    latent = OwnLatent(found.stream, before, patch, words, pads=False, again=tuple(again), companion=pattern, layout=layout)
     ahead = _ahead(runs, blocks, call, first, latent, kinds) if layout.count(REFERENCES) > 1 else ""
-    return replace(latent, beside=found.beside > 0, ahead=ahead)
+    return replace(latent, beside=found.beside > 0, ahead=ahead, steady=steady and words and not pattern)
 
 
 Streams = Mapping[int, torch.Tensor]

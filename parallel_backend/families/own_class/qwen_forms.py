@@ -6,7 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,22 +39,34 @@ class Causal:
         for (count, is_text), stop in zip(self.runs, stops, strict=True):
             place = stop - count, stop
             rows = kept_with(queries_Q, (self, place), functools.partial(_among, queries_Q, *place, device))
-            if not len(rows):
+            if not len(rows.numbers):
                 continue
             seen = kept_with(keys_K, (self, stop), functools.partial(_among, keys_K, 0, stop, device))
-            q, k, v = q_BQHD[:, rows], k_BKHD[:, seen], v_BKHD[:, seen]
+            q, k, v = q_BQHD[:, rows.places], k_BKHD[:, seen.places], v_BKHD[:, seen.places]
             if not is_text:
-                out_BQHD[:, rows] = attend(q, k, v)
+                out_BQHD[:, rows.places] = attend(q, k, v)
                 continue
-            mask_QK = keys_K.to(device)[seen] <= queries_Q.to(device)[rows, None]
-            tensors = (x.transpose(1, 2) for x in (q, k, v))
-            out_BQHD[:, rows] = F.scaled_dot_product_attention(*tensors, attn_mask=mask_QK).transpose(1, 2)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            of_text = F.scaled_dot_product_attention(q, k, v, seen.numbers <= rows.numbers[:, None])
+            out_BQHD[:, rows.places] = of_text.transpose(1, 2)
         return out_BQHD
 
 
-def _among(numbers: torch.Tensor, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """[n] int64: places of the numbers from `start` on, less than `stop`."""
-    return ((numbers >= start) & (numbers < stop)).nonzero()[:, 0].to(device)
+class Rows(NamedTuple):
+    """Some of the rows that a rule gets."""
+
+    places: slice | torch.Tensor
+    """[n] int64 if they do not follow each other."""
+    numbers: torch.Tensor
+    """[n] int64"""
+
+
+def _among(numbers: torch.Tensor, start: int, stop: int, device: torch.device) -> Rows:
+    """The rows whose numbers are from `start` on and less than `stop`."""
+    places = ((numbers >= start) & (numbers < stop)).nonzero()[:, 0]
+    first, last = (int(places[0]), int(places[-1])) if len(places) else (0, -1)
+    follow = last - first < len(places)
+    return Rows(slice(first, last + 1) if follow else places.to(device), numbers[places].to(device))
 
 
 def causal_of(attend: Callable[..., torch.Tensor]) -> Causal:

@@ -38,21 +38,21 @@ class WordKeys:
         if layer not in self.layers:
             shape = (self.batch, words, of_rank, k_bshD.shape[-1])
             self.layers[layer] = k_bshD.new_empty(shape), v_bshD.new_empty(shape)
-        have_run = any(positions.start < words for _, positions in pieces)
+        are_new = any(positions.start < words for _, positions in pieces)
         stop = max(positions.stop for _, positions in pieces)
         k_bKhD, v_bKhD = (
-            self._with(kept_BTHD[entries.slice, :, heads.slice], x_bshD, pieces, stop, have_run)
+            self._with(kept_BTHD[entries.slice, :, heads.slice], x_bshD, pieces, stop, are_new)
             for kept_BTHD, x_bshD in zip(self.layers[layer], (k_bshD, v_bshD), strict=True)
         )
         return k_bKhD, v_bKhD
 
     @staticmethod
-    def _with(kept_bThD: torch.Tensor, x_bshD: torch.Tensor, pieces: list[Piece], stop: int, have_run: bool) -> torch.Tensor:
+    def _with(kept_bThD: torch.Tensor, x_bshD: torch.Tensor, pieces: list[Piece], stop: int, are_new: bool) -> torch.Tensor:
         words = kept_bThD.shape[1]
         out_bKhD = x_bshD.new_empty(len(x_bshD), stop, *x_bshD.shape[2:])
         for rows, positions in pieces:
             out_bKhD[:, positions.slice] = x_bshD[:, rows.slice]
-        if have_run:
+        if are_new:
             kept_bThD.copy_(out_bKhD[:, :words])
         else:
             out_bKhD[:, :words] = kept_bThD
