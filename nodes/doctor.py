@@ -101,10 +101,9 @@ class ParallelDoctor:
 
     def examine(self, model, latent_image, steps, cfg, text_tokens, devices, positive=None):
         stub = remote_stub(model)
-        setup, chosen, trials = stub.setup, doctor_devices(devices, stub), None
-        if setup.own_class is not None:
-            trials = trials_of(model, latent_image, steps, cfg, positive, chosen)
-            check_can_be_planned(stub, trials)
+        setup, chosen = stub.setup, doctor_devices(devices, stub)
+        trials = trials_of(model, latent_image, steps, cfg, positive, chosen)
+        check_can_be_planned(stub, trials)
         checkpoint = stub.checkpoint
         if positive is not None:
             text_tokens = max(cond[0].shape[1] for cond in positive)

@@ -8,24 +8,18 @@ from typing import Any
 
 import folder_paths
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from parallel_backend.checkpoints.own_class import file_shapes, open_own_class
 from parallel_backend.checkpoints.tensor_files import GGUF, SAFETENSORS
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.degrees import DTYPES, Degrees
 from parallel_backend.core.devices import device_kind, names_ray
 from parallel_backend.core.dtypes import resolve_dtype
-from parallel_backend.core.own_class import OwnClass
-from parallel_backend.core.setup import Conversion, Setup
-from parallel_backend.families.others import UnknownModel
+from parallel_backend.core.setup import Setup
 from parallel_backend.placement.balance import check_stage_split
 from parallel_backend.placement.residency import offload_of
 from parallel_backend.quickstart.model import WEIGHTS
 
 from .model.early_start import start_ranks_of
-from .model.loading.diffusers_layout import conversion_of
-from .model.loading.left_over import check_left_over, left_over_line
-from .model.loading.own_class_file import has_family, own_class
+from .model.loading.own_class_file import ModelFile, open_file
 from .model.loading.own_degrees import check_own_class
 from .model.patcher import RemoteModelPatcher, make_model
 from .parallel_config import ParallelConfig
@@ -233,16 +227,26 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
         raise ValueError("parallel_config: this is not from Ulysses Config or Parallel Doctor.")
     planned = values["degrees"] == AUTO
     degrees, devices = _to_plan(values["devices"]) if planned else _as_set(values, config)
-    checkpoint, own = opened(path, devices)
-    if own is None:
-        checkpoint.check_degrees(degrees)
-    else:
-        check_own_class(own, path.name, degrees, planned, bool(values["compile"]))
-    halves = checkpoint.family.half_dtypes(checkpoint.config)
-    native = wanted_halves(half_dtypes(devices), halves, values["weight_dtype"])
-    dtype = resolve_dtype(values["weight_dtype"], checkpoint.dtype, devices, halves, native)
+    return model_of(open_file(path, devices[0]), degrees, devices, planned, values, config)
+
+
+def model_of(
+    file: ModelFile,
+    degrees: Degrees,
+    devices: tuple[str, ...],
+    planned: bool,
+    values: Mapping[str, Any],
+    config: ParallelConfig,
+) -> RemoteModelPatcher:
+    """The MODEL of an opened file. `planned`: degrees are worked out at the first picture. `values`: of all `widgets`.
+
+    ValueError as `load_model`."""
+    checkpoint = file.checkpoint
+    check_own_class(file.own, checkpoint.path.name, degrees, planned, bool(values["compile"]))
+    native = wanted_halves(half_dtypes(devices), file.own.halves, values["weight_dtype"])
+    dtype = resolve_dtype(values["weight_dtype"], checkpoint.dtype, devices, file.own.halves, native)
     options = options_line(dtype, device_kind(devices[0]))
-    if lines := [line for line in (left_over_line(checkpoint), options and f"Parallel DiT: {options}") if line]:
+    if lines := [line for line in (file.left_over, options and f"Parallel DiT: {options}") if line]:
         say("\n".join(lines))
     attention = attention_for(config.attention, devices, dtype)
     if values["compile"]:
@@ -255,7 +259,7 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
         attention=attention,
         transfer_dtype=config.transfer_dtype,
         offload=offload_of(values["offload"]),
-        own_class=own,
+        own_class=file.own,
         conversion=checkpoint.conversion,
         fp8_products=is_fast(FP8_PRODUCTS),
         **{name: values[name] for name in SETUP_WIDGETS},
@@ -263,42 +267,12 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
     if planned:
         if len(set(devices)) == 1 and (hidden := why_hidden()):
             say(f"Parallel DiT: degrees auto has one device only.{hidden}")
-        return model_to_plan(checkpoint, setup, config.comm_overlap)
-    if own is None:  # blocks of an own class are known once it is tried
-        check_stage_split(setup.stage_split, degrees.pipe, checkpoint.family.blocks.total(checkpoint.config))
-    model = make_model(checkpoint, setup, config.comm_overlap)
+        return model_to_plan(file, setup, config.comm_overlap)
+    model = make_model(file, setup, config.comm_overlap)
     if degrees.displaced:
         # Displaced patches keep keys from step to step, within one sampler's run. PipeFusion Sampler replaces this wrapper.
         model, _ = apply_pipefusion(model, 1, config.patch_warmup_steps, config.comm_overlap, True)
     return model
-
-
-def opened(path: Path, devices: tuple[str, ...], conversion: Conversion = ()) -> tuple[Checkpoint, OwnClass | None]:
-    """The checkpoint, with ComfyUI's own class if no family computes it.
-
-    `conversion`: of a file that ComfyUI converts, which this finds out if no family takes the file as it is.
-    """
-    try:
-        checkpoint = open_checkpoint(path, conversion)
-    except ValueError as refused:
-        unknown = refused
-        if isinstance(refused, UnknownModel):
-            if not conversion and path.is_file() and (converted := conversion_of(path)):
-                return opened(path, devices, converted)
-        # A family goes by a few keys, which a class made from the family's may have too.
-        elif has_family(*file_shapes(path, conversion)):
-            raise
-    else:
-        unused = {key: entry.shape for key, entry in checkpoint.unused.items()}
-        if has_family(checkpoint.original_shapes | unused, checkpoint.stated):
-            check_left_over(checkpoint)
-            return checkpoint, None
-        unknown = UnknownModel(
-            f"model_name: {path.name} is close to {checkpoint.family.name}, and not what Parallel DiT computes for it. Load "
-            "it with Load Diffusion Model, on one GPU."
-        )
-    own = own_class(path, devices, unknown, conversion)
-    return open_own_class(path, own, conversion), own
 
 
 def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:

@@ -1,6 +1,5 @@
 """Parallelize Model: the MODEL of any loader -> the same one on several GPUs, with all that nodes have put on it."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,21 @@ from parallel_backend.placement.residency import AUTO as STREAMED
 from parallel_backend.placement.residency import offload_of
 from parallel_backend.planning.named_modes import AUTO, MODES, degrees_of, ranks_of
 
-from .loader import SETUP_WIDGETS, load_model, opened
+from .loader import SETUP_WIDGETS, model_of, widgets
 from .model.call.concurrent_conds import WRAPPER_KEY as CONDS_KEY
 from .model.call.diffusion_model import RemoteDiffusionModel
 from .model.carry_over import carry_over
 from .model.early_start import start_ranks_of
-from .model.loading.left_over import left_over_line
 from .model.loading.native_source import NativeSource, native_source
 from .model.loading.native_weights import check_not_rewritten, give_back_memory, unload
+from .model.loading.own_class_file import open_file
 from .model.patcher import RemoteModelPatcher
 from .parallel_config import ParallelConfig, config_of
 from .run_on_several_gpus import model_file
-from .sampling.auto_degrees import AS_SET
 from .sampling.pipefusion import AUTO_KEY, apply_pipefusion, has_pipefusion
 from .sampling.pipefusion import WRAPPER_KEY as PIPEFUSION_KEY
-from .ui.devices import possible_devices, why_hidden
-from .ui.input_checks import renamed_input, validate
+from .ui.devices import choose_devices, possible_devices, why_hidden
+from .ui.input_checks import defaults, renamed_input, validate
 from .ui.node_text import say
 from .ui.prompt_graph import executing, loader_inputs
 from .ui.widgets import CATEGORY, MAX_DEGREE, SEVERAL_GPUS, choice, link, offload, whole_number
@@ -104,7 +102,7 @@ class ParallelizeModel:
         if parallel_config is not None:
             config = parallel_config
         with renamed_input("model_name", "model"):
-            parallel, degrees = _parallel(source, gpus, mode, config, setup_values, offload)
+            parallel, degrees, left_over = _parallel(source, gpus, mode, config, setup_values, offload)
         carry_over(model, parallel, stays)
         if ours is None:
             give_back_memory(model, source.path)
@@ -112,8 +110,7 @@ class ParallelizeModel:
             if degrees.pipe > 1 and mode != AUTO and not has_pipefusion(parallel):
                 parallel, _ = apply_pipefusion(parallel, 0, 1, True, True, is_asked=False)
             devices = ", ".join(parallel.model.diffusion_model.setup.devices)
-            lines = left_over_line(parallel.model.diffusion_model.checkpoint), f"Parallel DiT: {degrees} on {devices}"
-            say("\n".join(filter(None, lines)))
+            say("\n".join(filter(None, (left_over, f"Parallel DiT: {degrees} on {devices}"))))
         start_ranks_of(parallel)
         return (parallel,)
 
@@ -136,8 +133,8 @@ def _check_gpus(ranks: int, possible: tuple[str, ...]) -> None:
 
 def _parallel(
     source: NativeSource, gpus: int, mode: str, config: ParallelConfig, setup_values: dict[str, Any], offload: str
-) -> tuple[RemoteModelPatcher, Degrees | None]:
-    """The MODEL of the file on its ranks, and its degrees. None: the degrees are planned at the first picture.
+) -> tuple[RemoteModelPatcher, Degrees | None, str]:
+    """(the MODEL of the file on its ranks, its degrees, ModelFile.left_over). No degrees: the first picture's plan has them.
 
     `setup_values`: values of SETUP_WIDGETS that are not the loader's defaults.
     """
@@ -154,29 +151,13 @@ def _parallel(
     ranks = ranks_of(mode, gpus, len(possible), config_degrees)
     _check_gpus(ranks, possible)
     devices = possible[:ranks] if on_gpus else ("cpu",) * ranks
-    degrees = None
-    checkpoint, own = opened(source.path, devices)
-    heads = checkpoint.family.sizes.heads(checkpoint.config)
-    if own is not None and own.unet and mode == AUTO:
+    file = open_file(source.path, devices[0])
+    if file.own.unet and mode == AUTO:
         mode = "split batch"  # which alone a UNet has
+    degrees = config_degrees if config_degrees.world > 1 else None
     if mode != AUTO:
-        degrees = degrees_of(mode, ranks, config_degrees, heads)
-        try:
-            if own is None:  # blocks of an own class are known once it is tried
-                checkpoint.check_degrees(degrees)
-        except ValueError as error:
-            raise ValueError(f"mode: {mode} on {ranks} GPUs: {error}") from error
-    elif config_degrees.world > 1:
-        degrees = config_degrees
-    set_degrees = degrees or Degrees()
-    values = {
-        "weight_dtype": source.weight_dtype,
-        "pipefusion_degree": set_degrees.pipe,
-        "tensor_parallel_degree": set_degrees.tensor,
-        "split_batch_degree": set_degrees.batch,
-        "devices": ",".join(devices),
-        "parallel_config": replace(config, ring_degree=set_degrees.ring, ulysses_degree=set_degrees.ulysses),
-        "degrees": AUTO if degrees is None else AS_SET,
-        "offload": offload,
-    }
-    return load_model(source.path, setup_values | values), degrees
+        degrees = degrees_of(mode, ranks, config_degrees)
+    if degrees is not None:
+        devices = choose_devices(",".join(devices), degrees)
+    values = defaults(widgets("", ("", {}))) | setup_values | {"weight_dtype": source.weight_dtype, "offload": offload}
+    return model_of(file, degrees or Degrees(), devices, degrees is None, values, config), degrees, file.left_over

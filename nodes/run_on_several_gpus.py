@@ -22,7 +22,8 @@ from parallel_backend.core.host_memory import host_memory
 from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.planning.before_running import Cards, why_pipefusion
 
-from .loader import CHECKPOINTS, FOLDER, file_path, opened
+from .loader import CHECKPOINTS, FOLDER, file_path
+from .model.loading.own_class_file import open_file
 from .ui.devices import half_dtypes, possible_devices, why_hidden
 from .ui.host import prompt_server
 from .ui.long_work import Busy, LongWork
@@ -149,14 +150,13 @@ def loader_plan(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, 
 def file_plan(name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
     """The plan of a loader of the file at `path`, which it calls `name`."""
     try:
-        checkpoint, own = opened(path, devices)
+        file = open_file(path, devices[0])
     except ValueError as error:
         return LoaderPlan(file=name, why=str(error).removeprefix("model_name: "))
-    halves = checkpoint.family.half_dtypes(checkpoint.config)
-    native = wanted_halves(half_dtypes(devices), halves, "default")
-    dtype = resolve_dtype("default", checkpoint.dtype, devices, halves, native)
-    weights = model_sizes(checkpoint, dtype, devices[0]).weight_bytes
-    pipefusion = "" if own is not None and own.unet else why_pipefusion(weights, cards(devices))
+    native = wanted_halves(half_dtypes(devices), file.own.halves, "default")
+    dtype = resolve_dtype("default", file.checkpoint.dtype, devices, file.own.halves, native)
+    weights = model_sizes(file.checkpoint, dtype, devices[0]).weight_bytes
+    pipefusion = "" if file.own.unet else why_pipefusion(weights, cards(devices))
     return LoaderPlan(takes=True, file=name, weights=weights, pipefusion=pipefusion)
 
 

@@ -14,7 +14,6 @@ from parallel_backend.acceptance.checks import run
 from parallel_backend.acceptance.report import describe, document_of, dumps, verdict
 from parallel_backend.acceptance.session import Host, OwnModel, Settings, at_least_two
 from parallel_backend.client.registry import registry
-from parallel_backend.families.own_class.family import OwnClassFamily
 
 from .model.call.diffusion_model import remote_stub
 from .model.call.own_calls import times_of
@@ -92,22 +91,16 @@ class ParallelSelfTest:
         return {"ui": show_report(report, verdict(document)), "result": (report, json.dumps(document))}
 
 
-def own_model(model: RemoteModelPatcher) -> OwnModel | None:
-    """How a MODEL that runs as ComfyUI's own class is called. None: a family computes it. ValueError if it has not been
-    called yet."""
+def own_model(model: RemoteModelPatcher) -> OwnModel:
+    """How a MODEL is called. ValueError if it has not been called yet."""
     stub = remote_stub(model)
-    if stub.setup.own_class is None:
-        return None
-    family = stub.checkpoint.family
-    assert isinstance(family, OwnClassFamily)
-    if family.call is None:
+    if (call := stub.checkpoint.family.call) is None:
         raise ValueError(
             f"model: {stub.checkpoint.path.name} runs as ComfyUI's own class, which is tested with its last call. Sample "
             "with it once before, or leave this input empty."
         )
     sampling = model.get_model_object("model_sampling")
-    own = replace(stub.setup.own_class, blocks=(), latent=None)
-    return OwnModel(stub.checkpoint.path, own, family.call, times_of(sampling))
+    return OwnModel(stub.checkpoint.path, replace(stub.own, blocks=(), latent=None), call, times_of(sampling))
 
 
 def save(document: str) -> str:

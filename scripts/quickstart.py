@@ -81,7 +81,7 @@ def tried() -> OwnClass:
 def run(pool: Pool, own: OwnClass, mode: Mode, steps: int, cfg: float) -> Result:
     """Sample the four prompts once, after two steps that warm the ranks up."""
     checkpoint = open_own_class(WEIGHTS, own)
-    dtype = resolve_dtype("default", checkpoint.dtype, pool.devices, checkpoint.family.half_dtypes(checkpoint.config))
+    dtype = resolve_dtype("default", checkpoint.dtype, pool.devices, checkpoint.family.own.halves)
     setup = Setup(checkpoint.path, dtype, pool.devices, mode.degrees, "auto", "even", own_class=own)
     model = load_model(pool, checkpoint, setup, lambda: None)
     noise, digits = given(cfg)

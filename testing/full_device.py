@@ -21,12 +21,12 @@ def full(device: EmulatedDevice, always: bool, settings: RankSettings, connectio
 
     compute, count = Engine._compute, 0
 
-    def computed(engine, step, received):
+    def computed(engine, step):
         nonlocal count
         count += 1
         if settings.rank == VICTIM and count >= FROM and (always or not engine.stage.store.streams):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-        return compute(engine, step, received)
+        return compute(engine, step)
 
     Engine._compute = computed
     main(settings, connection, functools.partial(worker_on, device))

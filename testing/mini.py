@@ -16,7 +16,8 @@ from parallel_backend.acceptance.tiny_model import TINY, Call
 from parallel_backend.acceptance.tiny_model import relative as relative
 from parallel_backend.acceptance.tiny_model import save as save
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.own_class import file_shapes, open_own_class, with_class
+from parallel_backend.checkpoints.own_class import open_own_class, with_class
+from parallel_backend.checkpoints.single_file import contents_of
 from parallel_backend.client import proven_class
 from parallel_backend.client.proven_class import call_of
 from parallel_backend.core.degrees import Degrees
@@ -24,8 +25,6 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Conversion, Setup
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import from_tensors, structure_of, to_tensors
-from parallel_backend.families.own_class.example import with_example
-from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.narrow import widened
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.tried_calls import Call as TriedCall
@@ -120,7 +119,8 @@ def reference(
 
 def config_of(path: Path, conversion: Conversion = ()) -> dict[str, Any]:
     """The class's arguments for a file."""
-    shapes, _ = file_shapes(path, conversion)
+    contents = contents_of(path)
+    shapes = (contents.converted(conversion) if conversion else contents).shapes
 
     def blocks(name: str) -> int:
         return len({key.split(".")[1] for key in shapes if key.startswith(f"{name}.")})
@@ -183,8 +183,7 @@ def with_call(
     checkpoint: Checkpoint, config: Mapping[str, Any] = CONFIG, height: int = 16, width: int = 12, text: int = 7
 ) -> Checkpoint:
     """An opened file of this config, with an example of this size for plans."""
-    assert isinstance(checkpoint.family, OwnClassFamily)
-    return replace(checkpoint, family=with_example(checkpoint.family, example(config, height, width, text)))
+    return replace(checkpoint, family=replace(checkpoint.family, call=example(config, height, width, text)))
 
 
 def setup(path: Path, dtype: str, devices: tuple[str, ...], degrees: Degrees, *others: Any, **named: Any) -> Setup:
@@ -194,15 +193,8 @@ def setup(path: Path, dtype: str, devices: tuple[str, ...], degrees: Degrees, *o
 
 def for_tensor(checkpoint: Checkpoint, tensor: int) -> Checkpoint:
     """An opened checkpoint, proven for so many tensor ranks. One of another class stays as it is."""
-    own = own_of(checkpoint)
-    if own is None or own.name != mini_flux().name:
-        return checkpoint
-    return with_class(checkpoint, _proven(own.arguments, tensor))
-
-
-def own_of(checkpoint: Checkpoint) -> OwnClass | None:
-    """The class by which ranks run it. None: they run a family."""
-    return checkpoint.family.own if isinstance(checkpoint.family, OwnClassFamily) else None
+    own = checkpoint.family.own
+    return with_class(checkpoint, _proven(own.arguments, tensor)) if own.name == mini_flux().name else checkpoint
 
 
 def example(config: Mapping[str, Any] = CONFIG, height: int = 16, width: int = 12, text: int = 7) -> TriedCall:

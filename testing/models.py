@@ -14,7 +14,7 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool
 
-from .mini import for_tensor, own_of
+from .mini import for_tensor
 
 
 def on_ranks(
@@ -36,7 +36,7 @@ def on_ranks(
     A checkpoint of the mini class (mini.opened) may be one of other tensor ranks."""
     if "own_class" not in others:
         checkpoint = for_tensor(checkpoint, degrees.tensor)
-        others["own_class"] = own_of(checkpoint)
+        others["own_class"] = checkpoint.family.own
     setup = Setup(checkpoint.path, dtype, pool.devices, degrees, attention, stage_split, **others)
     return load_model(pool, checkpoint, setup, poll, progress, make_room, expected, keep_others)
 

@@ -33,9 +33,9 @@ class SlowEngine(Engine):
         self._began, self._waited_before = self._traffic.clock.now(), self._traffic.recorder.seconds(WAIT)
         return super().step(step, upcoming)
 
-    def _compute(self, step: Step, received: torch.Tensor | None) -> torch.Tensor:
+    def _compute(self, step: Step) -> torch.Tensor:
         """Then sleep for the rest of the time that the slower device would take."""
-        output = super()._compute(step, received)
+        output = super()._compute(step)
         whole = Elapsed(self._traffic.clock)
         whole.add(self._began, self._traffic.clock.now())
         waited = self._traffic.recorder.seconds(WAIT) - self._waited_before

@@ -206,7 +206,7 @@ def thread_ranks(distributed: Distributed | None = None) -> Iterator[Callable[..
             "device_memory": lambda _device: (0, 0),  # it opens files each second, and tests count this process's
         }
         # While a model is built nn.Module registers all parameters on the meta device, those of other threads too.
-        for module, name in ((loaded_stage, "build_stage"), (worker, "probe")):
+        for module, name in ((loaded_stage, "build_own_stage"), (worker, "probe")):
             stack.enter_context(mock.patch.object(module, name, _one_at_a_time(building, getattr(module, name))))
         stack.enter_context(mock.patch.object(peers, "join", lambda *_: None))
         read, readers = worker.Worker._read, []

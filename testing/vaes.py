@@ -11,16 +11,25 @@ from parallel_backend.client.shared_tensors import shared_output
 from parallel_backend.client.vae import Made, Part, RemoteVAE
 from parallel_backend.families.own_class.module_tree import described
 from parallel_backend.processes.pool import Poll, Pool
-from testing import tiny
 
 from .vae_class import SCALE, SmallVAE
 
 CALLS: dict[Part, str] = {"decoder": "decode", "encoder": "encode"}
 
 
+def randomise(model: nn.Module, seed: int) -> nn.Module:
+    """Random weights, large enough that every part of the model changes the output."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        is_matrix = parameter.ndim > 1
+        parameter.data = drawn * 0.7 / parameter[0].numel() ** 0.5 if is_matrix else drawn * 0.1 + ("norm_" in name)
+    return model
+
+
 def small_vae(channels: int = 4, kind: type[SmallVAE] = SmallVAE) -> SmallVAE:
     """With random weights."""
-    return tiny.randomise(kind(channels, 32).eval().requires_grad_(False), seed=0)
+    return randomise(kind(channels, 32).eval().requires_grad_(False), seed=0)
 
 
 def made_of(vae: nn.Module, part: Part = "decoder", folder: str = "", settings: Iterable[Any] = ()) -> Made:

@@ -17,7 +17,6 @@ import hypothesis
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
@@ -27,7 +26,6 @@ from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from parallel_backend.wire.rank_settings import StartSettings
 from testing import mini
-from testing.cases.case import Case
 from testing.fork_server import fork_server, started_by
 from testing.models import on_ranks
 from testing.thread_ranks import thread_ranks
@@ -52,7 +50,7 @@ class RootIsNoTestPackage:
 
 FIGURES = pytest.StashKey[dict[str, float]]()
 LONG = (
-    *("test_exactness.py", "test_transport.py", "test_compile.py", "test_browser.py", "test_families.py"),
+    *("test_exactness.py", "test_transport.py", "test_compile.py", "test_browser.py"),
     *("test_memory_model.py", "test_flat_memory.py", "test_stops.py", "test_menu.py"),
 )
 """Files that go first: each is one process's (`--dist loadfile`), so what comes last should be short, or the others wait."""
@@ -89,9 +87,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         if "process_pools" in fixtures or ("pools" in fixtures and not item.get_closest_marker("threads")):
             item.add_marker("processes")
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        if any(isinstance(value, Case) and value.full for value in params.values()):
-            item.add_marker("full")
     items.sort(key=lambda item: item.path.name not in LONG)
 
 
@@ -215,20 +210,19 @@ class Pools:
         return pool
 
     def load(
-        self, path: Path, degrees: Degrees, dtype: str = "fp32", fresh: bool = False, own: OwnClass | None = None
+        self, path: Path, degrees: Degrees, own: OwnClass, dtype: str = "fp32", fresh: bool = False
     ) -> RemoteTransformer:
-        """The model on ranks, by its family or by `own`; `fresh`: loaded anew even if the ranks hold it already."""
+        """The model of class `own` on ranks; `fresh`: loaded anew even if the ranks hold it already."""
         pool, key = self(degrees.world), (path, degrees, dtype, own)
         known, model = self._models.get(degrees.world, (None, None))
         if fresh or known != key or model.pool is not pool:
-            checkpoint = open_checkpoint(path) if own is None else open_own_class(path, own)
-            model = on_ranks(pool, checkpoint, degrees, dtype, "sdpa", lambda: None, own_class=own)
+            model = on_ranks(pool, open_own_class(path, own), degrees, dtype, "sdpa", lambda: None, own_class=own)
             self._models[degrees.world] = key, model
         return model
 
     def mini(self, path: Path, degrees: Degrees, dtype: str = "fp32", fresh: bool = False) -> RemoteTransformer:
         """The model of a file of the mini class on ranks."""
-        return self.load(path, degrees, dtype, fresh, mini.proven(mini.config_of(path), degrees.tensor))
+        return self.load(path, degrees, mini.proven(mini.config_of(path), degrees.tensor), dtype, fresh)
 
     def forget(self, world: int) -> None:
         """The next `load` is a real one: what is on these ranks now was not put there by `load`."""

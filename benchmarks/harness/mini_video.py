@@ -15,7 +15,6 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.own_class.example import with_example
 from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.tried_calls import Call
 from parallel_backend.processes.pool import Pool
@@ -38,7 +37,7 @@ def load(degrees: Degrees, transfer_dtype: str = "full") -> RemoteTransformer:
 def opened() -> Checkpoint:
     checkpoint = open_own_class(WEIGHTS, proven())
     assert isinstance(checkpoint.family, OwnClassFamily)
-    return replace(checkpoint, family=with_example(checkpoint.family, example()))
+    return replace(checkpoint, family=replace(checkpoint.family, call=example()))
 
 
 @functools.cache

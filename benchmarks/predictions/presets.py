@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 from benchmarks.predictions.bridge import BridgedLinks
-from parallel_backend.families.base.blocks import JOINT
-from parallel_backend.families.base.family import pairs_of
+from parallel_backend.families.own_class.family import StreamKeys, pairs_of
 from parallel_backend.placement.links import Link, alike
 from parallel_backend.placement.model_sizes import ModelSizes
 from parallel_backend.placement.pipeline_model import HOP_SECONDS
@@ -97,8 +96,8 @@ class Model:
         outer = round(self.others * BF16 / 2)
         sizes = ModelSizes(
             block_bytes=(each,) * self.layers,
-            ends=(outer, outer, 0),
-            attention=((JOINT,),) * self.layers,
+            ends=2 * outer,
+            attention=((StreamKeys(True, (1,), self.hidden // self.heads),),) * self.layers,
             heads=self.heads,
             sharing=self.sharing,
             head_size=self.hidden // self.heads,

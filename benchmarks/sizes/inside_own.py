@@ -32,7 +32,6 @@ sys.path.append(str(ROOT))
 from benchmarks.sizes.trace import Figures, Inputs, traced  # noqa: E402
 from parallel_backend.checkpoints.own_class import open_own_class  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
-from parallel_backend.families.base.patching import latents_of  # noqa: E402
 from parallel_backend.families.own_class import family  # noqa: E402
 from parallel_backend.families.own_class.adapters import sent  # noqa: E402
 from parallel_backend.families.own_class.building import build  # noqa: E402
@@ -43,7 +42,7 @@ from parallel_backend.families.own_class.tried_calls import Call  # noqa: E402
 from testing.files import write_header  # noqa: E402
 from testing.hollow.ranks import hollow_pool  # noqa: E402
 from testing.models import on_ranks  # noqa: E402
-from testing.real_sizes import BY_CLASS, REAL_MODELS, RealModel  # noqa: E402
+from testing.real_sizes import REAL_MODELS, RealModel  # noqa: E402
 
 DEVICES = ("cuda:0",)
 
@@ -65,10 +64,8 @@ def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
         # Of the family's file some of the class's tensors are missing: those that compute on a prompt.
         keys, shapes = dict(own.keys), {name: tuple(each.shape) for name, each in build(own).state_dict().items()}
         write_header(path, {keys.get(name, name): shape for name, shape in shapes.items()})
-        latents = latents_of(real.noise())
-        given = latents if len(latents) > 1 else latents[0]
-        x, timestep, form = in_form(given, torch.full((real.entries,), real.timestep), 5 if own.video else 4)
-        arguments = real.call_tensors() | real.call
+        x, timestep, form = in_form(real.noise(), torch.full((real.entries,), real.timestep), 5 if own.video else 4)
+        arguments = real.call_tensors()
         context = arguments.pop("context")
         named = {"context": context, "control": None, OPTIONS: {}, **sent(own.kind, arguments), **form}
         if degrees.world > 1:
@@ -78,7 +75,7 @@ def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
             proof = trial(own, call, times, lambda _: None, degrees.sequence > 1, kept, degrees.tensor)
             own = dataclasses.replace(own, blocks=proof.blocks, latent=proof.latent)
         halves = {name: each.bfloat16() if isinstance(each, torch.Tensor) else each for name, each in named.items()}
-        tensors = to_tensors(halves, timestep, () if form else tuple(latents[0].shape[1:]))
+        tensors = to_tensors(halves, timestep, tuple(x.shape[1:]))
         told = structure_of(tensors)  # no value can be read from a hollow device
         with hollow_pool(degrees.world) as (pool, accounts), mock.patch.object(family, "structure_of", lambda _: told):
             opened = open_own_class(path, own)
@@ -88,4 +85,4 @@ def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
 
 load_pack()
 for name, axis, ranks in cases:
-    print(json.dumps(figures((BY_CLASS | REAL_MODELS)[name], Degrees(**{axis: int(ranks)}))), file=said, flush=True)
+    print(json.dumps(figures(REAL_MODELS[name], Degrees(**{axis: int(ranks)}))), file=said, flush=True)

@@ -1,7 +1,7 @@
-"""ComfyUI's own class on ranks beside families and ComfyUI itself: kernels and bytes of a step at real sizes, by tracing.
+"""ComfyUI's own class on ranks beside ComfyUI itself: kernels and bytes of a step at real sizes, by tracing.
 "peak": bytes of a run with its weights.
 
-python -m benchmarks.sizes.own --comfyui ~/ComfyUI --beside benchmarks/results/real_sizes_DATE.json --out FILE
+python -m benchmarks.sizes.own --comfyui ~/ComfyUI --out FILE
 """
 
 import argparse
@@ -15,11 +15,12 @@ from typing import Any
 from benchmarks.harness import measuring
 from parallel_backend.core.degrees import Degrees
 from scripts.comfyui_server import find_python
+from testing.real_sizes import REAL_MODELS
 
+from .native import native_figures
 from .trace import Figures, mode_name
 
 SCRIPT = Path(__file__).with_name("inside_own.py")
-MODELS = "flux-dev", "wan-2.2-14b"
 MODES = ("ulysses", 1), ("ulysses", 2), ("tensor", 2), ("pipe", 2)
 STEP = "kernels", "products", "moved", "stops"
 
@@ -46,23 +47,20 @@ def shown(figures: dict[str, Any] | None) -> str:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--comfyui", type=Path, required=True)
-    options.add_argument("--beside", type=Path, required=True, help="a result of benchmarks.sizes.table")
-    options.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    options.add_argument("--models", type=lambda text: text.split(","), default=list(REAL_MODELS))
     options.add_argument("--out", type=Path, required=True)
     given = options.parse_args()
-    say, beside = measuring.TimedLog(), json.loads(given.beside.read_text())
+    say, checkout = measuring.TimedLog(), given.comfyui.resolve()
     result: dict[str, Any] = {"what": "own_class_real_sizes", "date": date.today().isoformat(), "cases": {}}
     cases = [(name, *mode) for name in given.models for mode in MODES]
-    for (name, axis, ranks), found in zip(cases, own_figures(given.comfyui.resolve(), cases), strict=True):
+    for (name, axis, ranks), found in zip(cases, own_figures(checkout, cases), strict=True):
         key = f"{name}, {mode_name(Degrees(**{axis: ranks}))}"
-        family = beside["cases"][key]["ranks"]
-        native = beside["native"][name] if ranks == 1 else None
+        native = native_figures(checkout, REAL_MODELS[name]) if ranks == 1 else None
         result["cases"][key] = {
             "own class": [of_step(each) | {"peak": each["peak"]} for each in found],
-            "family": [of_step(each) | {"peak": each["peak"] + each["weights"]} for each in family],
             "native": native and of_step(native),
         }
-        say(f"{key}: own class {shown(found[0])}; family {shown(family[0])}; native {shown(native)}")
+        say(f"{key}: own class {shown(found[0])}; native {shown(native)}")
         given.out.write_text(json.dumps(result) + "\n")
 
 

@@ -1,7 +1,8 @@
-"""Models of real sizes in every mode: memory, kernels, bytes moved and sent, by tracing (trace.py). No device is needed.
+"""Flux of real size in every mode, by the bundled class: memory, kernels, bytes moved and sent, by tracing (trace.py). No
+device is needed.
 
 python -m benchmarks.sizes.table --out benchmarks/results/real_sizes_DATE.json
-python -m benchmarks.sizes.table --models flux-dev --ranks 1,2
+python -m benchmarks.sizes.table --out FILE --ranks 1,2
 """
 
 import argparse
@@ -15,11 +16,12 @@ from typing import Any
 from benchmarks.harness import measuring
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.memory_model import Request
-from testing.real_sizes import REAL_MODELS
+from testing.real_sizes import FLUX_DEV
 
 from .native import native_figures
 from .trace import figures, mode_name, predicted
 
+NAME = "flux-dev"
 RANKS = (1, 2, 4, 8)
 SHOWN = 6
 """Operations of a row's "by name"."""
@@ -36,13 +38,13 @@ def modes(ranks: Sequence[int]) -> Iterator[Degrees]:
         yield Degrees(patch=count, patch_mode="displaced")
 
 
-def row(name: str, degrees: Degrees) -> dict[str, Any]:
+def row(degrees: Degrees) -> dict[str, Any]:
     """A row of the result.
 
     "ranks": the traced figures by rank. "request": the memory model's record of the run. "by name": kernels and bytes moved
     in a step of rank 0 by operation, those that move most.
     """
-    traced = figures(REAL_MODELS[name], degrees)
+    traced = figures(FLUX_DEV, degrees)
     first = traced.figures[0]
     moved = sorted(
         (text.removeprefix("moved ") for text in first if text.startswith("moved ")),
@@ -58,22 +60,15 @@ def row(name: str, degrees: Degrees) -> dict[str, Any]:
     }
 
 
-def with_predictions(name: str, degrees: Degrees, found: dict[str, Any]) -> dict[str, Any]:
+def with_predictions(degrees: Degrees, found: dict[str, Any]) -> dict[str, Any]:
     """The row with the memory model's bytes of each rank: "predicted" beside "peak", "kept" of that in keys and values, and
     "state", a hidden state of the rank's tokens."""
     gone = "padding", "looked_at"  # of results before 2026-12-01
     known = {name: value for name, value in found["request"].items() if name not in gone}
     request = Request(**known | {"grid": tuple(known["grid"])})
-    for each, need, kept, state in zip(found["ranks"], *predicted(REAL_MODELS[name], degrees, request), strict=True):
+    for each, need, kept, state in zip(found["ranks"], *predicted(FLUX_DEV, degrees, request), strict=True):
         each |= {"predicted": need.run, "kept": kept, "state": state}
     return found
-
-
-def cases(names: Sequence[str], ranks: Sequence[int]) -> Iterator[tuple[str, str, Degrees]]:
-    """(key in the result, model, degrees)."""
-    for name in names:
-        for degrees in modes(ranks):
-            yield f"{name}, {mode_name(degrees)}", name, degrees
 
 
 def axes_of(degrees: Degrees) -> list[str]:
@@ -88,10 +83,9 @@ def worst(found: dict[str, Any]) -> float:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--models", type=lambda text: text.split(","), default=list(REAL_MODELS))
     options.add_argument("--ranks", type=lambda text: [int(count) for count in text.split(",")], default=list(RANKS))
     options.add_argument("--axis", choices=("ulysses", "ring", "tensor", "pipe", "patch"), help="this mode alone")
-    options.add_argument("--comfyui", type=Path, help="a checkout: its own classes are traced too")
+    options.add_argument("--comfyui", type=Path, help="a checkout: its own class is traced too")
     options.add_argument("--predict", type=Path, help="a result whose predictions are made anew")
     options.add_argument("--out", type=Path, required=True)
     given = options.parse_args()
@@ -100,16 +94,16 @@ def main() -> None:
         json.loads(given.predict.read_text()) if given.predict else {"cases": {}, "native": {}},
     )
     result = {"what": "real_sizes", "date": date.today().isoformat(), "cases": {}, "native": dict(before["native"])}
-    for key, name, degrees in cases(given.models, given.ranks):
+    for degrees in modes(given.ranks):
+        key = f"{NAME}, {mode_name(degrees)}"
         if (given.predict and key not in before["cases"]) or given.axis not in (None, *axes_of(degrees)):
             continue
-        found = before["cases"][key] if given.predict else row(name, degrees)
-        result["cases"][key] = with_predictions(name, degrees, found)
+        found = before["cases"][key] if given.predict else row(degrees)
+        result["cases"][key] = with_predictions(degrees, found)
         say(f"{key}: predicted over traced {worst(found):.3f}")
         given.out.write_text(json.dumps(result) + "\n")
     if given.comfyui is not None:
-        models = [REAL_MODELS[name] for name in given.models]
-        result["native"] |= dict(zip(given.models, native_figures(given.comfyui.resolve(), models), strict=True))
+        result["native"][NAME] = native_figures(given.comfyui.resolve(), FLUX_DEV)
         given.out.write_text(json.dumps(result) + "\n")
 
 

@@ -19,9 +19,8 @@ from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.families.own_class import family as own_class
-from parallel_backend.families.own_class.call_arguments import STRUCTURE, structure_of
+from parallel_backend.families.own_class.call_arguments import structure_of
 from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_model import KV_COPIES, MemoryNeed, Request, memory_by_rank
 from parallel_backend.placement.model_sizes import ModelSizes, model_sizes
@@ -30,7 +29,7 @@ from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
 from testing.hollow.account import Account
 from testing.hollow.ranks import hollow_pool
 from testing.models import conditioning_of, on_ranks
-from testing.real_sizes import RealModel
+from testing.real_sizes import MiniModel
 
 Figures = dict[str, int]
 """Of one rank. "weights", "peak": bytes of the device for the weights, and at most for all else in a run. Of a step:
@@ -65,15 +64,14 @@ class Trace:
     request: Request
 
 
-def trace(real: RealModel, degrees: Degrees) -> Trace:
+def trace(real: MiniModel, degrees: Degrees) -> Trace:
     """A run of this model, whole."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         checkpoint = real.opened(real.save(Path(folder) / "model.safetensors"))  # first: it imports the model's class
         pool, accounts = stack.enter_context(hollow_pool(degrees.world))
         tensors = real.tensors()
-        if STRUCTURE in tensors:  # no value can be read from a hollow device
-            told = structure_of(tensors)
-            stack.enter_context(mock.patch.object(own_class, "structure_of", lambda _tensors: told))
+        told = structure_of(tensors)  # no value can be read from a hollow device
+        stack.enter_context(mock.patch.object(own_class, "structure_of", lambda _tensors: told))
         model = on_ranks(pool, checkpoint, degrees, "bf16", "sdpa", lambda: None, stage_split="even")
         weights = [account.allocated for account in accounts]
         inputs = Inputs(real.noise(), tensors, real.timestep)
@@ -81,27 +79,23 @@ def trace(real: RealModel, degrees: Degrees) -> Trace:
         for figures, nbytes in zip(found, weights, strict=True):
             figures["peak"] -= nbytes
             figures["weights"] = nbytes
-        shapes = [tuple(latent.shape) for latent in latents_of(real.noise())]
-        patching = model.family.patching
-        conditioning = conditioning_of(
-            model, patching.grid(shapes[0]), tensors, sound=patching.companion_tokens(tuple(shapes))
-        )
+        conditioning = conditioning_of(model, model.family.patching.grid(tuple(real.noise().shape)), tensors)
         kept = KV_COPIES if keeps(degrees) else 0
         return Trace(found, request_of(conditioning, model.family, kept, bands_of(degrees)))
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of a call: latents of all entries, conditioning tensors, and the time of the first step."""
+    """Of a call: the latent of all entries, conditioning tensors, and the time of the first step."""
 
-    noise: torch.Tensor | Latents
+    noise: torch.Tensor
     tensors: dict[str, torch.Tensor]
     timestep: float
 
     @property
     def entries(self) -> int:
         """Of the batch."""
-        return len(latents_of(self.noise)[0])
+        return len(self.noise)
 
 
 def traced(pool: Pool, model: RemoteTransformer, inputs: Inputs, accounts: Sequence[Account]) -> list[Figures]:
@@ -111,7 +105,7 @@ def traced(pool: Pool, model: RemoteTransformer, inputs: Inputs, accounts: Seque
     return _whole(pool, model, inputs, accounts)
 
 
-def figures(real: RealModel, degrees: Degrees) -> Trace:
+def figures(real: MiniModel, degrees: Degrees) -> Trace:
     """As `trace`, of few blocks of each kind."""
     counts = [real.config[name] for name in real.depths]
     if degrees.pipe > 1 and (len(counts) > 1 or counts[0] % degrees.pipe):
@@ -136,13 +130,13 @@ def figures(real: RealModel, degrees: Degrees) -> Trace:
     return Trace(whole, few.request)
 
 
-def _beside_kept(found: Trace, real: RealModel, degrees: Degrees) -> list[int]:
+def _beside_kept(found: Trace, real: MiniModel, degrees: Degrees) -> list[int]:
     """By rank, bytes at the peak beside weights, keys and values."""
     _, kept, _ = predicted(real, degrees, found.request)
     return [rank["peak"] - nbytes for rank, nbytes in zip(found.figures, kept, strict=True)]
 
 
-def predicted(real: RealModel, degrees: Degrees, request: Request) -> tuple[list[MemoryNeed], list[int], list[float]]:
+def predicted(real: MiniModel, degrees: Degrees, request: Request) -> tuple[list[MemoryNeed], list[int], list[float]]:
     """By rank, the memory model's bytes of such a run, of these the keys and values that it keeps, and the bytes of a hidden
     state of the rank's tokens."""
     sizes = _sizes(real)
@@ -157,7 +151,7 @@ def predicted(real: RealModel, degrees: Degrees, request: Request) -> tuple[list
 
 
 @functools.lru_cache(maxsize=8)
-def _sizes(real: RealModel) -> ModelSizes:
+def _sizes(real: MiniModel) -> ModelSizes:
     """The sizes of this model. Its class takes seconds to build, and modes ask for it one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = real.opened(real.save(Path(folder) / "model.safetensors"))

@@ -24,10 +24,9 @@ from benchmarks.sizes.trace import predicted
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.memory_guard import request_of
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes.pool import Pool
 from testing.models import conditioning_of, on_ranks
-from testing.real_sizes import BY_CLASS, REAL_MODELS, RealModel
+from testing.real_sizes import FLUX_DEV, MiniModel
 
 from .one_rank_native import inside, row
 
@@ -45,14 +44,14 @@ class Case:
     depths: tuple[int, ...]
 
     @property
-    def real(self) -> RealModel:
-        return (BY_CLASS | REAL_MODELS)[self.name].with_depths(*self.depths)
+    def real(self) -> MiniModel:
+        return FLUX_DEV.with_depths(*self.depths)
 
 
 CASES = {case.name: case for case in (Case("flux-dev", (4, 8)),)}
 
 
-def fill(real: RealModel, path: Path) -> Path:
+def fill(real: MiniModel, path: Path) -> Path:
     """The model's file with random weights, made on the GPU: matrices of deviation 0.02, scales of 1."""
     with real.save(path).open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -68,7 +67,7 @@ def fill(real: RealModel, path: Path) -> Path:
 
 
 @torch.inference_mode()
-def memory(path: Path, real: RealModel) -> dict[str, float]:
+def memory(path: Path, real: MiniModel) -> dict[str, float]:
     """MB that calls of this model take on a rank beyond its weights, and by the memory model."""
     pool = Pool((DEVICE,))
     try:
@@ -79,7 +78,7 @@ def memory(path: Path, real: RealModel) -> dict[str, float]:
             model.predict(ModelCall(noise, torch.full((real.entries,), real.timestep), tensors), lambda: None)
         (stats,) = model.close_run(0, lambda: None)
         patching = model.family.patching
-        grid = patching.grid(tuple(latents_of(noise)[0].shape))
+        grid = patching.grid(tuple(noise.shape))
         request = request_of(conditioning_of(model, grid, tensors), model.family, 0, 1)
         need = predicted(real, Degrees(), request)[0][0]
         taken = stats.peak_bytes - sum(model.weight_bytes)
@@ -102,7 +101,7 @@ def run(rounds: int, steps: int, say: Callable[[str], None], checkout: Path, cas
             real, file = case.real, folder / f"{case.name}.safetensors"
             fill(real, file)
             say(f"{case.name}: {file.stat().st_size / 1e9:.1f} GB")
-            call = {"latent": real.latents[0], "text": real.text, "pooled": real.config.get("pooled_width", 0)}
+            call = {"latent": real.latent, "text": real.text, "pooled": real.config.get("pooled_width", 0)}
             with inside(checkout, base, FLAGS) as ask:  # one ComfyUI each, so that its memory is free for the next
                 asked = {"file": file.name, "dtype": "bf16", "call": call, "steps": steps, "rounds": rounds}
                 made = row(ask(asked | {"device": DEVICE}))

@@ -22,8 +22,7 @@ import torch
 from benchmarks.harness import measuring
 from parallel_backend.client.vae import Made, Part, RemoteVAE
 from parallel_backend.processes.pool import Pool
-from testing import tiny
-from testing.vaes import made_of
+from testing.vaes import made_of, randomise
 
 SETTINGS = (("comfy.cli_args", "args.cpu", True),)
 
@@ -101,7 +100,7 @@ def main() -> None:
     subject = SUBJECTS[given.subject]
     module, _, name = f"comfy.ldm.{subject.kind}".rpartition(".")
     with torch.inference_mode():
-        model = tiny.randomise(getattr(importlib.import_module(module), name)(**subject.arguments), seed=0)
+        model = randomise(getattr(importlib.import_module(module), name)(**subject.arguments), seed=0)
     made = made_of(model, subject.part, str(given.comfyui), SETTINGS)
     x = torch.randn(subject.shape, generator=torch.Generator().manual_seed(1))
     found, outputs = {}, []

@@ -1,4 +1,4 @@
-"""The native MODEL without weights: ComfyUI's own BaseModel for the family, whose diffusion_model asks the ranks."""
+"""The native MODEL without weights: ComfyUI's own BaseModel of the file, whose diffusion_model asks the ranks."""
 
 import copy
 import logging
@@ -10,7 +10,6 @@ import comfy.model_management
 import comfy.patcher_extension
 import torch
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.registry import registry
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import compute_dtype
@@ -22,13 +21,12 @@ from ..ui.node_text import say
 from ..ui.other_nodes import calling_nodes, named
 from .call.concurrent_conds import add_concurrent_conds
 from .call.diffusion_model import RemoteDiffusionModel
-from .call.own_class import OwnClassModel
 from .end_of_run import tell_of_run
+from .loading.own_class_file import ModelFile
 from .lora.bypass import bypass_patches, check_injections
 from .lora.left_out import UNNAMED, fitting, tell
 from .lora.lora import NativeWeights
 from .lora.saving import for_saving, key_patches, patched_weight, stored_weights
-from .native.native_call import native_config, on_meta
 from .patches.attention_choice import PREFERRED, wished_of_object, wishes, without_settings
 from .patches.reach import Unread, refuse_unread
 from .patches.rope import riflex
@@ -77,13 +75,10 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return [*added_keys, *settings]
 
     def _prefer(self, kernels):
-        """Note the kernels that a LoRA asks for. ValueError for a model of ComfyUI's own class, whose ranks know none."""
-        if not kernels:
-            return
-        if isinstance(self.stub, OwnClassModel):
-            refuse_unread([Unread("attention that a LoRA asks for", by=named(calling_nodes()))])
-        options = self.model_options["transformer_options"]
-        options[PREFERRED] = options.get(PREFERRED, {}) | kernels
+        """Note the kernels that a LoRA asks for."""
+        if kernels:
+            options = self.model_options["transformer_options"]
+            options[PREFERRED] = options.get(PREFERRED, {}) | kernels
 
     def _fitting(self, patches, strength_patch, strength_model, hooked=False):
         names, ours = self.model.state_dict(), {}
@@ -173,11 +168,11 @@ class RemoteModelPatcher(RankMemoryPatcher):
         if any(hasattr(obj, attribute) for attribute in OF_COMPILED):
             self._skip_compile()
             return
-        options, family = self.model_options["transformer_options"], self.stub.checkpoint.family
-        if (guidance := text_guidance(family, name, obj)) is not None:
+        options = self.model_options["transformer_options"]
+        if (guidance := text_guidance(name, obj)) is not None:
             options[GUIDANCE_KEY] = guidance
             return
-        if entry := riflex(family, name, obj):
+        if entry := riflex(self.stub.checkpoint.family.options, name, obj):
             options.update(entry)
             return
         if kernels := wished_of_object(name, obj):
@@ -199,7 +194,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights, and for weights with
         which this process computes what a call brings in: it knows no strengths of calls."""
         family = self.stub.checkpoint.family
-        for target in patches if computed_of(family.native_classes[0]) else ():
+        for target in patches if computed_of(family.own.kind) else ():
             key = target if isinstance(target, str) else target[0]
             if family.is_elsewhere(key.removeprefix(f"{INSIDE}.")):
                 refuse(f"a LoRA in a conditioning (a hook) for {key}", "Load it for the whole model.")
@@ -267,26 +262,17 @@ class RemoteModelPatcher(RankMemoryPatcher):
 
 
 def make_model(
-    checkpoint: Checkpoint, setup: Setup, comm_overlap: bool, devices: tuple[str, ...] | None = None
+    file: ModelFile, setup: Setup, comm_overlap: bool, devices: tuple[str, ...] | None = None
 ) -> RemoteModelPatcher:
-    """The MODEL for this checkpoint. Nothing is started or loaded. `devices`: as in RemoteDiffusionModel, or the setup's."""
-    tensors = on_meta(checkpoint.original_shapes)
-    config = native_config(tensors, checkpoint.stated)
-    if config is None:
-        raise ValueError(f"model_name: this ComfyUI does not know the model in {checkpoint.path.name}. Update ComfyUI.")
-    if (kind := type(config).__name__) not in checkpoint.family.native_classes:
-        raise ValueError(
-            f"model_name: ComfyUI takes {checkpoint.path.name} for a model of the kind {kind}, which is not what Parallel "
-            f"DiT computes for {checkpoint.family.name}. Load it with Load Diffusion Model, on one GPU."
-        )
+    """The MODEL for this file. Nothing is started or loaded. `devices`: as in RemoteDiffusionModel, or the setup's."""
+    config = file.config
     config.unet_config["disable_unet_model_creation"] = True
     dtype = compute_dtype(setup.dtype, torch.device(device_kind(setup.devices[0])))
     config.set_inference_dtype(dtype, None)
-    weights = NativeWeights(checkpoint, tensors, config, dtype)
+    weights = NativeWeights(file.checkpoint, file.own, dtype)
     model = config.get_model({}, "")
-    kind_of_stub = RemoteDiffusionModel if setup.own_class is None else OwnClassModel
-    model.diffusion_model = kind_of_stub(
-        checkpoint, setup, devices or setup.devices, comm_overlap, weights, kind, config.unet_config
+    model.diffusion_model = RemoteDiffusionModel(
+        file.checkpoint, setup, devices or setup.devices, comm_overlap, weights, config.unet_config
     )
     # This process computes nothing. With no memory to reserve, ComfyUI joins conditional and unconditional to one batch.
     model.memory_usage_factor = 0.0

@@ -16,12 +16,11 @@ from parallel_backend.core.short_text import short
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
 from parallel_backend.planning.calibration import calibrate, calibration_key, lasting
 from parallel_backend.planning.calibration_file import cached, keep
-from parallel_backend.planning.planner import choose, plan
 from parallel_backend.planning.report import choice
 from parallel_backend.planning.trials import Trials
 from parallel_backend.planning.workload import workload_of
 
-from ..model.call.own_class import OwnClassModel
+from ..model.loading.own_class_file import ModelFile
 from ..model.patcher import RemoteModelPatcher, make_model
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed
@@ -43,7 +42,7 @@ def calibrated(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, att
         return _measured(devices, checkpoint, dtype)
 
     def fits(calibration: Calibration) -> bool:
-        lists = {name for name, count in checkpoint.family.blocks.counts(checkpoint.config).items() if count}
+        lists = {name for name, count in checkpoint.family.counts.items() if count}
         return calibration.machine.names == devices and all(set(cost.blocks) == lists for cost in calibration.costs)
 
     def measure() -> Calibration:
@@ -79,7 +78,6 @@ def _with_host_memory(calibration: Calibration) -> Calibration:
 class AutoDegrees:
     """ComfyUI's outermost SAMPLER_SAMPLE wrapper: sets the model's setup before the sampler asks for the ranks."""
 
-    checkpoint: Checkpoint
     setup: Setup
     """With all devices that may be used. Its degrees are ignored."""
 
@@ -105,29 +103,24 @@ class AutoDegrees:
 
     def _planned(self, setup: Setup, sampling: Sampling, warm_up: int) -> Setup:
         shape, devices, steps = sampling.shapes[0], setup.devices, max(1, sampling.steps)
-        checkpoint, bands, trials = self.checkpoint, warm_up < steps, None
-        own = sampling.stub if type(sampling.stub) is OwnClassModel else None
+        stub, bands = sampling.stub, warm_up < steps
         if len(devices) == 1:
             return replace(setup, degrees=Degrees())
-        if own is not None:
-            trials = first_trial(sampling, own, setup, bands)
-            checkpoint = own.checkpoint  # with the call that was tried
-            if not can_be_planned(own):
-                return self._unplanned(setup, sampling, trials)
+        trials = first_trial(sampling, stub, setup, bands)
+        checkpoint = stub.checkpoint  # with the call that was tried
+        if not can_be_planned(stub):
+            return self._unplanned(setup, sampling, trials)
         run = (shape, sampling.entries, steps, sampling.text_tokens, setup.transfer_dtype)
         workload = workload_of(checkpoint, setup.dtype, devices[0], *run)
         calibration = calibrated(devices, checkpoint, setup.dtype, setup.attention)
         costs = CalibratedCosts(calibration, replace(workload, warm_up=warm_up, trials=trials))
-        if own is None:
-            prediction = choose(plan(costs, range(1, len(devices) + 1), setup.offload))
-        else:
-            prediction, trials = chosen(sampling, own, setup, bands, costs)
-            setup = replace(setup, own_class=trials.class_for(prediction.mode.degrees))
+        prediction, trials = chosen(sampling, stub, setup, bands, costs)
         if prediction.lacks:
             log.warning("Parallel DiT: degrees auto: nothing fits these devices by its estimate; trying what needs least.")
         self._tell(sampling, choice(prediction, costs.machine))
         mode = prediction.mode
-        return replace(setup, devices=tuple(devices[device] for device in mode.devices), degrees=mode.degrees)
+        chosen_devices = tuple(devices[device] for device in mode.devices)
+        return replace(setup, devices=chosen_devices, degrees=mode.degrees, own_class=trials.class_for(mode.degrees))
 
     def _unplanned(self, setup: Setup, sampling: Sampling, trials: Trials) -> Setup:
         """The setup of a class whose blocks cannot be timed."""
@@ -152,9 +145,9 @@ def check_no_stages(stage_split: str) -> None:
         )
 
 
-def model_to_plan(checkpoint: Checkpoint, setup: Setup, comm_overlap: bool) -> RemoteModelPatcher:
+def model_to_plan(file: ModelFile, setup: Setup, comm_overlap: bool) -> RemoteModelPatcher:
     """A MODEL that plans its degrees on the devices of `setup` at its first run. Until then its setup has one rank."""
     check_no_stages(setup.stage_split)
-    model = make_model(checkpoint, replace(setup, devices=setup.devices[:1]), comm_overlap, setup.devices)
-    model.add_wrapper_with_key(KIND, AUTO_KEY, AutoDegrees(checkpoint, setup))
+    model = make_model(file, replace(setup, devices=setup.devices[:1]), comm_overlap, setup.devices)
+    model.add_wrapper_with_key(KIND, AUTO_KEY, AutoDegrees(setup))
     return model

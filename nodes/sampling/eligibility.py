@@ -11,12 +11,11 @@ import comfy.samplers
 import torch
 
 from parallel_backend.client.pipefusion.band_cut import BandCut
-from parallel_backend.families.base.family import Family
 
 from ..model.call.concurrent_conds import evaluate_concurrently
 from ..model.call.diffusion_model import RemoteDiffusionModel
 from ..model.controls.fun_control import fun_controls
-from ..model.patches.attention_choice import OVERRIDE
+from ..model.patches.reach import OVERRIDE
 from ..model.patches.sparse_attention import is_sparse
 from ..model.run.run_shapes import Shapes, shapes_of_run
 from ..ui.other_nodes import OURS, definition, name_of, named, nodes_of
@@ -99,12 +98,6 @@ class Sampling:
         texts = [cond["cross_attn"].shape[1] for cond in self.conds if cond.get("cross_attn") is not None]
         return max(texts, default=1)
 
-    def references(self, family: Family) -> int:
-        """Tokens of the references of that prompt which has most of them."""
-        model_conds = [cond.get("model_conds", {}) for cond in self.conds]
-        tensors = [{name: getattr(value, "cond", None) for name, value in each.items()} for each in model_conds]
-        return max(map(family.reference_tokens, tensors), default=0)
-
     def band(
         self,
         cut: BandCut,
@@ -158,13 +151,12 @@ def why_not_banded(sampling: Sampling) -> str | None:
     options = guider.model_options
     if (reason := why_not_displaced(sampling)) is not None:
         return reason
-    if fun_controls(sampling.stub.checkpoint.family, options.get("transformer_options", {})):
+    if fun_controls(sampling.stub.own.kind, options.get("transformer_options", {})):
         return "Z-Image's Fun control looks at the whole latent"
     if len(sampling.shapes) > 1 and any("mask" in cond for cond in sampling.conds):
         return "the conditioning has its own mask"
-    patching, shape, own = sampling.stub.checkpoint.family.patching, sampling.shapes[0], sampling.stub.setup.own_class
-    pads = own is None or own.latent is None or own.latent.pads
-    if not pads and patching.whole(patching.grid(shape)) != tuple(shape[2:]):
+    patching, shape, own = sampling.stub.checkpoint.family.patching, sampling.shapes[0], sampling.stub.own
+    if own.latent is not None and not own.latent.pads and patching.whole(patching.grid(shape)) != tuple(shape[2:]):
         return "the latent's height or width is no multiple of the model's patch size"
     if name_of(type(guider)) not in PIXEL_WISE_GUIDERS | WHOLE_GUIDERS:
         return f"the guider {type(guider).__name__} may look at the whole latent"

@@ -1,4 +1,4 @@
-"""Which modes ComfyUI's own class has: its calls are tried before a plan is made, and tensor degrees when one is chosen."""
+"""Which modes a model has: its calls are tried before a plan is made, and tensor degrees when one is chosen."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,18 +18,18 @@ from parallel_backend.planning.prediction import Prediction
 from parallel_backend.planning.trials import Trials
 
 from ..model.call.diffusion_model import RemoteDiffusionModel, remote_stub
-from ..model.call.own_class import OwnClassModel
 from .eligibility import Sampling
 from .pipefusion import AUTO_KEY, WRAPPER_KEY, prove
 
 
-def first_trial(sampling: Sampling, stub: OwnClassModel, setup: Setup, bands: bool) -> Trials:
+def first_trial(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool) -> Trials:
     """What a trial of the run's calls shows of all modes but tensor parallelism. ValueError if the class does not run."""
-    assert setup.own_class is not None
     return Trials(setup.own_class, {1: _tried(sampling, stub, setup, bands, 1)})
 
 
-def with_tensor(sampling: Sampling, stub: OwnClassModel, setup: Setup, bands: bool, trials: Trials, degree: int) -> Trials:
+def with_tensor(
+    sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool, trials: Trials, degree: int
+) -> Trials:
     """With what a trial for this tensor degree shows."""
     try:
         found: Proof | str = _tried(sampling, stub, setup, bands, degree)
@@ -38,7 +38,7 @@ def with_tensor(sampling: Sampling, stub: OwnClassModel, setup: Setup, bands: bo
     return trials.with_tensor(degree, found)
 
 
-def _tried(sampling: Sampling, stub: OwnClassModel, setup: Setup, bands: bool, tensor: int) -> Proof:
+def _tried(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool, tensor: int) -> Proof:
     """Of the run's first step. The setup that `stub` has then is that of one rank, or of this tensor degree."""
     stub.setup = replace(setup, devices=setup.devices[:1], degrees=Degrees(tensor=tensor))
     prove(sampling, stub, bands)
@@ -52,7 +52,6 @@ def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positi
     ValueError if there is no prompt, or if the class does not run.
     """
     stub = remote_stub(model)
-    assert type(stub) is OwnClassModel
     if positive is None:
         raise ValueError(
             f"positive: {stub.checkpoint.path.name} runs as ComfyUI's own class, which is tried with a prompt. Connect one."
@@ -98,12 +97,11 @@ def check_can_be_planned(stub: RemoteDiffusionModel, trials: Trials) -> None:
 
 
 def chosen(
-    sampling: Sampling, stub: OwnClassModel, setup: Setup, bands: bool, costs: CalibratedCosts
+    sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool, costs: CalibratedCosts
 ) -> tuple[Prediction, Trials]:
     """The best mode that is proven, by the costs of a workload with `trials`."""
-    trials = costs.workload.trials
-    assert trials is not None
-    trials = replace(trials, guesses=True)
+    assert costs.workload.trials is not None, "its calls have been tried"
+    trials = replace(costs.workload.trials, guesses=True)
     while True:
         costs = replace(costs, workload=replace(costs.workload, trials=trials))
         prediction = choose(plan(costs, range(1, len(setup.devices) + 1), setup.offload))

@@ -28,7 +28,6 @@ from parallel_backend.placement.pipeline_model import choose_bands
 from parallel_backend.wire.sampling import RunStats
 
 from ..model.call.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
-from ..model.call.own_class import OwnClassModel
 from ..model.end_of_run import gain_and_advice, say_report
 from ..model.run.band import NotTried
 from ..model.run.long_step import LongStep
@@ -55,7 +54,7 @@ def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapola
     return patched, wrapper
 
 
-def prove(sampling: Sampling, stub: OwnClassModel, bands: bool = True) -> str:
+def prove(sampling: Sampling, stub: RemoteDiffusionModel, bands: bool = True) -> str:
     """Have ComfyUI's own class tried for the calls of this run, before its ranks load it: why bands are not proven, if they
     are asked for. Empty: they are."""
 
@@ -136,11 +135,10 @@ class PipeFusion:
     def __call__(self, executor, *arguments) -> torch.Tensor:
         """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`."""
         sampling = Sampling(executor.class_obj, *arguments)
-        stub, reason = sampling.stub, None
-        if type(stub) is OwnClassModel:
-            reason = prove(sampling, stub, stub.setup.degrees.pipe > 1 or stub.setup.degrees.displaced) or None
-            if reason is not None and self.is_asked and not stub.setup.planned:
-                raise ValueError(stub.without_bands(reason))
+        stub = sampling.stub
+        reason = prove(sampling, stub, stub.setup.degrees.pipe > 1 or stub.setup.degrees.displaced) or None
+        if reason is not None and self.is_asked and not stub.setup.planned:
+            raise ValueError(stub.without_bands(reason))
         load = functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
         return sampling.stub.run.tried(load, lambda model: self._sample(model, sampling, executor, reason))
 
@@ -229,17 +227,14 @@ class PipeFusion:
         grid = patching.grid(shape)
         if len(shape) == 5:  # a video; other shapes are pictures, or are refused by the model call
             patching = patching.cut(patching.best_axis(grid))
-        is_exact = model.degrees.pipe == 1 and (sampling.stub.setup.planned or type(sampling.stub) is OwnClassModel)
-        if model.degrees.patch > 1 or is_exact:  # auto chose an exact mode, or a class's patches need a second stage
+        if model.degrees.patch > 1 or model.degrees.pipe == 1:  # patches need a second stage
             return BandCut(patching, (Span(0, shape[patching.band_dim]),), sampling.shapes)
         bands = self.num_pipeline_patch or choose_bands(
             model.degrees.pipe, grid[patching.band_dim], sampling.steps, model.stage_costs(grid), sampling.entries
         )
-        family, companion_tokens = model.family, patching.companion_tokens(sampling.shapes)
-        text = family.text_tokens(grid, companion_tokens, family.example(model.checkpoint.config, sampling.text_tokens))
         whole_calls = (sampling.stub.run.whole_calls or {}).values()
-        text = max((each.text for each in whole_calls), default=text)
-        references = max((each.references for each in whole_calls), default=sampling.references(family))
+        text = max((each.text for each in whole_calls), default=0)
+        references = max((each.references for each in whole_calls), default=0)
         rows = cut_rows(shape, bands, patching, text, references)
         return BandCut(patching, rows, sampling.shapes)
 

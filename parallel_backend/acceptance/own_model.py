@@ -16,8 +16,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families.base.patching import Latents, latents_of
-from parallel_backend.families.own_class.example import one_entry, with_example
-from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.families.own_class.example import one_entry
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.trial import trial
 from parallel_backend.wire.sampling import RunStats
@@ -54,13 +53,13 @@ def problem_of(session: SelfTestSession, model: OwnModel) -> Problem:
     proof = trial(model.own, call, model.times, lambda _share: session.poll(), world > 1, world > 1, world)
     own = replace(model.own, blocks=proof.blocks, latent=proof.latent)
     checkpoint = open_own_class(model.path, own)
-    family = replace(with_example(own_class_family(own), call), file=checkpoint.family.file)
+    family = replace(checkpoint.family, call=call)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         latents = family.noise((1, *model.call.latents[0].shape[1:]))
-    tensors = family.example({}, 0)
+    tensors = family.example(0)
     prompt = Prompt(tensors, tensors, 1.0, model.times[0])
-    dtype = resolve_dtype("default", checkpoint.dtype, session.settings.devices, family.half_dtypes({}))
+    dtype = resolve_dtype("default", checkpoint.dtype, session.settings.devices, family.own.halves)
     noise = latents[0] if len(latents) == 1 else latents
     return Problem(replace(checkpoint, family=family), own, proof, noise, prompt, session.settings.steps, dtype)
 

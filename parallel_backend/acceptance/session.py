@@ -183,7 +183,7 @@ class SelfTestSession:
 
     def setup(self, degrees: Degrees, dtype: str = "fp32", path: Path | None = None, own: OwnClass | None = None) -> Setup:
         """The setup of `load`, cut evenly. ValueError if tensor ranks cannot share the tiny model's layers."""
-        own = tiny_model.tried(degrees.tensor) if path is None else own
+        own = own or tiny_model.tried(degrees.tensor)
         devices = self.settings.devices[: degrees.world]
         return Setup(path or self.tiny_file, dtype, devices, degrees, "auto", "even", own_class=own)
 

@@ -1,22 +1,24 @@
 """Reads a rank's part of the weights from memory-mapped files: cut, and converted or packed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from parallel_backend.core.device_copies import StagedUpload
+from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Shard, Span
-from parallel_backend.families.base.file_layout import Source
 
-from .checkpoint import Checkpoint, to_original
+from .checkpoint import Checkpoint
 from .gguf_file import GgufFile
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half, Packing
 from .quantised_formats import FORMATS, KEPT, Quantised, cut_scale, quantise_int8
 from .safetensors_file import SafetensorsFile
 from .tensor_files import Entry, open_file
+
+PLAIN = ("fp32", "bf16", "fp16", "F64", *FP8_KINDS)
+"""Storage formats that torch has as they are."""
 
 
 class Reader:
@@ -157,13 +159,11 @@ class Reader:
 
     def _cut(self, target: str, shard: Shard | None) -> tuple[int, list[Span], Span]:
         """(dim, spans along it, rows of the whole parameter) of the part `shard`, in the file's tensor."""
-        source, count = self.checkpoint.key_map[target], self.checkpoint.shape(target)[0]
-        dim, spans = (0, [Span(0, count)]) if shard is None else (shard.dim, list(shard.spans))
-        first = 0 if source.rows is None else source.rows.start
-        return dim, spans if dim else [span.shift(first) for span in spans], Span(first, first + count)
+        whole = Span(0, self.checkpoint.shape(target)[0])
+        return (0, [whole], whole) if shard is None else (shard.dim, list(shard.spans), whole)
 
     def _entry(self, target: str) -> Entry:
-        return self.checkpoint.entries[self.checkpoint.key_map[target].key]
+        return self.checkpoint.entries[self.checkpoint.key_map[target]]
 
     def _copy(self, entry: Entry, dim: int, spans: list[Span], rows: Span, out: torch.Tensor) -> None:
         """Copy the spans of a stored tensor (see `_cut`) into `out`, in a row along `dim`. If `out` is uint8, as bytes."""
@@ -205,20 +205,23 @@ def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
         checkpoint.check_unchanged()
 
 
-def original_values(checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:
-    """Tensors in original layout whose keys begin with `prefix`, by the rest of the key. float32 on the CPU."""
-    key_map = checkpoint.family.file.key_map(checkpoint.config)
-    targets = [target for target, source in key_map.items() if source.key.startswith(prefix)]
+def values_of(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Tensors of the file by key, float32 on the CPU, whatever their format. KeyError for a key that no parameter has."""
     with reading(checkpoint) as reader:
-        state = {target: reader.values(target, torch.float32, None, torch.device("cpu")) for target in targets}
-    original = to_original(checkpoint.family, checkpoint.config, state)
-    return {key.removeprefix(prefix): tensor for key, tensor in original.items()}
+        return {key: reader.values(checkpoint.targets[key], torch.float32, None, torch.device("cpu")) for key in keys}
 
 
-def node_value(checkpoint: Checkpoint, key: str, dtype: torch.dtype) -> torch.Tensor:
-    """One of the family's `node_tensors`, on the CPU."""
-    with reading(replace(checkpoint, key_map={key: Source(key)})) as reader:
-        return reader.values(key, dtype, None, torch.device("cpu"))
+def stored_value(checkpoint: Checkpoint, key: str) -> torch.Tensor | None:
+    """A view of the mapped file, in the file's dtype. None if the file lacks the key.
+
+    ValueError for a file in another layout (diffusers), and for quantised values or GGUF's blocks.
+    """
+    if (entry := checkpoint.entries.get(key)) is None:
+        return None
+    if entry.dtype in PLAIN and entry.scale is None and not entry.pieces:
+        with reading(checkpoint) as reader:
+            return reader.tensor(entry)
+    raise ValueError(f"{short(checkpoint.path.name)} does not hold {short(key)} as plain values in ComfyUI's own layout")
 
 
 def _stored(entry: Entry) -> Packing | None:

@@ -1,18 +1,24 @@
 """A single file's tensors under their names in ComfyUI's class: without the prefix, and with what belongs to each weight."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from parallel_backend.core.setup import Conversion
 from parallel_backend.core.short_text import short
-from parallel_backend.families.others import other_model
+from parallel_backend.families.others import OtherModel, other_model
 
 from .attention_preferences import take_preferences
 from .conversion import convert
 from .quantised_layers import MARKER, attach_quantisation
 from .tensor_files import GGUF, SAFETENSORS, Entry, read_header
 
+NAMED = "model_name: "
+"""Beginning of a refusal: the widget's name."""
+MAX_REFUSAL = 1000
+"""Most characters of a refusal. The longest show three keys."""
 PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 """In the order in which ComfyUI counts them: each key counts for the first that it begins with."""
 OTHER_PREFIX = "model."
@@ -35,6 +41,76 @@ KINDS = (
 """(what a file is, the node that loads it, parts of keys that show it), in the order in which they are looked for."""
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What the header of a single file says."""
+
+    path: Path
+    entries: dict[str, Entry]
+    """Key, without the prefix -> tensor."""
+    stated: dict[str, Any] | None
+    """The model's configuration. None: there is one that cannot be read."""
+    attention: dict[str, str]
+    """See take_preferences."""
+    conversion: Conversion = ()
+    """By which the entries of a file in diffusers' layout have ComfyUI's names."""
+
+    @property
+    def name(self) -> str:
+        """The file's, to show."""
+        return short(self.path.name)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """By key."""
+        return {key: entry.shape for key, entry in self.entries.items()}
+
+    def converted(self, conversion: Conversion) -> "Contents":
+        """With entries under the names of ComfyUI's layout. ValueError as `convert`."""
+        return replace(self, entries=convert(self.name, self.entries, conversion), conversion=conversion)
+
+    @property
+    def other(self) -> OtherModel | None:
+        """What the file is, if that is known and no model that ranks usually run."""
+        return other_model(self.entries)
+
+    def refusal(self) -> ValueError:
+        """Of a file that ranks cannot run: what it is, and what to do with it."""
+        if (other := self.other) is not None:
+            return ValueError(
+                f"model_name: {self.name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one card."
+            )
+        is_kind = (
+            f"It is {what}: use {node}."
+            for what, node, parts in KINDS
+            if any(p in key for key in self.entries for p in parts)
+        )
+        usual = "If ComfyUI's Load Diffusion Model loads it, use that node, on one GPU."
+        return ValueError(
+            f"model_name: {self.name} is no diffusion transformer that this version knows. {next(is_kind, usual)} Its first "
+            f"keys: {', '.join(map(short, list(self.entries)[:3])) or 'none'}."
+        )
+
+
+@contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """Context whose errors become a ValueError that names the file, in a line of at most MAX_REFUSAL characters.
+
+    Their causes are left out: whoever logs an error logs its causes, with all that the file has put into them.
+    """
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
+        name, said = short(path.name), str(error)
+        if not isinstance(error, ValueError) or not said.startswith(NAMED):
+            said = (
+                f"{name} is not what its names promise: its tensors or settings do not fit each other "
+                f"({type(error).__name__}: {short(said)})."
+            )
+        said = said.removeprefix(NAMED) if name in said else f"{name}: {said.removeprefix(NAMED)}"
+        raise ValueError(NAMED + short(said, MAX_REFUSAL)).with_traceback(error.__traceback__) from None
+
+
 def prefix_of(keys: Iterable[str]) -> str:
     """The prefix of the transformer's keys, by ComfyUI's rules. Empty if there is none."""
     keys = list(keys)
@@ -49,10 +125,8 @@ def prefix_of(keys: Iterable[str]) -> str:
     return prefix if any(key.startswith(prefix) for key in keys) else ""
 
 
-def entries_of(path: Path, conversion: Conversion = ()) -> tuple[dict[str, Entry], dict[str, Any] | None, dict[str, str]]:
-    """Of a single file: entries without their prefix, the stated configuration, and preferences of attention layers.
-
-    The stated configuration is None if the header has one that cannot be read.
+def contents_of(path: Path) -> Contents:
+    """What the file's header says.
 
     ValueError for no file, one of another kind, and for weights that are packed in a way that ComfyUI does not read.
     """
@@ -76,8 +150,7 @@ def entries_of(path: Path, conversion: Conversion = ()) -> tuple[dict[str, Entry
             )
     stated = {layer.removeprefix(prefix): settings for layer, settings in stated.items()}
     entries, attention = take_preferences(name, entries)
-    entries = with_values(name, attach_quantisation(name, entries, stated))
-    return convert(name, entries, conversion), config, attention
+    return Contents(path, with_values(name, attach_quantisation(name, entries, stated)), config, attention)
 
 
 def with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -87,17 +160,3 @@ def with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
         shape = short(list(entries[empty].shape))
         raise ValueError(f"model_name: {name} holds {short(empty)} of shape {shape}, which has no values.")
     return entries
-
-
-def unknown(name: str, entries: dict[str, Entry]) -> str:
-    """The refusal of a file that no family takes: what the file is, and what to do with it."""
-    if (other := other_model({key: entry.shape for key, entry in entries.items()})) is not None:
-        return f"model_name: {name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one card."
-    is_kind = (
-        f"It is {what}: use {node}." for what, node, parts in KINDS if any(p in key for key in entries for p in parts)
-    )
-    usual = "If ComfyUI's Load Diffusion Model loads it, use that node, on one GPU."
-    return (
-        f"model_name: {name} is no diffusion transformer that this version knows. {next(is_kind, usual)} Its first keys: "
-        f"{', '.join(map(short, list(entries)[:3])) or 'none'}."
-    )

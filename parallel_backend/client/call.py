@@ -15,10 +15,8 @@ from parallel_backend.families.base.patching import Latents
 from parallel_backend.processes.pool import again
 
 Residuals = dict[str, torch.Tensor]
-"""What a control adds: block "<list>.<index>" -> [B, n, hidden] for the call's n picture tokens. Several blocks may have the
-same tensor. Of families with Blocks.controlled they are [B, n + t, hidden]: behind the picture's tokens come those of the
-text stream, and the call is for the whole latent. Of a class's own tokens: see own_class.residuals.AROUND, by whose names
-they are."""
+"""What a control adds, by its names (families/own_class/residuals.py) -> [B, n, hidden] for the call's n picture tokens, or
+for all of the class's tokens (residuals.AROUND). Several may have the same tensor."""
 
 
 def different(residuals: Residuals) -> int:
@@ -35,7 +33,7 @@ class ModelCall:
     timestep: torch.Tensor
     """[B], or [B, T] with a time for each latent frame, or [B, N, 1] with one for each token."""
     tensors: dict[str, torch.Tensor]
-    """The conditioning tensors, batch first, see families.base.family.Inputs."""
+    """The conditioning tensors, batch first, by the names of the class's arguments."""
     residuals: Residuals = field(default_factory=dict)
     changes: BlockChanges = UNCHANGED
     """Changes inside the blocks for this call."""
@@ -121,8 +119,7 @@ class PostedCall:
 
     def rows(self, cut: SequenceCut) -> list[tuple[Span, Span]]:
         """By sequence rank, two spans of its rows of `x`: picture tokens, and the companion's tokens."""
-        text = self.conditioning.text_tokens if self.with_text else 0
-        return cut.rows(self.conditioning.token_order, self.tokens, text, self.companion_tokens)
+        return cut.rows(self.conditioning.token_order, self.tokens, self.companion_tokens)
 
 
 def has_token_times(timestep: torch.Tensor) -> bool:

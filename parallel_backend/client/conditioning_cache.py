@@ -39,7 +39,7 @@ class ConditioningCache:
     """`scatter` sends conditionings to the ranks of `replicas` replicas. Not thread-safe: Posting locks."""
 
     def __init__(self, checkpoint: Checkpoint, ranks: ModelRanks, scatter: Scatter, replicas: int):
-        self._family, self._config = checkpoint.family, checkpoint.config
+        self._family = checkpoint.family
         self._ranks, self._scatter, self._replicas = ranks, scatter, replicas
         self._ids = itertools.count(1)
         self._held: deque[Conditioning] = deque()
@@ -72,18 +72,6 @@ class ConditioningCache:
             self._ranks.tell(DropConditioning(dropped))
         return conditioning
 
-    def check_size(self, grid: tuple[int, ...], tensors: dict[str, torch.Tensor]) -> None:
-        """ValueError if the model has no positions for this grid, or `tensors` are for another model or grid."""
-        side = self._family.sizes.max_side(self._config)
-        if side is not None and max(grid[-2:]) > side:
-            rows, columns = (size * self._family.patching.side for size in grid[-2:])
-            limit = side * self._family.patching.side
-            raise ValueError(
-                f"latent_image: {columns} x {rows} is too large for this model, whose positions end at {limit} x {limit} "
-                "latent pixels. Use a smaller latent."
-            )
-        self._family.inputs.check_grid(grid, tensors)
-
     def clear(self) -> None:
         """Forget all conditionings, since the ranks have freed them."""
         self._held.clear()
@@ -96,7 +84,7 @@ class ConditioningCache:
 
     def _make(self, call: ModelCall, layout: TokenLayout, first_replica: int) -> Conditioning:
         family, tensors = self._family, call.tensors
-        text_tokens = family.text_tokens(layout.grid, layout.companion_tokens, tensors)
+        text_tokens = family.text_tokens(layout.companion_tokens, tensors)
         references = family.counted(layout.grid, text_tokens, tensors).references
         return Conditioning(
             id=next(self._ids),

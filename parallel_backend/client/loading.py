@@ -64,7 +64,7 @@ def load_model(
         progress(f"starting {len(pool.devices)} ranks", 0.0)
     wait_for(pool.ready, poll)
     progress("loading", 0.0)
-    even = even_stages(family.blocks.total(checkpoint.config), degrees.pipe)
+    even = even_stages(family.total, degrees.pipe)
     check = MemoryCheck(checkpoint, setup, even, devices_for(pool.devices))
     memory = MemoryGuard(ranks, check, family, make_room, lock, shortfalls)
     requests = () if expected is None else (expected,)
@@ -78,14 +78,14 @@ def load_model(
     streamed = memory.memory_check.said_of_streaming(memory.resident.limits)
     progress(", ".join(filter(None, (held, streamed, *pool.notes))), 1.0)
     adaptation = Adaptation(ranks, checkpoint, replies, memory.resident.adapted)
-    sequence = SequenceCut(cut.patch_shares, degrees.ring * degrees.ulysses, degrees.naive, setup.own_class is not None)
-    scatter = Scatter(checkpoint, degrees, cut.stage_blocks, sequence, ranks)
+    sequence = SequenceCut(cut.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
+    scatter = Scatter(degrees, sequence, ranks)
     posting = Posting(
         degrees,
         family.patching.frames * family.patching.side**2,
         scatter,
         ConditioningCache(checkpoint, ranks, scatter, degrees.batch),
-        CauseSearch(ranks, setup, adaptation, family.file.key_map(checkpoint.config)),
+        CauseSearch(ranks, setup, adaptation, checkpoint.key_map),
         memory.resident.wake,
         lock,
     )

@@ -13,7 +13,6 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.file_layout import Source
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import Poll, wait_for
 from parallel_backend.wire.loading import Adapt, Adapted, AdaptersSent, DropAdapters, Loaded, Rescale, Weigh
@@ -23,7 +22,7 @@ from parallel_backend.wire.loading import Adapt, Adapted, AdaptersSent, DropAdap
 class Delta:
     """Adds `scale` * `up` [rows, r] @ `down` [r, columns] to the rows `rows` (None: all) of checkpoint tensor `key`.
 
-    Without `down`, `up` has the shape of those rows. `key` is a name in the family's original layout.
+    Without `down`, `up` has the shape of those rows. `key` is a name in the file.
     """
 
     key: str
@@ -58,9 +57,7 @@ class Deltas:
     def __init__(self, checkpoint: Checkpoint, parameters: Sequence[Iterable[str]], send: Callable[[int, Any], None]):
         self._checkpoint, self._send = checkpoint, send
         self._parameters = [frozenset(names) for names in parameters]
-        self._sources: dict[str, list[tuple[str, Source]]] = {}
-        for parameter, source in checkpoint.family.file.key_map(checkpoint.config).items():
-            self._sources.setdefault(source.key, []).append((parameter, source))
+        self._targets = {key: parameter for parameter, key in checkpoint.key_map.items()}
         self._known: list[Delta | None] = []  # sent last; None for a delta without `down`, too large to keep in memory
         self._order: list[list[int]] = []  # by rank, the index in `_known` of each Adapt that it was sent
 
@@ -102,31 +99,20 @@ class Deltas:
         self._known = sent
 
     def parts(self, delta: Delta) -> Iterator[Adapt]:
-        """The additions to the parameters that are made from the delta's rows of the checkpoint tensor."""
-        sources = self._sources.get(delta.key, [])
-        shapes = {parameter: self._checkpoint.shape(parameter) for parameter, _ in sources}
-        source_rows = {parameter: source.rows or Span(0, shapes[parameter][0]) for parameter, source in sources}
-        rows = delta.rows or Span(0, max((span.stop for span in source_rows.values()), default=1))
-        missing = len(rows)
-        for parameter, span in source_rows.items():
-            shape = shapes[parameter]
-            if not _fits(delta, len(rows), shape[1:]):
-                break
-            common = Span(max(span.start, rows.start), min(span.stop, rows.stop))
-            if common.start >= common.stop:
-                continue
-            up = delta.up[common.shift(-rows.start).slice]
-            if common != span:
-                whole = up.new_zeros(len(span), *up.shape[1:])
-                whole[common.shift(-span.start).slice] = up
-                up = whole
-            missing -= len(common)
-            yield Adapt(parameter, up, delta.down, delta.scale, delta.group, delta.instead)
-        if missing:
+        """The addition to the parameter that has the values of the checkpoint tensor."""
+        parameter = self._targets.get(delta.key)
+        shape = (0,) if parameter is None else self._checkpoint.shape(parameter)
+        rows = delta.rows or Span(0, shape[0])
+        if parameter is None or rows.stop > shape[0] or not _fits(delta, len(rows), shape[1:]):
             raise ValueError(
                 f"model: what is to be added to {short(delta.key)} does not fit {short(self._checkpoint.path.name)}: it is "
                 f"{_shown(delta)}. Use a LoRA that was made for this model."
             )
+        up = delta.up
+        if len(rows) < shape[0]:
+            up = delta.up.new_zeros(shape[0], *delta.up.shape[1:])
+            up[rows.slice] = delta.up
+        yield Adapt(parameter, up, delta.down, delta.scale, delta.group, delta.instead)
 
 
 def _fits(delta: Delta, rows: int, others: tuple[int, ...]) -> bool:

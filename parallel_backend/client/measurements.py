@@ -6,7 +6,6 @@ from typing import TypeVar
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.families.own_class.example import conditioning, timed_calls
-from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.placement.links import Links, links_of
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.processes.pool_part import SomeRanks
@@ -17,24 +16,18 @@ Reply = TypeVar("Reply", Probed, LinksProbed)
 
 
 def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple[Probe, tuple[int, int]] | None:
-    """What has blocks timed, and the tokens of the longer and the shorter sequence. `rows`: see Probe; of an own class with
-    fewer tokens so many as it has. None: there is no call of an own class to time it with."""
+    """What has blocks timed, and the tokens of the longer and the shorter sequence. `rows`: numbers of token rows of the
+    two, or so many as the call has that the class was tried for; 32 rows are a picture of 512 x 512. None: there is no call,
+    or it cannot be cut so."""
     family = checkpoint.family
-    if not isinstance(family, OwnClassFamily):
-        text = PROBE_TEXT if family.blocks.joint else 0
-        tokens = rows[0] * PROBE_COLUMNS + text, rows[1] * PROBE_COLUMNS + text
-        return Probe(str(checkpoint.path), dtype, rows, checkpoint.conversion), tokens
-    calls = timed_calls(family, rows, PROBE_COLUMNS, PROBE_TEXT)
-    hidden = family.sizes.hidden(checkpoint.config)
-    tokens_of = [math.ceil(counts.states / hidden) for _, counts in calls]
-    if len(set(tokens_of)) < len(rows):
+    timed = timed_calls(family, rows, PROBE_COLUMNS, PROBE_TEXT)
+    tokens = tuple(math.ceil(counts.states / family.hidden) for _, counts in timed)
+    if len(set(tokens)) < len(rows):
         return None
-    own_calls = tuple(OwnCall(call.x, call.timestep, conditioning(call)) for call, _ in calls)
-    longer, shorter = tokens_of
-    return Probe(str(checkpoint.path), dtype, rows, checkpoint.conversion, own_class=family.own, calls=own_calls), (
-        longer,
-        shorter,
-    )
+    longer, shorter = tokens
+    calls = tuple(OwnCall(call.x, call.timestep, conditioning(call)) for call, _ in timed)
+    probe = Probe(str(checkpoint.path), dtype, checkpoint.conversion, own_class=family.own, calls=calls)
+    return probe, (longer, shorter)
 
 
 def measured_blocks(pool: SomeRanks, probe: Probe, lists: Iterable[str], poll: Poll) -> list[Probed]:

@@ -13,7 +13,7 @@ import torch
 
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import compute_dtype
-from parallel_backend.families import Family
+from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.placement.device_memory import DeviceMemory, device_memories
 from parallel_backend.placement.gpu_overheads import COPY_RATE
 from parallel_backend.placement.memory_check import MemoryCheck
@@ -54,7 +54,7 @@ class MemoryGuard:
         self,
         ranks: ModelRanks,
         memory_check: MemoryCheck,
-        family: Family,
+        family: OwnClassFamily,
         make_room: MakeRoom = no_room,
         lock: AbstractContextManager | None = None,
         shortfalls: Shortfalls | None = None,
@@ -288,7 +288,7 @@ class _Run:
 
 
 def request_of(
-    conditioning: Conditioning, family: Family, kept: int = 0, bands: int = 1, timed: bool = False, added: int = 0
+    conditioning: Conditioning, family: OwnClassFamily, kept: int = 0, bands: int = 1, timed: bool = False, added: int = 0
 ) -> Request:
     """The memory model's record of calls with this conditioning. Other arguments: see memory_model.Request."""
     layout = conditioning.layout
@@ -304,7 +304,6 @@ def request_of(
         family.patching.cut(layout.along).band_dim,
         timed,
         conditioning.changes.together,
-        conditioning.changes.kept_text,
         added,
         counted.streams,
         layout.grid,

@@ -12,7 +12,6 @@ import torch
 from parallel_backend.core.dtypes import compute_name
 from parallel_backend.core.finite import NAMED, all_finite
 from parallel_backend.core.setup import Setup
-from parallel_backend.families.base.file_layout import Source
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import RankError
 from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound
@@ -53,11 +52,11 @@ def explanation(
     setup: Setup,
     adapted: bool,
     controlled: bool,
-    in_file: Mapping[str, Source],
+    in_file: Mapping[str, str],
 ) -> str:
     """The error's text. `seq`: the micro-step of the output. `adapted`, `controlled`: there was a LoRA, a ControlNet.
 
-    `in_file`: parameter -> where its values are in the family's original layout, by which ComfyUI and LoRA files name it.
+    `in_file`: parameter -> its key in the file, by which ComfyUI and LoRA files name it.
     """
     degrees, devices, dtype = setup.degrees, setup.devices, setup.dtype
     first = min(
@@ -70,7 +69,7 @@ def explanation(
     where = " and ".join(f"rank {answer.rank} ({devices[answer.rank]})" for answer in named) or "the last stage"
     stage = f", stage {first[1] + 1} of {degrees.pipe}," if degrees.pipe > 1 else ""
     weights, adapters = (
-        list(dict.fromkeys(in_file[name].key if name in in_file else name for names in found for name in names))
+        list(dict.fromkeys(in_file.get(name, name) for names in found for name in names))
         for found in zip(*((answer.weights, answer.adapters) for answer in answers), strict=True)
     )
     text = (
@@ -104,7 +103,7 @@ def _layers(keys: Sequence[str]) -> str:
 class CauseSearch:
     """Fails calls whose output is not finite, with an error that says where the values began."""
 
-    def __init__(self, ranks: ModelRanks, setup: Setup, adaptation: Adaptation, in_file: Mapping[str, Source]):
+    def __init__(self, ranks: ModelRanks, setup: Setup, adaptation: Adaptation, in_file: Mapping[str, str]):
         """`in_file`: see `explanation`."""
         self._ranks, self._setup, self._adaptation, self._in_file = ranks, setup, adaptation, in_file
 

@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.own_class import open_setup
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup, TensorSizes
-from parallel_backend.families.own_class.family import OwnClassFamily
 
 from .models_on_ranks import OnRanks
 
@@ -16,7 +15,7 @@ class PromptFiles:
 
     def __init__(self):
         self._prompt: str | None = None
-        self._seen: dict[tuple[str, OwnClass | None, TensorSizes], Checkpoint] = {}
+        self._seen: dict[tuple[str, OwnClass, TensorSizes], Checkpoint] = {}
 
     def begin(self, prompt: str | None) -> bool:
         """Forget what another prompt saw. `prompt`: id of the present one. None: unknown, and never the same one. Whether it
@@ -30,31 +29,18 @@ class PromptFiles:
         """The checkpoint of `setup`. The prompt's first call decides: that of the model `on_ranks`, or else the one that a
         node has `opened`, unless its files have changed since; or else the files as they are now.
 
-        ValueError for files that cannot be opened, and for a model of another kind than the `opened` one.
+        ValueError for files that cannot be opened as this class.
         """
         own = setup.own_class
-        key = str(setup.path), None if own is None else replace(own, blocks=()), setup.enlarged
+        key = str(setup.path), replace(own, blocks=()), setup.enlarged
         if key not in self._seen:
             known = None if on_ranks is None else on_ranks.model.checkpoint, opened
             present = next((each for each in known if each is not None and not each.has_changed), None)
-            self._seen[key] = present or _opened(setup)
+            self._seen[key] = present or open_setup(setup)
         seen = self._seen[key]
-        if isinstance(seen.family, OwnClassFamily):
-            if seen.family.own != own:  # its blocks have been proven since
-                seen.check_unchanged()
-                self._seen[key] = seen = open_setup(setup)
-            family = None if opened is None else opened.family
-            if isinstance(family, OwnClassFamily) and family.own == own:  # it has the call that is about to be made
-                self._seen[key] = seen = replace(seen, family=replace(family, file=seen.family.file))
-        if opened is not None and (opened.family.name, opened.config) != (seen.family.name, seen.config):
-            raise ValueError(
-                f"model_name: {seen.path.name} has been replaced on disk by a model of another kind. Have its loader read "
-                "it again: change one of its widgets, and back."
-            )
+        if seen.family.own != own:  # its blocks have been proven since
+            seen.check_unchanged()
+            self._seen[key] = seen = open_setup(setup)
+        if opened is not None and opened.family.own == own and opened.family is not seen.family:
+            self._seen[key] = seen = replace(seen, family=opened.family)  # it has the call that is about to be made
         return seen
-
-
-def _opened(setup: Setup) -> Checkpoint:
-    if setup.own_class is not None or setup.enlarged:
-        return open_setup(setup)
-    return open_checkpoint(setup.path, setup.conversion)

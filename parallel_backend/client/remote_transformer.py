@@ -231,7 +231,7 @@ class RemoteTransformer:
         self._posting.post(call)
 
     def conditioning(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
-        """The ranks' copy of the call's conditioning, see ConditioningCache. ValueError for too large a grid."""
+        """The ranks' copy of the call's conditioning, see ConditioningCache."""
         return self._posting.conditioning(call, layout)
 
     def open_run(self, extrapolate: bool = True) -> int:

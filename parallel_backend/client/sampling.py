@@ -107,7 +107,7 @@ def sample_in_bands(
     patching, latents = model.family.patching.cut(along), latents_of(noise)
     shapes = tuple(tuple(latent.shape) for latent in latents)
     companion_tokens = patching.companion_tokens(shapes)
-    text = model.family.text_tokens(patching.grid(shapes[0]), companion_tokens, prompt.positive)
+    text = model.family.text_tokens(companion_tokens, prompt.positive)
     cut = BandCut(patching, cut_rows(shapes[0], bands, patching, text), shapes)
     run = BandedRun(model, cut.rows, shapes[0], warm_up > 0, overlap, extrapolate, cache, poll, along, companion_tokens)
     limit = exact_above(sigmas, warm_up)

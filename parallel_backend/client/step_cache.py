@@ -1,6 +1,6 @@
 """A step cache: model calls whose output can be extrapolated from earlier calls are forecast instead of computed.
 
-The client decides before anything is sent, so a forecast call costs the ranks nothing and all modes and families can use
+The client decides before anything is sent, so a forecast call costs the ranks nothing and all modes and models can use
 it. A forecast is the line through two computed outputs of the conditioning at the new call's time (TaylorSeer's first
 order, arXiv 2503.06923, on the model's output). TeaCache (2411.19108) and EasyCache (2507.02860) reuse the last output. With
 17 of 30 calls computed, the line gives pictures 53.4 dB from those of all 30 calls, reuse 43.6 dB.

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from .spans import Span
 from .sparse_attention import SparseAttention
 
-KEPT_INT8, KEPT_INT4 = "int8", "int4"
-"""Of `BlockChanges.kept_text`, as ComfyUI's QwenImage21Cache names them."""
-
 
 @dataclass(frozen=True)
 class NormalizedGuidance:
@@ -45,9 +42,6 @@ class BlockChanges:
     """Layers see a part of the keys. None: all keys."""
     one_batch: bool = False
     """The model combines batch entries by itself."""
-    kept_text: str = ""
-    """KEPT_INT8 or KEPT_INT4: keys and values of a text that is kept for later calls are stored in so many bits. Empty: as
-    they are."""
 
     @property
     def together(self) -> bool:

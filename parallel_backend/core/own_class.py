@@ -5,6 +5,7 @@ The nodes fill it in for ComfyUI's classes. A rank imports the module that it is
 
 import functools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,6 +20,13 @@ WORDS, REFERENCES, COMPANION, LATENT = "words", "references", "companion", "late
 """Kinds of tokens in OwnLatent.layout."""
 DTYPE = "torch dtype "
 """Beginning of an argument that is a dtype of torch, before its name."""
+
+
+def name_pattern(name: str) -> str:
+    """Regular expression for the modules that a record calls `name`. A star stands for a block ("<list>.<index>") at the
+    beginning of the name, for an index elsewhere."""
+    star = r"[^.]+\.[^.]+" if name.startswith("*") else r"[^.]+"
+    return re.escape(name).replace(r"\*", star)
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ class OwnLatent:
     """References stand beside a picture: behind each row of the latent's tokens come as many of theirs, and `layout` has
     them behind the latent's."""
     shared: tuple[str, ...] = ()
-    """Modules whose output all bands of a call share, see base.family.name_pattern."""
+    """Modules whose output all bands of a call share, see name_pattern."""
     idle: tuple[str, ...] = ()
     """Linear layers of blocks that words alone pass, named in the same way."""
 
@@ -208,7 +216,7 @@ class OwnClass:
     keys: tuple[tuple[str, str], ...]
     """(parameter of the class, key in the file), where they differ."""
     halves: tuple[str, ...]
-    """See Family.half_dtypes."""
+    """Compute dtypes among core.dtypes.HALVES, the best first, as in ComfyUI's supported_inference_dtypes."""
     video: bool
     """Latents have a time axis."""
     unet: bool = False

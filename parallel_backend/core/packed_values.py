@@ -1,6 +1,4 @@
-"""Bytes of values in a few bits each, of transfers and of a text's kept keys: for the ranks, and for the memory model."""
-
-from .block_changes import KEPT_INT4
+"""Bytes of values in a few bits each, of transfers: for the ranks, and for the memory model."""
 
 GROUP = 32
 """Most values with a common scale: the scale then adds a sixteenth to the bytes of values in one byte each."""
@@ -9,9 +7,6 @@ SCALE_BYTES = 2
 CHANGE_BITS = 4
 """Bits of a changed value (transfer_dtype residual). With 4 bits displaced patches are as close to one rank as with full
 transfers: 63.6 dB after 20 steps. 2 bits lose 5.5 dB."""
-
-INT4_GROUP = 64
-"""Values of a group in comfy-kitchen's int4 layout. A head must be a multiple of it."""
 
 
 def group_size(size: int) -> int:
@@ -32,13 +27,3 @@ def ulysses_bytes(transfer_dtype: str, size: int, itemsize: int) -> float:
 def change_bytes(values: int, size: int, bits: int) -> int:
     """Bytes for the changes of `values` values of heads of `size`, with the scales of their groups."""
     return values // group_size(size) * SCALE_BYTES + -(-values * bits // 8)
-
-
-def packs(kept_text: str, head_size: int) -> bool:
-    """Whether comfy-kitchen's layouts take heads of this size, for a text's kept keys (BlockChanges.kept_text)."""
-    return bool(kept_text) and head_size % (INT4_GROUP if kept_text == KEPT_INT4 else 4) == 0
-
-
-def packed_value_bytes(kept_text: str, head_size: int) -> float:
-    """Bytes of a value of a text's kept keys, with its share of the scale, float32 for each token's head."""
-    return (0.5 if kept_text == KEPT_INT4 else 1) + 4 / head_size

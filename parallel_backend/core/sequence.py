@@ -15,9 +15,8 @@ class SequenceCut:
     inner: int
     """Number of ring x ulysses ranks, which share the tokens of a patch evenly."""
     repeat_text: bool
-    """Every patch rank has all text tokens: naive patches exchange no keys, so a part of the text would miss the rest."""
-    repeat_all: bool = False
-    """Every rank has all tokens, as ComfyUI's own classes do outside of their blocks; of naive patches all of its patch."""
+    """Every patch rank has all text tokens, and of the image its own patch: naive patches exchange no keys, so a part of the
+    text would miss the rest."""
 
     @property
     def size(self) -> int:
@@ -29,31 +28,16 @@ class SequenceCut:
         return tuple(part for band in split_by_share(tokens, self.shares) for part in split(band, self.inner))
 
     def image(self, tokens: Span) -> tuple[Span, ...]:
-        """Each sequence rank's part of the image tokens `tokens`."""
-        if not self.repeat_all:
-            return self.parts(tokens)
+        """By sequence rank: those of the image tokens `tokens` that it gets. Outside of the blocks a class has all."""
         bands = split_by_share(tokens, self.shares) if self.repeat_text else (tokens,) * len(self.shares)
         return tuple(band for band in bands for _ in range(self.inner))
 
-    def text(self, tokens: int) -> tuple[Span, ...]:
-        """Each sequence rank's part of `tokens` text tokens."""
-        span = Span(0, tokens)
-        if self.repeat_all:
-            return (span,) * self.size
-        bands = (span,) * len(self.shares) if self.repeat_text else split_by_share(span, self.shares)
-        return tuple(part for band in bands for part in split(band, self.inner))
-
-    def rows(self, order: TokenOrder, tokens: Span, text: int, companion_tokens: int) -> list[tuple[Span, Span]]:
+    def rows(self, order: TokenOrder, tokens: Span, companion_tokens: int) -> list[tuple[Span, Span]]:
         """By sequence rank, two spans of a micro-step's input rows in the client: the rank's picture tokens among `tokens`,
-        and its part of the companion's tokens, which follow all picture tokens.
-
-        `text`: number of text tokens, whose first `companion_tokens` are the companion's.
-        """
+        and the companion's tokens, which follow all picture tokens."""
         image = order.images(tokens)
-        return [
-            (order.images(part).shift(-image.start), text_part.before(companion_tokens).shift(len(image)))
-            for part, text_part in zip(self.image(tokens), self.text(text), strict=True)
-        ]
+        companion = Span(len(image), len(image) + companion_tokens)
+        return [(order.images(part).shift(-image.start), companion) for part in self.image(tokens)]
 
     def gives_companion(self, index: int) -> bool:
         """Whether the output of sequence rank `index` has companion tokens. If text is repeated, only patch rank 0 has."""

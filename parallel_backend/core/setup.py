@@ -1,6 +1,6 @@
 """How a model is put onto ranks: made once in a node, the key of the model, and sent to every rank in Load."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .degrees import Degrees
@@ -25,7 +25,7 @@ Conversion = tuple[tuple[str, tuple[tuple[str, int, int], ...]], ...]
 """(tensor in ComfyUI's layout, its rows in order as (tensor of the file, first row, row after the last)) of a file in
 diffusers' layout. Empty: the file is in ComfyUI's layout."""
 TensorSizes = tuple[tuple[str, tuple[int, ...]], ...]
-"""(key in the family's original layout, shape) of tensors."""
+"""(key in ComfyUI's layout, shape) of tensors."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,16 @@ class Setup:
     """Tensors that a LoRA enlarges, such as the first layer of Flux for a picture of depths in further channels."""
     fp8_products: bool = False
     """Plain fp8 weights are multiplied in fp8, as ComfyUI does with `--fast fp8_matrix_mult`."""
-    own_class: OwnClass | None = None
-    """ComfyUI's own class, for a file that no family computes. None: the file's family is found by its tensors."""
-
+    own_class: OwnClass = field(kw_only=True)
+    """The class that ranks build, ComfyUI's or quickstart's."""
     conversion: Conversion = ()
     """Of a single file in diffusers' layout, as ComfyUI converts it."""
 
     def with_blocks(self, blocks: tuple[OwnBlock, ...], latent: OwnLatent | None = None) -> "Setup":
         """With the blocks of `own_class` and the places of its latent's tokens, as a trial has found them."""
-        assert self.own_class is not None
         return replace(self, own_class=replace(self.own_class, blocks=blocks, latent=latent))
 
     def differs_by_plan_alone(self, other: "Setup") -> bool:
         """Whether the two are equal in all settings but those that the planner chooses."""
-        own = other.own_class and replace(other.own_class, blocks=(), latent=None)  # a trial for the plan finds them
+        own = replace(other.own_class, blocks=(), latent=None)  # a trial for the plan finds them
         return replace(other, devices=self.devices, degrees=self.degrees, own_class=own) == self

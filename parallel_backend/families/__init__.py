@@ -1,15 +1,1 @@
-"""The registry of families. Each family has a file in this folder and a row here."""
-
-from . import (
-    qwen_image21,
-    wan_animate_2,
-)
-from .base.family import Family
-
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        qwen_image21.QWEN_IMAGE_21,
-        wan_animate_2.WAN_ANIMATE_2,
-    )
-}
+"""Classes of models: ComfyUI's own and the bundled one, and how ranks share them out."""

@@ -1,22 +1,16 @@
-"""Models that ComfyUI loads and no family computes: the keys that identify them, and why there is no family.
+"""Models that ComfyUI loads and ranks do not run: the keys that identify them, and why.
 
-From ComfyUI 0.33: model_detection.py, supported_models.py. Read only if no family takes a file.
+From ComfyUI 0.33: model_detection.py, supported_models.py. Read only if a file is refused.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from .base.step_inputs import Shapes
 
 UNET = "a UNet, and ComfyUI's class of it does not run on ranks as this file has it"
 SOUND = "a model of sound, which one card computes in seconds"
 SOLID = "a model of 3D shapes, which one card computes in seconds"
 PICTURE_TOOL = "no model that a sampler runs"
-BLOCK = "transformer_blocks.0."
-TO_COME = "a diffusion transformer that this version has no family for"
-
-
-class UnknownModel(ValueError):
-    """No family takes the file."""
+NOT_RUN = "a diffusion transformer whose class ranks cannot run"
 
 
 @dataclass(frozen=True)
@@ -35,32 +29,22 @@ OTHERS = (
     OtherModel("Trellis 2 or Pixal3D", SOLID, ("img2shape.t_embedder.mlp.0.weight",)),
     OtherModel("Trellis 2 or Pixal3D", SOLID, ("shape2txt.t_embedder.mlp.0.weight",)),
     OtherModel("Stable Audio", SOUND, ("transformer.rotary_pos_emb.inv_freq",)),
-    OtherModel("AuraFlow", TO_COME, ("double_layers.0.attn.w1q.weight",)),
-    OtherModel("Genmo Mochi", TO_COME, ("blocks.0.attn.k_norm_x.weight", "blocks.0.attn.k_norm_y.weight")),
     OtherModel("ACE-Step", SOUND, ("genre_embedder.weight",)),
     OtherModel("ACE-Step 1.5", SOUND, ("encoder.lyric_encoder.layers.0.input_layernorm.weight",)),
-    OtherModel("Cosmos 1", TO_COME, ("blocks.block0.blocks.0.block.attn.to_q.0.weight",)),
-    OtherModel("PiD, a decoder of latents to pixels", TO_COME, ("lq_proj.latent_proj.0.weight",)),
-    OtherModel("PixelDiT", TO_COME, ("core.pixel_embedder.proj.weight",)),
-    OtherModel("PixelDiT", TO_COME, ("pixel_embedder.proj.weight",)),
-    OtherModel("Z-Image in pixel space", TO_COME, ("dec_net.cond_embed.weight", "cap_embedder.1.weight")),
+    OtherModel("PiD, a decoder of latents to pixels", NOT_RUN, ("lq_proj.latent_proj.0.weight",)),
+    OtherModel("PixelDiT", NOT_RUN, ("core.pixel_embedder.proj.weight",)),
+    OtherModel("PixelDiT", NOT_RUN, ("pixel_embedder.proj.weight",)),
+    OtherModel("Z-Image in pixel space", NOT_RUN, ("dec_net.cond_embed.weight", "cap_embedder.1.weight")),
     OtherModel("Hunyuan3D 2", SOLID, ("latent_in.weight",)),
     OtherModel("Hunyuan3D 2.1", SOLID, ("x_embedder.weight", "t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight")),
     OtherModel("TripoSplat", SOLID, ("cam_out_layer.weight", "repo_layers.0.final_map.weight")),
-    OtherModel("HiDream-O1", TO_COME, ("t_embedder1.mlp.0.weight", "x_embedder.proj1.weight")),
-    OtherModel("Boogu-Image", TO_COME, ("double_stream_layers.0.img_instruct_attn.processor.img_to_q.weight",)),
-    OtherModel("OmniGen2", TO_COME, ("time_caption_embed.timestep_embedder.linear_1.bias",)),
-    OtherModel("Lens", TO_COME, (f"{BLOCK}attn.norm_added_q.weight", f"{BLOCK}img_mlp.w1.weight")),
-    OtherModel("Mage-Flow", TO_COME, ("txt_norm.weight", "proj_out.weight", f"{BLOCK}attn.norm_added_q.weight")),
     OtherModel("RT-DETR, which finds objects", PICTURE_TOOL, ("encoder.pan_blocks.1.cv4.conv.weight",)),
     OtherModel("Depth Anything 3", PICTURE_TOOL, ("backbone.embeddings.patch_embeddings.projection.weight",)),
     OtherModel("SAM 3, which cuts out objects", PICTURE_TOOL, ("detector.transformer.decoder.query_embed.weight",)),
-    OtherModel("JoyImage", TO_COME, ("double_blocks.0.attn.img_attn_qkv.weight",)),
-    OtherModel("Chroma Radiance", TO_COME, ("nerf_image_embedder.embedder.0.weight",)),
     OtherModel("a Stable Diffusion (1.5, 2, XL, Video, or made from one)", UNET, ("input_blocks.0.0.weight",)),
 )
 
 
-def other_model(shapes: Shapes) -> OtherModel | None:
+def other_model(shapes: Mapping[str, object]) -> OtherModel | None:
     """The row of OTHERS for a single file with these keys. None: it is none of them."""
     return next((each for each in OTHERS if all(key in shapes for key in each.keys)), None)

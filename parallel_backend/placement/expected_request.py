@@ -14,10 +14,10 @@ def expected_request(
     Reference pictures are not counted, as only a model call has their tokens. A companion latent is as long as ComfyUI's
     empty latents have it.
     """
-    family, config = checkpoint.family, checkpoint.config
+    family = checkpoint.family
     image_grid = family.patching.grid(shape)
-    example = family.example(config, prompt)
-    text = family.text_tokens(image_grid, family.patching.usual_companion_tokens(shape), example)
+    example = family.example(prompt)
+    text = family.text_tokens(family.patching.usual_companion_tokens(shape), example)
     counted = family.counted(image_grid, text, example)
     return Request(
         grid=counted.grid,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from parallel_backend.core.degrees import Coordinate, Degrees
-from parallel_backend.core.packed_values import change_bits, change_bytes, packed_value_bytes, packs
+from parallel_backend.core.packed_values import change_bits, change_bytes
 from parallel_backend.core.spans import Span, split, split_carrying
-from parallel_backend.families.base.blocks import CAUSAL_TEXT, Over, StreamKeys
+from parallel_backend.families.own_class.family import WHOLE_STATES, StreamKeys
 
 from .model_sizes import ModelSizes, rank_weights, weights_of_blocks
 
@@ -100,12 +100,10 @@ class Request:
     """Each token has a timestep."""
     together: bool = False
     """All entries are the first replica's."""
-    kept_text: str = ""
-    """How a text that runs once a run is stored, see BlockChanges."""
     added: int = 0
     """Tensors of hidden states that controls add behind blocks."""
     streams: tuple[tuple[int, int], ...] = ()
-    """See families.base.family.Counted."""
+    """See Counted."""
     picture: tuple[int, ...] = ()
     """The grid of the latent, the same for each conditioning: `grid` may have other tokens too (OwnClassFamily.counted)."""
 
@@ -142,11 +140,9 @@ def memory_of(
     span = spans[at.pipe]
     computing = [_computing(sizes, degrees, at, request) for request in requests]
     tokens = [_step_tokens(sizes, degrees, at, request) for request in requests]
-    # A rank copies all additions for its blocks before the first one (stage_forward.py).
-    # One of a class that adds them itself copies all.
-    here, shared = (math.inf, 1) if sizes.whole_states else (len(span), degrees.sequence)
-    additions = (min(each.added, here) * max(step) for each, step in zip(requests, tokens, strict=True))
-    added = math.ceil(max(additions, default=0) * sizes.token_bytes / shared)
+    # A rank copies all additions before the first block (stage_forward.py).
+    additions = (each.added * max(step) for each, step in zip(requests, tokens, strict=True))
+    added = max(additions, default=0) * sizes.token_bytes
     return MemoryNeed(
         rank_weights(sizes, degrees, span).total,
         sum(buffer_bytes(sizes, degrees, span, at, request) for request in requests),
@@ -182,40 +178,24 @@ def bytes_outside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) 
     """Bytes of a run beside the blocks' weights, keys and values, on a rank with all weights outside the blocks."""
     uncut = (Span(0, len(sizes.block_bytes)),) * degrees.pipe
     needs = memory_by_rank(sizes, degrees, uncut, (request,))
-    return sum(sizes.ends) + max(need.activations for need in needs)
+    return sizes.ends + max(need.activations for need in needs)
 
 
 def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates; for exact calls those of
-    texts that run once a run (prefix_keys.py)."""
-    layers = [over for block in sizes.attention[span.slice] for over in block]
-    image, copies = request.image, request.kept
-    itemsize: float = sizes.itemsize
-    if not copies:
-        layers, image, copies = [over for over in layers if over == CAUSAL_TEXT], 0, 1
-        if packs(request.kept_text, sizes.head_size):
-            itemsize = packed_value_bytes(request.kept_text, sizes.head_size)
-    values = int(head_values(sizes, layers, image, request.text, request.streams))
+    """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates. 0 for exact calls."""
+    layers = [keys for block in sizes.attention[span.slice] for keys in block]
+    values = head_values(layers, request.image, request.text, request.streams)
     heads = request.entries_on(degrees, at) * sizes.key_heads_on(degrees, at)
-    return int(2 * copies * heads * values * itemsize)
+    return int(2 * request.kept * heads * int(values) * sizes.itemsize)
 
 
-def head_values(
-    sizes: ModelSizes,
-    layers: Iterable[Over],
-    image: float,
-    text: int,
-    streams: tuple[tuple[int, int], ...] = (),
-) -> float:
-    """Values of one head's keys in these attention layers. `layers`: the tokens that each one is over. `streams`: see
-    Request."""
+def head_values(layers: Iterable[StreamKeys], image: float, text: int, streams: tuple[tuple[int, int], ...] = ()) -> float:
+    """Values of one head's keys in these attention layers. `streams`: see Request."""
     others = dict(streams)
 
-    def values(over: Over) -> float:
-        if not isinstance(over, StreamKeys):
-            return (image + text) * sizes.head_size
-        of_streams = sum(others[stream] for stream in over.streams if text) if others else text * bool(over.streams)
-        return over.head_size * (image * over.image + of_streams)
+    def values(keys: StreamKeys) -> float:
+        of_streams = sum(others[stream] for stream in keys.streams if text) if others else text * bool(keys.streams)
+        return keys.head_size * (image * keys.image + of_streams)
 
     return sum(map(values, layers))
 
@@ -276,5 +256,5 @@ def _computing(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: Req
     estimate = round(states * part * token_bytes)
     tokens = whole if whole == band else entries * (request.image + _text(sizes, request))
     if part < tokens:
-        estimate += sizes.whole_states * tokens * token_bytes
+        estimate += WHOLE_STATES * tokens * token_bytes
     return math.floor(least), max(math.floor(least), round(estimate * sizes.measured))

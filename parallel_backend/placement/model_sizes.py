@@ -10,7 +10,7 @@ from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split, split_units
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.blocks import Over
+from parallel_backend.families.own_class.family import StreamKeys
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class ModelSizes:
 
     block_bytes: tuple[int, ...]
     """Bytes of each block's weights."""
-    ends: tuple[int, int, int]
-    """Bytes of the other weights: see ends_bytes."""
-    attention: tuple[tuple[Over, ...], ...]
-    """For each block, the tokens that each of its attention layers is over (families.base.blocks)."""
+    ends: int
+    """Bytes of the other weights, which each stage has."""
+    attention: tuple[tuple[StreamKeys, ...], ...]
+    """For each block, the keys of each of its attention layers."""
     heads: int
     sharing: int
     """How many of `heads` in a row have the same keys and values."""
@@ -37,16 +37,14 @@ class ModelSizes:
     """Tensor degrees to which the file's quantised weights can be cut. None: all."""
     transfer_dtype: str = "full"
     """See core.setup.Setup."""
-    whole_states: int = 0
-    """See families.base.blocks.Blocks."""
     measured: float = 1.0
     """Activations that runs of this model took, as a share of the estimate. 1: no device has told."""
     head_units: int = 0
-    """See families.base.family.Sizes."""
+    """See OwnClass.head_units."""
 
     @property
     def weight_bytes(self) -> int:
-        return sum(self.block_bytes) + sum(self.ends)
+        return sum(self.block_bytes) + self.ends
 
     @property
     def token_bytes(self) -> int:
@@ -107,28 +105,26 @@ class RankWeights:
 
 def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     """The sizes on ranks whose devices are like `device`. `dtype`: of the weights, as Setup has it."""
-    family, config = checkpoint.family, checkpoint.config
-    lists, hidden = block_lists(checkpoint), family.sizes.hidden(config)
+    family = checkpoint.family
     computed = compute_dtype(dtype, torch.device("cuda" if "cuda" in device else "cpu")).itemsize
     return ModelSizes(
-        tuple(block_bytes(checkpoint, lists, dtype, 1)),
+        tuple(block_bytes(checkpoint, block_lists(checkpoint), dtype, 1)),
         ends_bytes(checkpoint, dtype),
-        family.blocks.attention(checkpoint.key_map),
-        family.sizes.heads(config),
-        family.sizes.sharing(config),
-        family.sizes.head_size(config),
-        hidden,
+        family.attention,
+        family.own.heads,
+        family.own.sharing,
+        family.own.head_size,
+        family.hidden,
         computed,
-        family.blocks.joint,
+        family.own.joint,
         checkpoint.tensor_degrees,
-        whole_states=family.blocks.whole_states,
-        head_units=family.sizes.head_units(config),
+        head_units=family.own.head_units,
     )
 
 
 def block_lists(checkpoint: Checkpoint) -> list[str]:
     """The name of each block's list."""
-    counts = checkpoint.family.blocks.counts(checkpoint.config)
+    counts = checkpoint.family.counts
     return [name for name, count in counts.items() for _ in range(count)]
 
 
@@ -136,24 +132,16 @@ def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: in
     """Bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists."""
     sizes = dict.fromkeys(((name, lists[:place].count(name)) for place, name in enumerate(lists)), 0)
     for target in checkpoint.key_map:
-        if (place := checkpoint.family.blocks.place(target)) is not None:
+        if (place := checkpoint.family.place(target)) is not None:
             sizes[place] += checkpoint.nbytes(target, dtype) // tensor
     return list(sizes.values())
 
 
-def ends_bytes(checkpoint: Checkpoint, dtype: str) -> tuple[int, int, int]:
-    """Bytes of the weights outside the blocks: on the first stage, on the last, and on every stage."""
+def ends_bytes(checkpoint: Checkpoint, dtype: str) -> int:
+    """Bytes of the weights outside the blocks."""
     family = checkpoint.family
-    first = last = shared = 0
-    for target in checkpoint.key_map:
-        top, size = target.partition(".")[0], checkpoint.nbytes(target, dtype)
-        if top in family.blocks.prologue:
-            first += size
-        elif top in family.blocks.epilogue:
-            last += size
-        elif family.blocks.place(target) is None and not family.is_elsewhere(target):
-            shared += size
-    return first, last, shared
+    outside = (name for name in checkpoint.key_map if family.place(name) is None and not family.is_elsewhere(name))
+    return sum(checkpoint.nbytes(name, dtype) for name in outside)
 
 
 def weights_of_blocks(sizes: ModelSizes, degrees: Degrees) -> tuple[int, ...]:
@@ -162,11 +150,8 @@ def weights_of_blocks(sizes: ModelSizes, degrees: Degrees) -> tuple[int, ...]:
 
 
 def rank_weights(sizes: ModelSizes, degrees: Degrees, span: Span) -> RankWeights:
-    """The weights of a rank of the stage with the blocks `span`. Those outside the blocks count whole on each tensor rank: a
-    family's large layers are cut there, which is at most a hundredth of its weights."""
-    first, last, shared = sizes.ends
-    ends = shared + (first if span.start == 0 else 0) + (last if span.stop == len(sizes.block_bytes) else 0)
-    return RankWeights(ends, weights_of_blocks(sizes, degrees)[span.slice])
+    """The weights of a rank of the stage with the blocks `span`."""
+    return RankWeights(sizes.ends, weights_of_blocks(sizes, degrees)[span.slice])
 
 
 def weights_by_rank(sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...]) -> list[RankWeights]:

@@ -9,7 +9,7 @@ from enum import Enum
 
 from parallel_backend.core.degrees import SEQUENCE_AXES, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, group_size, ulysses_bytes
-from parallel_backend.families.base.blocks import Over
+from parallel_backend.families.own_class.family import StreamKeys
 from parallel_backend.placement.balance import Balance, stage_ranks
 from parallel_backend.placement.memory_model import head_values
 from parallel_backend.placement.model_sizes import ModelSizes
@@ -156,9 +156,8 @@ class CalibratedCosts:
             return sum(self._bytes(mode, axis, name, kind, entries) for kind in kinds)
 
         sent = {name: {axis: [of_block(axis, name)] * mode.degrees.world for axis in axes} for name in self.workload.kinds}
-        if self.workload.trials is not None:
-            leaving = sum(sum(self._tokens(mode, kind)) for kind in kinds)
-            sent[AROUND] = self._gathered(mode.degrees, entries * leaving * self.workload.sizes.token_bytes)
+        leaving = sum(sum(self._tokens(mode, kind)) for kind in kinds)
+        sent[AROUND] = self._gathered(mode.degrees, entries * leaving * self.workload.sizes.token_bytes)
         return sent
 
     def _gathered(self, degrees: Degrees, size: float) -> dict[str, list[float]]:
@@ -209,11 +208,11 @@ class CalibratedCosts:
     def _keys(self, mode: Mode, block: str, sizes: ModelSizes, degrees: Degrees, kind: StepKind, entries: int) -> float:
         """Bytes of the keys and values of all tokens that a micro-step computes for a block, on the rank with most heads."""
         image, text = self._tokens(mode, kind)
-        values = head_values(sizes, self._layers(block), image, text, self.workload.streams)
+        values = head_values(self._layers(block), image, text, self.workload.streams)
         heads = max(sizes.key_heads_on(degrees, degrees.coordinate(rank)) for rank in range(degrees.world))
         return 2 * entries * heads * values * sizes.itemsize
 
-    def _layers(self, block: str) -> tuple[Over, ...]:
+    def _layers(self, block: str) -> tuple[StreamKeys, ...]:
         """The tokens that each attention layer of a block is over."""
         return self.workload.sizes.attention[self.workload.blocks.index(block)]
 

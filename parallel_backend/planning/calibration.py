@@ -1,6 +1,5 @@
 """The calibration of this machine: its ranks time a block and their links, which takes about ten seconds."""
 
-import functools
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,13 +36,13 @@ def contexts(device: str) -> int:
 def calibration_key(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, attention: str) -> dict[str, object]:
     """Everything that a calibration depends on: a file with another key is not used. Of a class, nothing that only some of
     its trials note, such as heads: its kind has its sizes."""
-    family, config = checkpoint.family, checkpoint.config
+    family = checkpoint.family
     return {
         "version": VERSION,
         "devices": [_device(name) for name in devices],
         "torch": torch.__version__,
         "family": family.kind,
-        "blocks": [family.sizes.hidden(config), *sorted(family.blocks.counts(config))],
+        "blocks": [family.hidden, *sorted(family.counts)],
         "dtype": dtype,
         "packed": sorted({kind for name in checkpoint.key_map if (kind := checkpoint.storage(name, dtype))}),
         "attention": attention,
@@ -79,7 +78,7 @@ def calibration_of(
     tokens: tuple[int, int],
 ) -> Calibration:
     """The ranks' measurements as a calibration. `tokens`: of the longer and the shorter timed sequence."""
-    share = functools.partial(checkpoint.family.attention_share, checkpoint.config)
+    share = checkpoint.family.attention_share
     costs = tuple(
         DeviceCost(
             {name: through(list(zip(tokens, times, strict=True)), share(name)) for name, times in probed.blocks.items()},

@@ -1,4 +1,4 @@
-"""Calibrations on disk: one small JSON file for each machine, model family and dtype."""
+"""Calibrations on disk: one small JSON file for each machine, kind of model and dtype."""
 
 import logging
 from collections.abc import Callable

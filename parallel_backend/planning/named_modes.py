@@ -27,14 +27,7 @@ def ranks_of(mode: str, wanted: int, possible: int, config: Degrees) -> int:
     )
 
 
-def degrees_of(mode: str, ranks: int, config: Degrees, heads: int) -> Degrees:
-    """The degrees of `mode`, not auto, on `ranks` ranks: those of `config`, and `mode`'s axis multiplied.
-
-    `heads`: the model's attention heads, which limit Ulysses; further ranks become ring ranks.
-    """
-    left = ranks // config.world
-    if mode == "ulysses" and left > heads:
-        ulysses = max(degree for degree in range(1, heads + 1) if left % degree == 0)
-        return replace(config, ulysses=ulysses, ring=left // ulysses)
+def degrees_of(mode: str, ranks: int, config: Degrees) -> Degrees:
+    """The degrees of `mode`, not auto, on `ranks` ranks: those of `config`, and `mode`'s axis multiplied."""
     axis = AXIS[mode]
-    return replace(config, **{axis: getattr(config, axis) * left})
+    return replace(config, **{axis: getattr(config, axis) * (ranks // config.world)})

@@ -98,7 +98,7 @@ def step_bytes(costs: CalibratedCosts, mode: Mode, cut: Balance, exact: bool) ->
     kinds = [StepKind.EXACT] if exact else [_kind(step) for step in micro_steps([False], mode.bands)]
     for rank in range(degrees.world):
         at = degrees.coordinate(rank)
-        ends = workload.trials is None or at.pipe == degrees.pipe - 1  # behind a class's blocks
+        ends = at.pipe == degrees.pipe - 1  # behind a class's blocks
         for name in (*workload.blocks[cut.stage_blocks[at.pipe].slice], *([AROUND] if ends else [])):
             for axis, counts in sent.get(name, {}).items():
                 axes[axis][rank] += counts[rank]
@@ -118,7 +118,7 @@ def _handed_on(workload: Workload, mode: Mode, rank: int, kind: StepKind) -> flo
     text = 0 if kind is StepKind.OTHER_BAND and not workload.text_in_bands else workload.text
     image = workload.image if kind is StepKind.EXACT else workload.band_image(mode.bands, kind is StepKind.FIRST_BAND)
     share = image / workload.image
-    tokens = len(sequence.text(text)[place]) + share * len(sequence.image(Span(0, workload.image))[place])
+    tokens = len(sequence.parts(Span(0, text))[place]) + share * len(sequence.parts(Span(0, workload.image))[place])
     return tokens * workload.sizes.token_bytes
 
 

@@ -48,10 +48,11 @@ def rehearse(
     plain, rehearsed = replace(setup, stage_split="auto", compile=False, cuda_graphs=False, planned=""), []
     for proposal in plan.proposals:
         degrees, trials = proposal.mode.degrees, costs.workload.trials
-        own = None if trials is None else trials.class_for(degrees)
+        assert trials is not None, "rehearsed modes have been tried"
+        own = trials.class_for(degrees)
         devices = tuple(names[device] for device in proposal.mode.devices)
         of_mode = replace(plain, devices=devices, degrees=degrees, own_class=own)
-        file = checkpoint if own is None else with_class(checkpoint, own)
+        file = with_class(checkpoint, own)
         request = costs.workload.request(proposal.mode.exact, proposal.mode.bands)
         poll = poll_of(f"trying {proposal.mode} for a few steps")
         try:
@@ -74,7 +75,7 @@ def _predicted(costs: CalibratedCosts, proposal: Prediction, setup: Setup) -> fl
 def _seconds(model: RemoteTransformer, proposal: Prediction, workload: Workload, poll: Poll) -> float:
     """Seconds of a rehearsed run: the median, without the first one if there are several."""
     family, mode, entries = model.family, proposal.mode, workload.entries
-    example = family.inputs.example(model.checkpoint.config, workload.prompt)
+    example = family.example(workload.prompt)
     tensors = {name: tensor.repeat(entries, *(1,) * (tensor.ndim - 1)) for name, tensor in example.items()}
     prompt, sigmas = Prompt(tensors, {}, 1.0), linear_sigmas(_steps(workload))
     noise = family.noise((entries, *workload.shape[1:]))

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.spans import Span, split_carrying
-from parallel_backend.families.base.blocks import Over
+from parallel_backend.families.own_class.family import StreamKeys
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.placement.model_sizes import ModelSizes, model_sizes
@@ -42,9 +42,9 @@ class Workload:
     text_in_bands: bool = False
     """Text runs with every band, as in xDiT. False: with the first band alone, as in this product."""
     streams: tuple[tuple[int, int], ...] = ()
-    """See families.base.family.Counted."""
+    """See Counted."""
     trials: Trials | None = None
-    """Of ComfyUI's own class. None: a family, whose modes are all known."""
+    """None: nothing is known against any mode."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ def workload_of(
 
     ValueError if the latent has no frames, where the model is one for video.
     """
-    family, config = checkpoint.family, checkpoint.config
+    family = checkpoint.family
     grid = family.patching.grid(shape)
     if len(shape) != 2 + len(grid):
         raise ValueError(
@@ -110,13 +110,13 @@ def workload_of(
         )
     request = expected_request(checkpoint, shape, entries, prompt)
     sizes = replace(model_sizes(checkpoint, dtype, device), transfer_dtype=transfer_dtype)
-    kinds: dict[tuple[str, tuple[Over, ...]], str] = {}
-    blocks = zip(family.blocks.names(config), sizes.attention, strict=True)
+    kinds: dict[tuple[str, tuple[StreamKeys, ...]], str] = {}
+    blocks = zip(family.block_names, sizes.attention, strict=True)
     return Workload(
         name=checkpoint.path.name,
         kind=family.title,
         dtype=dtype,
-        shape=(shape[0], family.sizes.latent_channels(config), *shape[2:]),
+        shape=(shape[0], family.latent_channels, *shape[2:]),
         entries=entries,
         steps=steps,
         prompt=prompt,

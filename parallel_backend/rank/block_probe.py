@@ -5,7 +5,7 @@ Weights are random, and packed like the file's.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -15,14 +15,9 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half
 from parallel_backend.checkpoints.quantised_formats import KEPT, blank, int8_layer
 from parallel_backend.core.dtypes import compute_dtype
-from parallel_backend.core.spans import Span
-from parallel_backend.families import Family
-from parallel_backend.families.base.step_inputs import Config, StepInputs
-from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.rank.stage.linear import RankLinear
-from parallel_backend.rank.stage.meta_model import meta_model
 from parallel_backend.rank.stage.own_class import own_class_to_time, own_forward
-from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, OwnCall, Probed
+from parallel_backend.wire.diagnosis import OwnCall, Probed
 
 REPEATS = 5
 AROUND = "around the blocks"
@@ -62,20 +57,10 @@ class _Stopwatch:
 
 
 @torch.inference_mode()
-def probe(
-    rank: int,
-    checkpoint: Checkpoint,
-    device: torch.device,
-    dtype_name: str,
-    rows: tuple[int, int],
-    calls: Sequence[OwnCall] = (),
-) -> Probed:
-    """Seconds of a block of each list, and of the rest of the forward, for a longer and a shorter grid. No collective.
-
-    `calls`: of ComfyUI's own class, in place of `rows`.
-    """
-    # Two grids, since a block's time has a constant part: packed weights are expanded at each use, for any sequence.
-    long, short = _measure(checkpoint, device, dtype_name, rows, calls)
+def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: str, calls: Sequence[OwnCall]) -> Probed:
+    """Seconds of a block of each list, and of the rest of the forward, for a longer and a shorter call. No collective."""
+    # Two calls, since a block's time has a constant part: packed weights are expanded at each use, for any sequence.
+    long, short = _measure(checkpoint, device, dtype_name, calls)
     times: dict[str, tuple[float, ...]] = {name: (long[name], short[name]) for name in long}
     free = None
     if device.type == "cuda":
@@ -86,20 +71,14 @@ def probe(
 
 
 def _measure(
-    checkpoint: Checkpoint, device: torch.device, dtype_name: str, rows: tuple[int, int], calls: Sequence[OwnCall]
+    checkpoint: Checkpoint, device: torch.device, dtype_name: str, calls: Sequence[OwnCall]
 ) -> list[dict[str, float]]:
-    """For each grid: seconds by block list, and under AROUND those of the forward without the blocks."""
-    family, config, dtype = checkpoint.family, checkpoint.config, compute_dtype(dtype_name, device)
-    if isinstance(family, OwnClassFamily):
-        model, blocks = own_class_to_time(family, dtype)
-        runs = [own_forward(model, call, device, dtype) for call in calls]
-    else:
-        model, blocks = _to_time(family, config)
-        runs = [_forward(family, config, model, count, device, dtype) for count in rows]
+    """For each call: seconds by block list, and under AROUND those of the forward without the blocks."""
+    dtype = compute_dtype(dtype_name, device)
+    model, blocks = own_class_to_time(checkpoint.family, dtype)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            kept = parameter.dtype if family.inputs.keeps_dtypes else dtype
-            values = torch.empty(parameter.shape, dtype=kept, device=device).normal_(std=0.02)
+            values = torch.empty_like(parameter, device=device).normal_(std=0.02)
             setattr(module, name, nn.Parameter(values, requires_grad=False))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -108,7 +87,8 @@ def _measure(
     watch, results = _Stopwatch(device), []
     for name, block in blocks.items():
         watch.watch(name, block)
-    for run in runs:
+    for call in calls:
+        run = own_forward(model, call, device, dtype)
         run()  # the first run also allocates and picks kernels
         watch.restart()
         for _ in range(REPEATS):
@@ -119,15 +99,6 @@ def _measure(
         whole = inside.pop(AROUND)
         results.append(inside | {AROUND: max(0.0, whole - sum(inside.values()))})
     return results
-
-
-def _to_time(family: Family, config: Config) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """The model with the first block of each list alone, and those blocks by list."""
-    model, blocks = meta_model(family, config), {}
-    for spec in family.blocks.lists:
-        blocks[spec.name] = getattr(model, spec.name)[0]
-        setattr(model, spec.name, nn.ModuleList([blocks[spec.name]]))
-    return model, blocks
 
 
 def _pack(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: torch.device) -> None:
@@ -142,7 +113,7 @@ def _pack(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: tor
         storage = checkpoint.storage(target, dtype_name)
         if storage is None:
             continue
-        entry, (rows, columns) = checkpoint.entries[checkpoint.key_map[target].key], module.weight.shape
+        entry, (rows, columns) = checkpoint.entries[checkpoint.key_map[target]], module.weight.shape
         if storage in GGUF_BLOCKS:
             values, size = GGUF_BLOCKS[storage]
             packed = torch.zeros(rows, columns // values * size, dtype=torch.uint8, device=device)
@@ -156,19 +127,3 @@ def _pack(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: tor
             full_precision = entry.dtype == storage and (entry.layer is None or entry.layer.full_precision)
             packed = module.weight.to(FP8_KINDS[storage]).view(torch.uint8)
             module.pack(packed, Fp8(storage, scale, full_precision=full_precision), dtype)
-
-
-def _forward(family, config, model: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """The model's forward on a random picture of `rows` x PROBE_COLUMNS tokens."""
-    patching = family.patching
-    grid = ((1,) if patching.video else ()) + (rows, PROBE_COLUMNS)
-    latent = torch.randn(1, family.sizes.latent_channels(config), *patching.whole(grid))
-    tokens = patching.pack(latent).to(device, dtype)
-    tensors = {
-        name: tensor.to(device, dtype if tensor.is_floating_point() else None)
-        for name, tensor in family.inputs.example(config, PROBE_TEXT).items()
-    }
-    timestep = torch.full((1,), 0.5, device=device)
-    image, text, order = Span(0, tokens.shape[1]), Span(0, PROBE_TEXT), family.token_order(grid)
-    inputs = StepInputs(tokens, timestep, tensors, grid, order, image, text, len(text), dtype)
-    return lambda: family.run(model, inputs)

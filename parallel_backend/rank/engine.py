@@ -12,12 +12,10 @@ from parallel_backend.wire.timeline_kinds import OUTSIDE, WORK, StepLabel
 
 from .conditioning_store import ConditioningStore
 from .finite_check import FiniteWatch, bad_adapters, bad_weights
-from .kept_texts import KeptTexts
 from .loaded_stage import LoadedStage
 from .micro_step_graphs import CAPTURES, Kind, MicroStepGraphs
 from .run_buffers import RunBuffers
 from .stage_forward import StageForward
-from .stage_ops import Op, stage_ops
 
 
 class Engine:
@@ -26,10 +24,8 @@ class Engine:
     def __init__(self, rank: int, load: Load, stage: LoadedStage):
         """`stage`: this rank's part of the model of `load`."""
         self.rank, self.stage, device = rank, stage, stage.device
-        self.conditionings = ConditioningStore(stage.family, device, stage.dtype)
-        self.runs, self._texts = RunBuffers(), KeptTexts(stage.family)
+        self.conditionings, self.runs = ConditioningStore(stage.family, device), RunBuffers()
         self._traffic, self._link = stage.traffic, stage.link
-        self._ops = (Op.COMPUTE,) if stage.own_link is not None else stage_ops(stage.pipe.index, stage.pipe.size)
         self._graphs = None
         if load.setup.cuda_graphs and stage.computes_alone and device.type in CAPTURES:
             self._graphs = MicroStepGraphs(device, stage.blocks_done, stage.heartbeat.unasked, stage.without_graphs)
@@ -88,26 +84,19 @@ class Engine:
         """All adapters have been added. Returns their bytes."""
         self.drop_graphs()
         self.stage.module_cache.forget()
-        self._texts.forget()
-        self.conditionings.forget_prefixes()
         return self.stage.adapters.nbytes
 
     def put_conditioning(self, message: PutConditioning) -> None:
         self.drop_graphs(lambda kind: kind.conditioning == message.id)
-        self._forget_calls(message.id)
+        self.stage.own_link.drop_conditioning(message.id)
         self.conditionings.put(message)
 
     def drop_conditioning(self, conditioning: int) -> None:
         self.drop_graphs(lambda kind: kind.conditioning == conditioning)
         self.conditionings.drop(conditioning)
-        self._forget_calls(conditioning)
+        self.stage.own_link.drop_conditioning(conditioning)
         self.stage.module_cache.drop(conditioning)
         self.runs.drop_conditioning(conditioning)
-
-    def _forget_calls(self, conditioning: int) -> None:
-        self._texts.drop_conditioning(conditioning)
-        if self.stage.own_link is not None:
-            self.stage.own_link.drop_conditioning(conditioning)
 
     def open_run(self, run: OpenRun) -> None:
         self.runs.open_run(run)
@@ -117,8 +106,6 @@ class Engine:
         self._link.await_sends()
         self.drop_graphs((lambda kind: kind.run == run) if run == 0 else lambda kind: True)
         buffer_bytes = self.runs.close_run(run)
-        self._texts.close_run(run)
-        self.conditionings.forget_prefixes()
         if run:
             self.stage.module_cache.forget()
         bytes_sent, under_way, waited = self._traffic.report()
@@ -156,24 +143,9 @@ class Engine:
         began = clock.now()
         recorder.step = label = self._label(step)
         self._traffic.mark(began)
-        received: torch.Tensor | None = None
-        output: torch.Tensor | None = None
-        if self.stage.own_link is not None:
-            self.stage.own_link.begin_step(step, upcoming)
-        for op in self._ops:
-            if op is Op.RECEIVE:
-                if not self._link.posted:
-                    self._post_receive(step)
-                received = self._link.receive()
-                # Behind the receive of this micro-step: both ends pair transfers by their order.
-                if upcoming is not None and step.overlap and self.stage.receives_early:
-                    self._post_receive(upcoming)
-            elif op is Op.COMPUTE:
-                output = self._compute(step, received)
-                self._finite.note(step.seq, step.run, output)
-            else:
-                assert output is not None
-                self._link.send(output, step.overlap)
+        self.stage.own_link.begin_step(step, upcoming)
+        output = self._compute(step)
+        self._finite.note(step.seq, step.run, output)
         self._micro_steps += 1
         ended = clock.now()
         self._traffic.mark(ended, idle=True)
@@ -182,7 +154,6 @@ class Engine:
         last = self.stage.pipe.index == self.stage.pipe.size - 1
         if not last or self.stage.tensor.index > 0:  # tensor ranks have equal outputs
             return None
-        assert output is not None
         return Output(self.rank, step.seq, output)
 
     def begin_timeline(self) -> None:
@@ -200,18 +171,14 @@ class Engine:
         weights, adapters = bad_weights(model, self.stage.store, changed), bad_adapters(model, changed)
         return NotFiniteFound(self.rank, seq, weights, adapters)
 
-    def _post_receive(self, step: Step) -> None:
-        shape = self._forward.received_shape(self._texts.of(step), self.conditionings[step.conditioning])
-        self._link.post_receive(shape, self.stage.dtype)
-
-    def _compute(self, step: Step, received: torch.Tensor | None) -> torch.Tensor:
+    def _compute(self, step: Step) -> torch.Tensor:
         self.stage.store.begin_step()
         conditioning = self.conditionings[step.conditioning]
         is_new = step.form not in self._measured  # others take as much: torch's statistics cost some 0.1 ms
         if is_new:
             self.stage.copies.begin_measuring()
         buffer = self.runs.begin_step(step, conditioning)
-        output = self._forward.compute(self._texts.of(step), conditioning, buffer, received)
+        output = self._forward.compute(step, conditioning, buffer)
         self.runs.end_step(step)
         if is_new:
             self._measured.add(step.form)

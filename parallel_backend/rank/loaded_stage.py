@@ -17,25 +17,15 @@ from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.families.own_class.adapters import gate_of
 from parallel_backend.rank.attention.context import AttentionContext
-from parallel_backend.rank.attention.early_values import install_early_values
-from parallel_backend.rank.attention.install import install_parallel_attention
 from parallel_backend.rank.attention.kernel_choice import RankKernel, choose_kernel
 from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.host_memory.host_store import HostStore
-from parallel_backend.rank.stage.build import build_stage
 from parallel_backend.rank.stage.linear import PackedLinear, multiply_plain_fp8
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
-from parallel_backend.rank.stage.own_class import (
-    OwnLink,
-    attend_over_ranks,
-    blocks_to_compile,
-    build_own_stage,
-    own_skippable,
-)
-from parallel_backend.rank.stage.skipped_blocks import SkippableBlocks
+from parallel_backend.rank.stage.own_class import OwnLink, attend_over_ranks, build_own_stage
 from parallel_backend.rank.stage.store.device_copies import DeviceCopies, copies_of
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
@@ -44,7 +34,6 @@ from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.loading import Load
 
 if TYPE_CHECKING:
-    from parallel_backend.families.own_class.stages import StageBlocks
     from parallel_backend.rank.stage.compile import Compiler
 
 
@@ -75,63 +64,45 @@ class LoadedStage:
         if load.fingerprint:
             check_fingerprint(checkpoint, load.fingerprint)
         checkpoint.check_unchanged(load.file_state)
-        family, config = checkpoint.family, checkpoint.config
-        self.family, self.hidden = family, family.sizes.hidden(config)
+        family, own = checkpoint.family, checkpoint.family.own
+        self.family = family
         self.dtype = compute_dtype(setup.dtype, device)
         self._degrees = degrees = setup.degrees
         self.mesh = peers.enter_mesh(degrees)
         self.axes = axes = self.mesh.axes
         self.pipe, self.tensor = axes["pipe"], axes["tensor"]
-        self.cut = SequenceCut(load.patch_shares, degrees.ring * degrees.ulysses, degrees.naive, setup.own_class is not None)
+        self.cut = SequenceCut(load.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
         self.place = degrees.sequence_index(degrees.coordinate(rank))
         """The rank's number among the sequence ranks of its stage."""
 
         self.heartbeat, self.traffic = heartbeat, Traffic(device, heartbeat)
         self.link = StageLink(self.mesh.link(sends=False), self.mesh.link(sends=True), device, self.traffic)
-        self.receives_early = receives_early(degrees)
-        self.own_link = None if setup.own_class is None else OwnLink(self.link, self.receives_early)
-        """Of a class that no family knows."""
-        heads = family.sizes.heads(config)
-        plan = TensorPlan(family.tensor_plan, heads, family.sizes.head_size(config), self.tensor)
+        self.own_link = OwnLink(self.link, receives_early(degrees))
         span = load.stage_blocks[self.pipe.index]
         host = HostStore(rank, device, degrees, checkpoint, peers)
         resident = load.resident[rank] if load.resident else None
         self.store = store = WeightStore(self.copies, host, self.traffic, resident)
         read = functools.partial(self._read, store, progress, setup.fp8_products)
-        if self.own_link is not None:
-            stage = build_own_stage(checkpoint, span, device, setup.dtype, plan, read, self.own_link)
-        else:
-            stage = build_stage(checkpoint, span, device, setup.dtype, plan, read)
-        self.model, self.stage_io = stage.model, stage.stage_io
-        assert stage.plan is not None
-        plan = stage.plan
+        plan = TensorPlan(family.tensor_plan, self.tensor)
+        stage = build_own_stage(checkpoint, span, device, setup.dtype, plan, read, self.own_link)
+        self.model, self.blocks, plan = stage.model, stage.blocks, stage.plan
         plan.apply(self.model, self.traffic)
         self.adapters = Adapters(self.model, checkpoint, plan, device, self.dtype, store)
         self._choose = functools.partial(
-            choose_kernel, device=device, dtype=setup.dtype, head_size=family.sizes.head_size(config), ring=degrees.ring > 1
+            choose_kernel, device=device, dtype=setup.dtype, head_size=own.head_size, ring=degrees.ring > 1
         )
         kernel = self._choose(setup.attention)
         self._kernels = {"": kernel}
         self.attention = AttentionContext(degrees, axes, kernel, self.traffic, setup.transfer_dtype)
-        if setup.own_class is not None:
-            is_cut = degrees.sequence > 1 or setup.own_class.latent is not None
-            gate = "" if setup.compile else gate_of(setup.own_class.kind)
-            attend_over_ranks(self.model, self.attention, self.cut if is_cut else None, list(stage.blocks), gate)
-        install_parallel_attention(stage.attention, self.attention)
-        if not setup.compile:  # a compiled block cannot call a layer earlier than its code does
-            install_early_values(stage.attention, self.attention, family.sizes.head_size(config), family.blocks.text_first)
-        self.module_cache = ModuleCache(self.model, family.forward.cached_modules, steady=setup.cuda_graphs)
-        self.skippable: SkippableBlocks | StageBlocks
-        if setup.own_class is not None:
-            self.skippable = own_skippable(self.model)
-        else:
-            self.skippable = SkippableBlocks(self.model, family.blocks.lists, self.stage_io)
-        blocks = stage.blocks
-        self.compiler = self._compile(checkpoint, blocks, degrees.world) if setup.compile else None
-        store.watch(blocks)
-        for block in blocks.values():
+        is_cut = degrees.sequence > 1 or own.latent is not None
+        gate = "" if setup.compile else gate_of(own.kind)
+        attend_over_ranks(stage, self.attention, self.cut if is_cut else None, gate)
+        self.module_cache = ModuleCache(self.model, () if own.latent is None else own.latent.shared, setup.cuda_graphs)
+        self.compiler = self._compile(checkpoint, stage.modules, degrees.world) if setup.compile else None
+        store.watch(stage.modules)
+        for block in stage.modules.values():
             block.register_forward_hook(lambda *_: heartbeat.done())
-        self._blocks = len(blocks)
+        self._blocks_here = len(stage.modules)
 
     @property
     def computes_alone(self) -> bool:
@@ -171,7 +142,7 @@ class LoadedStage:
 
     def blocks_done(self) -> None:
         """Count every block as done in the heartbeat. A CUDA graph of all blocks runs none of the hooks that count them."""
-        for _ in range(self._blocks):
+        for _ in range(self._blocks_here):
             self.heartbeat.done()
 
     @property
@@ -202,9 +173,7 @@ class LoadedStage:
     def _compile(self, checkpoint: Checkpoint, blocks: Mapping[str, nn.Module], ranks: int) -> "Compiler":
         from parallel_backend.rank.stage.compile import Compiler  # takes a second
 
-        wrap = None if self.own_link is None else blocks_to_compile(self.model)
-
         def width(layer: str) -> int:
             return checkpoint.shape(f"{layer}.weight")[0]
 
-        return Compiler(blocks, width, self.device, ranks, self.heartbeat, wrap)
+        return Compiler(blocks, width, self.device, ranks, self.heartbeat, self.blocks.wrap)

@@ -53,7 +53,7 @@ class MicroStepInputs:
 
     timestep: torch.Tensor
     """As Step.timestep."""
-    x: torch.Tensor | None
+    x: torch.Tensor
     """As Step.x, in the rank's dtype."""
     received: tuple[torch.Tensor, ...] = ()
     """Received from the previous stage."""
@@ -61,19 +61,17 @@ class MicroStepInputs:
     @property
     def form(self) -> tuple[Hashable, ...]:
         """Shapes and dtypes."""
-        return tuple(None if tensor is None else (tensor.shape, tensor.dtype) for tensor in self._tensors)
+        return tuple((tensor.shape, tensor.dtype) for tensor in self._tensors)
 
     def clone(self) -> "MicroStepInputs":
-        x = None if self.x is None else self.x.clone()
-        return MicroStepInputs(self.timestep.clone(), x, tuple(tensor.clone() for tensor in self.received))
+        return MicroStepInputs(self.timestep.clone(), self.x.clone(), tuple(tensor.clone() for tensor in self.received))
 
     def copy_from(self, other: "MicroStepInputs") -> None:
         for target, source in zip(self._tensors, other._tensors, strict=True):
-            if target is not None and source is not None:
-                target.copy_(source)
+            target.copy_(source)
 
     @property
-    def _tensors(self) -> tuple[torch.Tensor | None, ...]:
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
         return self.timestep, self.x, *self.received
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checked
 from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.pinned import pinning
@@ -228,12 +227,8 @@ class Worker:
             torch.set_num_threads(threads)
 
     def _probe(self, message: m.Probe) -> m.Probed:
-        own = message.own_class
-        if own is None:
-            checkpoint = open_checked(message.path, message.conversion)
-        else:
-            checkpoint = open_own_class(Path(message.path), own, message.conversion)
-        return probe(self.settings.rank, checkpoint, self.device, message.dtype, message.rows, message.calls)
+        checkpoint = open_own_class(Path(message.path), message.own_class, message.conversion)
+        return probe(self.settings.rank, checkpoint, self.device, message.dtype, message.calls)
 
     def _reply(self, message: Any) -> None:
         """Answer the request that is being handled."""

@@ -1,6 +1,6 @@
 """Messages that ask ranks for timings of blocks and links, timelines, memory, and the origin of NaN and infinite values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,14 +27,12 @@ class Probe:
 
     path: str
     dtype: str
-    rows: tuple[int, int]
-    """Numbers of token rows of a longer and a shorter sequence. 32 rows are a picture of 512 x 512."""
     conversion: Conversion = ()
     """See Setup."""
-    own_class: OwnClass | None = None
+    own_class: OwnClass = field(kw_only=True)
     """See Setup."""
     calls: tuple[OwnCall, ...] = ()
-    """For `own_class`: the longer and the shorter sequence, in place of `rows`."""
+    """Of a longer and a shorter sequence."""
 
 
 @dataclass(frozen=True)

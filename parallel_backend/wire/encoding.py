@@ -191,7 +191,7 @@ class Encoding:
         names = tuple(field.name for field in dataclasses.fields(cls))
         kinds = [self._kind(hints[name]) for name in names]
         packs = [(name, kind.pack) for name, kind in zip(names, kinds, strict=True)]
-        reads = [kind.read for kind in kinds]
+        reads = [(name, kind.read) for name, kind in zip(names, kinds, strict=True)]
 
         def pack(value: Any, tensors: _Leaving) -> list[Any]:
             assert type(value) is cls, _unfit(value)
@@ -200,9 +200,9 @@ class Encoding:
         def read(value: Any, arriving: _Arriving) -> Any:
             if type(value) is not list or len(value) != len(reads):
                 raise BadMessage(f"{_short(value)} in the place of the {len(reads)} fields of {cls.__name__}")
-            items = [each(item, arriving) for each, item in zip(reads, value, strict=True)]
+            items = {name: each(item, arriving) for (name, each), item in zip(reads, value, strict=True)}
             try:
-                return cls(*items)
+                return cls(**items)
             except ValueError as error:  # from the checks of a dataclass such as Degrees
                 raise BadMessage(f"{cls.__name__}: {error}") from error
 

@@ -17,12 +17,10 @@ class PutConditioning:
     """Numbers of tokens along the picture's axes: (frames,) rows, columns."""
     references: int
     """Number of tokens of reference pictures."""
-    text_tokens: int
-    """Number of tokens of the text stream, over all ranks."""
     batch: int
     """Number of batch entries of this replica."""
     tensors: dict[str, torch.Tensor]
-    """[batch, ...] each, by the family's names. Token tensors are the rank's shard."""
+    """[batch, ...] each, by the class's names."""
     along: str = "rows"
     """The axis by which tokens are ordered first, see Patching.along."""
     companion_tokens: int = 0
@@ -59,16 +57,13 @@ class Step:
     entries: Span
     """Batch entries, numbered within the replica's conditioning."""
     timestep: torch.Tensor
-    """[entries] float32, in the sampler's units, see families.base.StepInputs."""
+    """[entries] float32, in the sampler's units, see StepInputs."""
     residuals: dict[str, int]
-    """Block "<list>.<index>" of the stage -> index in `added` of the tensor that a ControlNet adds behind the block."""
+    """Name (families/own_class/residuals.py) -> index in `added` of the tensor that a ControlNet adds."""
     added: tuple[torch.Tensor, ...]
-    """[entries, m, hidden] each, for the rank's m picture tokens. With `controlled` [entries, m + t + r, hidden]: then
-    come the rank's t tokens of the text stream, and all references."""
-    x: torch.Tensor | None
-    """[entries, n + a, channels]: the rank's latent tokens and, if the text runs, companion tokens. None on later stages."""
-    controlled: bool = False
-    """A control adds to the text too, here or on another stage: keys and values of the text hold for this call alone."""
+    """[entries, m, hidden] each, for the rank's m picture tokens, or of residuals.AROUND for all tokens."""
+    x: torch.Tensor
+    """[entries, n + a, channels]: the rank's latent tokens and, if the text runs, companion tokens."""
 
     @property
     def form(self) -> tuple[int, Span, Span, bool]:

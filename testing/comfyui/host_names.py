@@ -7,12 +7,11 @@ nodes' tables to them (tests/nodes/rows.py).
 import argparse
 import ast
 import functools
-import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .host_syntax import (
     PATCH,
@@ -20,7 +19,6 @@ from .host_syntax import (
     TABLES,
     PutFunctions,
     constants,
-    dotted,
     is_attribute_of,
     is_guider,
     is_named,
@@ -40,8 +38,6 @@ ENUMS = {
 """Kind -> class of comfy/hooks.py."""
 SETTERS = re.compile(r"(set|add)_\w+")
 """Methods of ModelPatcher that put something on a MODEL."""
-READ_BY_ALL = {"patches", "patches_replace", "optimized_attention_override"}
-"""Entries of transformer_options that native classes or ComfyUI's attention functions read for all models."""
 NOT_ON_A_MODEL = ("text_encoders", "audio_encoders", "clip_vision.py", "sd.py", "sd1_clip.py", "sdxl_clip.py", "ops.py")
 """Files and folders of comfy whose `model_options` are those of a text encoder or a loader."""
 
@@ -49,11 +45,6 @@ NOT_ON_A_MODEL = ("text_encoders", "audio_encoders", "clip_vision.py", "sd.py", 
 def host_names(checkout: Path) -> dict[str, Any]:
     """Kind -> names, sorted; of some kinds a mapping of names to what belongs to them."""
     source = Source(checkout)
-    conditioning, native = {}, {}
-    for kind, model in source.models().items():
-        conditioning[kind] = source.conditioning(model)
-        if (inner := source.native_class(model)) is not None:
-            native[kind] = source.reads(*inner)
     names: dict[str, Any] = {kind: source.strings_of(*place) for kind, place in CLASSES.items()}
     names |= {kind: source.strings_of("hooks", name) for kind, name in ENUMS.items()}
     return names | {
@@ -68,17 +59,7 @@ def host_names(checkout: Path) -> dict[str, Any]:
         "guidance": source.functions(),
         "guiders": source.guiders(),
         "samplers": source.samplers(),
-        "conditioning": conditioning,
-        "native": native,
     }
-
-
-class Looks(NamedTuple):
-    """What a definition in comfy.ldm looks for itself, and the definitions (module, name) that it uses."""
-
-    uses: list[tuple[str, str]]
-    patches: set[str]
-    options: set[str]
 
 
 class Source:
@@ -187,102 +168,6 @@ class Source:
         paths = self.files(("comfy/k_diffusion", "comfy/extra_samplers"))
         kinds = ((path.stem, node) for path in paths for node in self.tree(path).body if isinstance(node, ast.FunctionDef))
         return sorted(f"{module}.{node.name}" for module, node in kinds if node.name.startswith("sample_"))
-
-    def models(self) -> dict[str, str]:
-        """Class of supported_models -> the last class of model_base that its get_model names."""
-        kinds = self.definitions("supported_models")
-        named = {}
-        for name, node in kinds.items():
-            if isinstance(node, ast.ClassDef) and (model := self._model_of(name)) is not None:
-                named[name] = model
-        return named
-
-    def _model_of(self, kind: str) -> str | None:
-        node = self.definitions("supported_models").get(kind)
-        if not isinstance(node, ast.ClassDef):
-            return None
-        for method in node.body:
-            if isinstance(method, ast.FunctionDef) and method.name == "get_model":
-                found = [each.attr for each in ast.walk(method) if is_attribute_of(each, "model_base")]
-                found = [each for each in found if isinstance(self.definitions("model_base").get(each), ast.ClassDef)]
-                if found:
-                    return found[0]
-        bases = (base.id for base in node.bases if isinstance(base, ast.Name))
-        return next(filter(None, map(self._model_of, bases)), None)
-
-    def _lineage(self, model: str) -> Iterator[ast.ClassDef]:
-        """A class of model_base and those that it inherits from."""
-        node = self.definitions("model_base").get(model)
-        if isinstance(node, ast.ClassDef):
-            yield node
-            for base in node.bases:
-                if isinstance(base, ast.Name):
-                    yield from self._lineage(base.id)
-
-    @functools.cache  # noqa: B019
-    def conditioning(self, model: str, table: str = "out") -> list[str]:
-        """Keys that `extra_conds` of a class of model_base, inherited ones included, may put into a model call.
-
-        `table` "kwargs": those that it reads of a conditioning and of the run.
-        """
-        methods = [node for kind in self._lineage(model) for node in kind.body if isinstance(node, ast.FunctionDef)]
-        names, waiting = set[str](), {"extra_conds"}
-        while waiting - names:
-            names |= waiting
-            bodies = [method for method in methods if method.name in waiting]
-            waiting = {each.attr for body in bodies for each in ast.walk(body) if is_attribute_of(each, "self")}
-        return sorted({key for method in methods if method.name in names for key in keys_in(method, table)})
-
-    @functools.cache  # noqa: B019
-    def native_class(self, model: str) -> tuple[str, str] | None:
-        """(module of comfy.ldm, class) of the native model that a class of model_base makes by default."""
-        for node in self._lineage(model):
-            made = [each.value for each in ast.walk(node) if isinstance(each, ast.keyword) and each.arg == "unet_model"]
-            defaults = (each.defaults for each in ast.walk(node) if isinstance(each, ast.arguments))
-            imported = self._imported("model_base")
-            for path in filter(None, map(dotted, [*made, *itertools.chain.from_iterable(defaults)])):
-                if path.startswith("comfy.ldm."):
-                    module, _, name = path.removeprefix("comfy.").rpartition(".")
-                    return module, name
-                if imported.get(path):
-                    return imported[path][0]
-        return None
-
-    def reads(self, module: str, name: str) -> dict[str, list[str]]:
-        """Names of patches and entries of transformer_options that a native class and what it uses look for."""
-        found: dict[tuple[str, str], Looks] = {}
-        waiting = [(module, name)]
-        while waiting:
-            if (place := waiting.pop()) not in found and place[1] in self.definitions(place[0]):
-                found[place] = self._looks(*place)
-                waiting += found[place].uses
-        patches = {patch for each in found.values() for patch in each.patches}
-        options = {option for each in found.values() for option in each.options}
-        return {"patches": sorted(patches), "options": sorted(options - READ_BY_ALL)}
-
-    @functools.cache  # noqa: B019
-    def _looks(self, module: str, name: str) -> "Looks":
-        here, imported = self.definitions(module), self._imported(module)
-        node, uses = here[name], []
-        for each in ast.walk(node):
-            if isinstance(each, ast.Name):
-                uses += [(module, each.id)] if each.id in here else imported.get(each.id, [])
-            elif (path := dotted(each)) is not None and path.startswith("comfy.ldm."):
-                above, _, last = path.removeprefix("comfy.").rpartition(".")
-                uses.append((above, last))
-        return Looks(uses, patches_in(node), keys_in(node, "transformer_options", ast.Load))
-
-    @functools.cache  # noqa: B019
-    def _imported(self, module: str) -> dict[str, list[tuple[str, str]]]:
-        """Name in a module -> what it is in another module of comfy.ldm."""
-        found = {}
-        for node in ast.walk(self.module(module) or ast.Module([], [])):
-            if isinstance(node, ast.ImportFrom):
-                above = module.split(".")[: -node.level] if node.level else []
-                target = ".".join([*above, *((node.module or "").removeprefix("comfy.").split("."))])
-                for alias in node.names:
-                    found[alias.asname or alias.name] = [(target, alias.name)] if target.startswith("ldm.") else []
-        return found
 
 
 def main() -> None:

@@ -2,9 +2,8 @@
 
     python -m tests.campaigns.own_class --comfyui ~/ComfyUI --out FILE
 
-Small files of classes that no family computes are sampled for three steps in every mode. Small files of the families are
-sampled for two, by their class in place of the family: by two stages, split batch, Ulysses and ring. Written down are the
-largest difference of the latents, as a share of the native latents' largest value, or the refusal.
+Small files are sampled for three steps in every mode. Written down are the largest difference of the latents, as a share of
+the native latents' largest value, or the refusal.
 """
 
 import argparse
@@ -16,13 +15,10 @@ from typing import Any
 from benchmarks.harness import measuring
 from scripts.comfyui_server import find_python
 from testing.comfyui.scripted import ComfyUI, Inside
-from tests.comfyui.test_families import CASES, has_class, save_case
 from tests.comfyui.test_own_classes import CLASSES, UNETS
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "comfyui" / "inside"
 Row = dict[str, Any]
-AT_ONCE = 2
-"""Cases of one process: ranks and models of all of them stay until it ends."""
 
 
 def main() -> None:
@@ -33,7 +29,6 @@ def main() -> None:
     options = parser.parse_args()
     checkout = options.comfyui.resolve()
     comfyui = ComfyUI(checkout, find_python(checkout))
-    cases = [case for case in CASES if has_class(comfyui, case) and (not options.only or case.name in options.only)]
     classes = [name for name in (*UNETS, *CLASSES) if not options.only or name in options.only]
     head = {"what": "own_class", "date": date.today().isoformat(), "hardware": measuring.hardware()}
     rows: list[Row] = []
@@ -48,12 +43,6 @@ def main() -> None:
         (base / "models" / "diffusion_models").mkdir(parents=True)
         inside = Inside(comfyui, base, SCRIPTS)
         try:
-            for start in range(0, len(cases), AT_ONCE):
-                part = cases[start : start + AT_ONCE]
-                for case in part:
-                    save_case(case, base)
-                names = [case.name for case in part]
-                add(inside.run("own_class_families", names=names)[0])
             for name in classes:
                 add(inside.run("own_classes", names=[name])[0])
         finally:

@@ -1,8 +1,8 @@
 """Layouts of files as they are published, by names and shapes: what ComfyUI does with each, and what Parallel DiT does.
 
-A row takes the file of a case of testing/cases, or of Flux, in ComfyUI's layout, and changes its names. To add a row, append
-a Layout to LAYOUTS: tests/checkpoints/test_published_layouts.py opens it, and tests/comfyui/test_published_layouts.py loads
-it in ComfyUI too, and compares.
+A row takes a file of Flux in ComfyUI's layout, and changes its names. To add a row, append a Layout to LAYOUTS:
+tests/checkpoints/test_published_layouts.py opens it, and tests/comfyui/test_published_layouts.py loads it in ComfyUI too,
+and compares.
 """
 
 import json
@@ -10,36 +10,30 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from benchmarks.rivals.diffusers_flux import renamed
 from testing import mini
-from testing.cases import all_cases
-from testing.cases.case import Case
 from testing.gguf_files import write_gguf
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors], Tensors]
-CASES: Mapping[str, Case] = {case.name: case for case in all_cases()}
 E4M3 = torch.float8_e4m3fn
-FLUX, CONFIG = "flux-dev", mini.IN_COMFYUI | {"guidance": True}
-"""No case: the mini class has the names of Flux's tensors, and these arguments."""
+CONFIG = mini.IN_COMFYUI | {"guidance": True}
+"""The mini class's arguments. It has the names of Flux's tensors."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A published layout of the model of a case."""
+    """A published layout of Flux."""
 
     name: str
-    case: str
     change: Change = lambda tensors: tensors
     """The tensors in ComfyUI's layout -> those of the file."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Fields of the header, beside the case's own."""
+    """Fields of the header."""
     ending: str = ".safetensors"
     """With .gguf all weights are in F32: what a block packs is another test's."""
     unused: tuple[str, ...] = ()
@@ -48,23 +42,15 @@ class Layout:
     """Words of the refusal, as a regular expression. Empty: the file is loaded."""
     native: bool = True
     """ComfyUI loads the file, and misses no weight."""
-    detected: Mapping[str, Any] = field(default_factory=dict)
-    """Further entries that ComfyUI's detection finds at the model's real width."""
     by_comfyui: bool = False
     """ComfyUI's class or conversion decides: without a ComfyUI it is not known."""
 
     def save(self, folder: Path) -> Path:
-        """The file, of the case's small model for ComfyUI, with random weights."""
-        path = folder / f"{self.case}.whole"
-        if not path.exists() and self.case == FLUX:
+        """The file, of a small model for ComfyUI, with random weights."""
+        path = folder / "flux.whole"
+        if not path.exists():
             mini.save(mini.random_model(CONFIG), path)
-        elif not path.exists():
-            case = CASES[self.case]
-            assert case.native is not None
-            case.save(case.model(case.native.config), path, case.native.config)
-        with safe_open(path, "pt") as file:
-            texts = (file.metadata() or {}) | self.texts
-        tensors, path = self.change(load_file(path)), folder / f"{self.name}{self.ending}"
+        tensors, path, texts = self.change(load_file(path)), folder / f"{self.name}{self.ending}", dict(self.texts)
         if self.ending == ".gguf":
             values = {key: (value.float().numpy(), "F32") for key, value in tensors.items() if value.numel()}
             return write_gguf(path, values, {key: value.shape for key, (value, _) in values.items()}, texts)
@@ -150,41 +136,28 @@ TRAINING = ("model_ema.decay", "alphas_cumprod", "model_sampling.sigmas", "optim
 
 LAYOUTS = (
     # prefixes
-    *(Layout(f"flux {prefix}", FLUX, under(prefix)) for prefix in (WHOLE, "model.model.", "net.", "model.")),
-    Layout("flux unknown prefix", FLUX, under("dit."), refused="no diffusion transformer .*dit", native=False),
-    Layout("auraflow-like model. leftover", FLUX, with_more("model.a"), refused="no diffusion", native=False),
+    *(Layout(f"flux {prefix}", under(prefix)) for prefix in (WHOLE, "model.model.", "net.", "model.")),
+    Layout("flux unknown prefix", under("dit."), refused="no diffusion transformer .*dit", by_comfyui=True, native=False),
+    Layout("auraflow-like model. leftover", with_more("model.a"), refused="no diffusion", by_comfyui=True, native=False),
     # several parts in one file
-    Layout("flux all in one", FLUX, ALL_IN_ONE),
-    Layout("flux with a VAE beside it", FLUX, with_more(*TRAINING), unused=TRAINING),
+    Layout("flux all in one", ALL_IN_ONE),
+    Layout("flux with a VAE beside it", with_more(*TRAINING), unused=TRAINING),
     # tensors that no class has
-    Layout("flux position_ids", FLUX, with_more("position_ids"), unused=("position_ids",)),
-    Layout(
-        "animate leftover", "wan-animate-2", with_more("freqs", "teacher.0.weight"), unused=("freqs", "teacher.0.weight")
-    ),
-    # tensors that ComfyUI's class has, or detects a model by, and that ranks do not use
-    Layout(
-        "animate reference",
-        "wan-animate-2",
-        with_more("ref_conv.weight", shape=(2, 16, 2, 2)),
-        refused="holds ref_conv",
-        by_comfyui=True,
-        native=False,
-    ),
+    Layout("flux position_ids", with_more("position_ids"), unused=("position_ids",)),
     # header fields
-    Layout("flux config no JSON", FLUX, texts={"config": "made by hand"}),
-    Layout("wan animate 2 gguf", "wan-animate-2", ending=".gguf"),
+    Layout("flux config no JSON", texts={"config": "made by hand"}),
     # GGUF and endings
-    Layout("flux gguf", FLUX, ending=".gguf"),
-    Layout("flux sft", FLUX, ending=".sft"),
+    Layout("flux gguf", ending=".gguf"),
+    Layout("flux sft", ending=".sft"),
     # diffusers' names
-    Layout("flux diffusers", FLUX, diffusers, by_comfyui=True),
+    Layout("flux diffusers", diffusers, by_comfyui=True),
     # quantised
-    Layout("flux fp8", FLUX, fp8),
-    Layout("flux scaled_fp8", FLUX, scaled_fp8("scale_weight", lambda _layers: {"scaled_fp8": torch.zeros(2, dtype=E4M3)})),
-    Layout("flux comfy_quant", FLUX, scaled_fp8("weight_scale", _said)),
-    Layout("flux nunchaku", FLUX, nunchaku, refused=r"quantised by Nunchaku", native=False),
-    Layout("flux nf4", FLUX, nf4, refused=r"quantised by bitsandbytes", native=False),
+    Layout("flux fp8", fp8),
+    Layout("flux scaled_fp8", scaled_fp8("scale_weight", lambda _layers: {"scaled_fp8": torch.zeros(2, dtype=E4M3)})),
+    Layout("flux comfy_quant", scaled_fp8("weight_scale", _said)),
+    Layout("flux nunchaku", nunchaku, refused=r"quantised by Nunchaku", native=False),
+    Layout("flux nf4", nf4, refused=r"quantised by bitsandbytes", native=False),
     # other kinds of files
-    Layout("lora", FLUX, instead("a.lora_down.weight", "a.lora_up.weight"), refused="It is a LoRA", native=False),
-    Layout("VAE alone", FLUX, instead("decoder.conv_in.weight"), refused="It is a VAE", native=False),
+    Layout("lora", instead("a.lora_down.weight", "a.lora_up.weight"), refused="It is a LoRA", by_comfyui=True, native=False),
+    Layout("VAE alone", instead("decoder.conv_in.weight"), refused="It is a VAE", by_comfyui=True, native=False),
 )

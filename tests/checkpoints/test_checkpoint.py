@@ -1,17 +1,17 @@
 """Files that cannot be read are refused by the name of the widget, and another dtype is the rounded weights."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.checkpoints import class_check
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.checkpoints.own_class import open_own_class
+from parallel_backend.checkpoints.single_file import contents_of, unknown
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.families.own_class.family import own_class_family
 from testing import mini
-from testing.cases import all_cases
-from testing.real_sizes import REAL_MODELS
 from tests.support.one_rank import OneRank
 
 pytestmark = pytest.mark.threads
@@ -28,11 +28,6 @@ BROKEN_FILES = {
     "text.safetensors": (lambda path, _: path.write_text("<html>not found</html>"), "damaged or incomplete"),
     "pickle.ckpt": (lambda path, _: torch.save({"a": torch.zeros(1)}, path), "pickled checkpoints are never opened"),
     "renamed.pt": (lambda path, file: path.write_bytes(file.read_bytes()), "not a .safetensors, .sft or .gguf file"),
-    "lora.safetensors": (
-        lambda path, _: save_file({"lora_up.weight": torch.zeros(2)}, path),
-        "no diffusion transformer .*It is a LoRA.* .*lora_up.weight",
-    ),
-    "nothing.safetensors": (lambda path, _: save_file({}, path), "Its first keys: none"),
 }
 
 
@@ -43,7 +38,21 @@ def test_damaged_and_foreign_files_are_refused_by_name(mini_file, tmp_path, name
     if make is not None:
         make(path, mini_file)
     with pytest.raises(ValueError, match=f"^model_name: {name}.*{message}"):
-        open_checkpoint(path)
+        open_own_class(path, mini.proven())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"lora_up.weight": torch.zeros(2)}, "no diffusion transformer .*It is a LoRA.* .*lora_up.weight"),
+        ({"decoder.conv_in.weight": torch.zeros(2)}, "It is a VAE: use Load VAE"),
+        ({"genre_embedder.weight": torch.zeros(2)}, "a.safetensors is ACE-Step, a model of sound"),
+        ({}, "Its first keys: none"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(tmp_path, tensors, words):
+    save_file(tensors, path := tmp_path / "a.safetensors")
+    assert re.search(words, unknown(path.name, contents_of(path).entries))
 
 
 def without(tensors, *endings):
@@ -86,31 +95,9 @@ def test_fp8_is_a_quarter_in_memory_and_close(pools, mini_file, mini_model, stag
     assert 1e-4 < error < 0.1
 
 
-# The class that is to compute it is built on the client, before a rank starts.
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    case = all_cases()[0]
-    return case.save(case.model(), tmp_path_factory.mktemp("file") / "model.safetensors")
-
-
-def test_a_class_takes_its_own_checkpoint(monkeypatch, file):
-    ran = []
-    monkeypatch.setattr(class_check, "_run", lambda *each, run=class_check._run: ran.append(run(*each)))
-    class_check._class_shapes.cache_clear()
-    open_checkpoint(file)
-    assert ran
-
-
-@pytest.mark.parametrize("name", REAL_MODELS)
-def test_published_sizes_are_taken(tmp_path, name):
-    open_checkpoint(REAL_MODELS[name].save(tmp_path / "model.safetensors"))
-
-
-def test_torchs_generator_stays_where_it_is(file):
-    class_check._class_shapes.cache_clear()
+def test_torchs_generator_stays_where_it_is(mini_file):
+    own_class_family.cache_clear()
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    open_checkpoint(file)
+    open_own_class(mini_file, mini.proven())
     assert torch.equal(before, torch.get_rng_state()), "a sampler's noise would be another one"

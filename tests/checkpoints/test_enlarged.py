@@ -1,53 +1,40 @@
-"""A checkpoint of which a LoRA enlarges the first layer: the values of the file with zeros behind them."""
-
-from dataclasses import replace
+"""A checkpoint of which a LoRA enlarges layers: the values of the file with zeros behind them."""
 
 import pytest
 import torch
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
-from parallel_backend.checkpoints.enlarged import enlarge
-from parallel_backend.checkpoints.own_class import open_setup
+from parallel_backend.checkpoints.own_class import open_own_class, open_setup
 from parallel_backend.checkpoints.reader import reading
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Shard, Span
-from testing.cases import wan_animate_2
+from parallel_backend.quickstart.model import mini_flux
+from testing import mini
+
+CHANNELS, PATCHES, WIDTH = 16, 4, mini.CONFIG["width"]
+FIRST, LAST = "img_in.weight", "final_layer.linear"
+LARGER = (
+    (FIRST, (WIDTH, 2 * CHANNELS * PATCHES)),
+    (f"{LAST}.weight", (2 * CHANNELS * PATCHES, WIDTH)),
+    (f"{LAST}.bias", (2 * CHANNELS * PATCHES,)),
+)
+OF_TWICE_THE_CHANNELS = mini_flux(**mini.CONFIG | {"channels": 2 * CHANNELS})
 
 
-@pytest.fixture
-def opened(tmp_path):
-    """(checkpoint, key and name of its first layer, the layer's larger shape)."""
-    case, key, name = wan_animate_2.CASES[0], "patch_embedding.weight", "patch_embedding.video.weight"
-    checkpoint = open_checkpoint(case.save(case.model(), tmp_path / "model.safetensors"))
-    rows, columns, *rest = checkpoint.shape(name)
-    return checkpoint, key, name, (rows, 2 * columns, *rest)
-
-
-def test_values_of_the_file_have_zeros_behind_them(opened):
-    checkpoint, key, name, shape = opened
-    setup = Setup(checkpoint.path, "fp8_e4m3fn", ("cpu",), Degrees(), "auto", enlarged=((key, shape),))
-    larger, host = open_setup(setup), torch.device("cpu")
-    assert larger.shape(name) == shape and larger.original_shapes[key] == shape
-    assert larger.config == checkpoint.config | {"in_channels": 2 * checkpoint.config["in_channels"]}
-    assert larger.storage(name, "fp8_e4m3fn") is None, "in the compute dtype: no file has it packed"
+def test_values_of_the_file_have_zeros_behind_them(mini_file):
+    checkpoint, host = open_own_class(mini_file, mini.proven()), torch.device("cpu")
+    setup = Setup(mini_file, "fp8_e4m3fn", ("cpu",), Degrees(), "auto", enlarged=LARGER, own_class=OF_TWICE_THE_CHANNELS)
+    larger = open_setup(setup)
+    assert {key: larger.original_shapes[key] for key, _ in LARGER} == dict(LARGER)
+    assert larger.storage(FIRST, "fp8_e4m3fn") is None, "in the compute dtype: no file has it packed"
     with reading(checkpoint) as before, reading(larger) as after:
-        values, whole = (each.values(name, torch.float32, None, host) for each in (before, after))
+        values, whole = (each.values(FIRST, torch.float32, None, host) for each in (before, after))
         assert torch.equal(whole[:, : values.shape[1]], values) and not whole[:, values.shape[1] :].any()
         shard = Shard(1, (Span(values.shape[1] - 2, values.shape[1] + 3),))
-        assert torch.equal(after.values(name, torch.float32, shard, host), whole[:, shard.spans[0].slice])
-        other = next(target for target in checkpoint.key_map if target != name)
-        assert torch.equal(*(each.values(other, torch.float32, None, host) for each in (before, after)))
+        assert torch.equal(after.values(FIRST, torch.float32, shard, host), whole[:, shard.spans[0].slice])
+        assert torch.equal(*(each.values("txt_in.weight", torch.float32, None, host) for each in (before, after)))
 
 
-@pytest.mark.parametrize("change", ["rows", "another layer", "no layer"])
-def test_what_no_model_of_the_family_has_is_refused(opened, change):
-    checkpoint, key, _, (rows, *rest) = opened
-    sizes = {
-        "rows": (key, (2 * rows, *rest)),
-        "another layer": (next(name for name, shape in checkpoint.original_shapes.items() if len(shape) == 1), (3 * rows,)),
-        "no layer": ("nothing.weight", (1, 1)),
-    }[change]
-    with pytest.raises(ValueError, match=rf"^model: a LoRA that enlarges {sizes[0]} to .* cannot run on ranks"):
-        enlarge(checkpoint, (sizes,))
-    assert enlarge(checkpoint, ()) is checkpoint and replace(checkpoint).smaller is None
+def test_sizes_that_the_class_has_not_are_refused(mini_file):
+    with pytest.raises(ValueError, match=r"^model_name: .* holds final_layer\.linear\.\w+ of the shape"):
+        open_own_class(mini_file, OF_TWICE_THE_CHANNELS, enlarged=LARGER[:1])

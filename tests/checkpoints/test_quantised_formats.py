@@ -25,7 +25,6 @@ from parallel_backend.checkpoints.scale_values import check_scales
 from parallel_backend.client.loading import load_model
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.kitchen import Kitchen
-from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Shard, Span
 from parallel_backend.rank.stage import quantised_products
 from parallel_backend.rank.stage.linear import PackedLinear
@@ -289,7 +288,7 @@ def test_a_scale_that_is_not_finite_is_named_before_anything_is_loaded(files, tm
     check_scales(opened(files(kind)[0]))
     save_file(put(leaf, scale)(load_file(files(kind)[0])), path)
     with pytest.raises(ValueError, match=rf"^model_name: broken\.safetensors holds {LAYER}\.{leaf}, a "):
-        load_model(pool, opened(path), Setup(path, "fp32", ("cpu",), Degrees(), "sdpa", "even"), lambda: None)
+        load_model(pool, opened(path), mini.setup(path, "fp32", ("cpu",), Degrees(), "sdpa", "even"), lambda: None)
     assert not pool.method_calls, "a rank has heard of it"
 
 

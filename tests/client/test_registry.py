@@ -19,11 +19,14 @@ from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.processes.pool import LinksDown, RankError
+from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire import messages as m
 from tests.support.fake_cuda import ADA, fake_cuda
 
 DEVICES = ("cpu", "cpu")
 SIZE = 50
+OWN = mini_flux()
+FAMILY = SimpleNamespace(own=OWN)
 """Bytes of a model on each device."""
 
 
@@ -106,12 +109,12 @@ class FakeCheckpoint:
 
     on_disk = "old"
 
-    def __init__(self, path, _conversion=()):
+    def __init__(self, path):
         if self.on_disk == "away":
             raise ValueError("does not exist")
         self.path, self.files, self.file_state = path, {path}, self.on_disk
         self.moves, self.refused = "stuck" not in path.name, "large" in path.name
-        self.family, self.config = SimpleNamespace(name="flux"), {"kind": self.on_disk.partition(" ")[2]}
+        self.family = FAMILY
 
     @property
     def has_changed(self):
@@ -138,11 +141,11 @@ def loaded(registry, monkeypatch):
     """
 
     monkeypatch.setattr(registry_module, "load_model", FakeModel)
-    monkeypatch.setattr(prompt_files, "open_checkpoint", FakeCheckpoint)
+    monkeypatch.setattr(prompt_files, "open_setup", lambda setup: FakeCheckpoint(setup.path))
 
     def load(name, *devices, make_room=no_room, owner=None):
         devices = devices or DEVICES
-        key = Setup(Path(name), "fp32", devices, Degrees(pipe=len(devices)), "sdpa")
+        key = Setup(Path(name), "fp32", devices, Degrees(pipe=len(devices)), "sdpa", own_class=OWN)
         return key, registry.model(key, nobody, make_room=make_room, owner=owner)
 
     return load
@@ -341,15 +344,6 @@ def test_a_model_read_again_in_a_prompt_is_that_of_its_beginning(registry, loade
     assert loaded("a")[1].checkpoint is opened
 
 
-def test_a_file_replaced_by_a_model_of_another_kind_is_refused(registry, loaded, monkeypatch):
-    key, model = loaded("a")
-    monkeypatch.setattr(FakeCheckpoint, "on_disk", "new kind")
-    with pytest.raises(ValueError, match=r"^model_name: a has been replaced on disk by a model of another kind"):
-        registry.checkpoint("one", key, model.checkpoint)
-    other = FakeCheckpoint(Path("a"))  # by its loader, which was run again
-    assert registry.checkpoint("two", key, other) is other
-
-
 def test_the_least_recently_used_model_makes_room_first_and_no_more_than_is_asked(loaded, monkeypatch):
     monkeypatch.setattr(registry_module, "room_for_weights", lambda device: SIZE)  # the machine may have less
     freed = []
@@ -541,7 +535,7 @@ def test_ranks_that_were_begun_and_have_died_are_started_anew(registry, loaded):
 
 def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkeypatch):
     """ComfyUI then unloads a MODEL that the ranks had before, on the thread that loads."""
-    keys = [Setup(Path(name), "fp32", DEVICES, Degrees(pipe=2), "sdpa") for name in ("before", "now")]
+    keys = [Setup(Path(name), "fp32", DEVICES, Degrees(pipe=2), "sdpa", own_class=OWN) for name in ("before", "now")]
 
     class Loading:
         def __init__(self, pool, _checkpoint, _setup, _poll, _progress, make_room, *_arguments, **_named):
@@ -553,7 +547,7 @@ def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkey
         return 7 + registry.give_back(keys[0], device, 1)
 
     monkeypatch.setattr(registry_module, "load_model", Loading)
-    monkeypatch.setattr(prompt_files, "open_checkpoint", FakeCheckpoint)
+    monkeypatch.setattr(prompt_files, "open_setup", lambda setup: FakeCheckpoint(setup.path))
     found = []
     load = threading.Thread(target=lambda: found.append(registry.model(keys[1], nobody, make_room=make_room)), daemon=True)
     load.start()

@@ -29,7 +29,6 @@ from parallel_backend.processes.pool import RankError
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.shared_memory import make_segment, sharing_possible
-from testing.cases import all_cases
 from tests.emulated.test_own_class import saved
 from tests.families.planted_classes import WIDTH
 from tests.support import fake_cuda
@@ -191,15 +190,13 @@ def test_without_room_to_spare_it_goes_over_the_pipes(shared, monkeypatch):
     assert not is_shared(shared.place(0, 2, [LARGE, LARGE]))
 
 
-def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, tmp_path, monkeypatch):
+def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, controlled, monkeypatch):
     """Neither in this process nor under a name anywhere."""
     monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1)
     before, names = maps(), set(os.listdir("/dev/shm"))
-    case = next(case for case in all_cases() if case.name == "wan-animate-2")
-    x, timestep, tensors = case.inputs()
-    size = len(x), torch.Size(case.row.patching.grid(tuple(x.shape))).numel(), case.row.sizes.hidden(case.config)
-    call = ModelCall(x, timestep, tensors, residuals={"blocks.0": torch.ones(size)})
-    model = process_pools.load(case.save(case.model(), tmp_path / "model.safetensors"), Degrees(pipe=2), fresh=True)
+    given, residuals = controlled.given, {f"{kind}.0": torch.ones(2, 2 * 4 * 6, WIDTH) for kind in KINDS}
+    call = ModelCall(given.x, given.timestep, controlled.tensors, residuals=residuals)
+    model = process_pools.load(controlled.path, Degrees(pipe=2), controlled.own, fresh=True)
     model.predict(call, nothing)
     assert maps() > before
     os.kill(model.pool.pids[1], signal.SIGKILL)

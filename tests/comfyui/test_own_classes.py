@@ -28,7 +28,7 @@ OTHERS = (
     *("minimax-h3-pruned", "minimax-h3-of-text", "seedvr2-3b", "seedvr2-7b", "seedvr2-7b-sharp"),
     *("hunyuan-dit-1.1", "hunyuan-dit-1.2", "ltx-video-0.9", "ltx-video-0.9.5", "ltx-2", "ltx-2.3", "ltx-2.5"),
     *("qwen-image", "qwen-image-masked-text", "qwen-image-edit", "qwen-image-edit-2511", "qwen-image-layered"),
-    *("krea2", "krea2-style-reference", "wan-vace", "wan-vace-two", "wan-2.2-animate"),
+    *("krea2", "krea2-style-reference", "wan-vace", "wan-vace-two", "wan-2.2-animate", "wan-animate-2"),
     *("scail", "scail-2", "scail-2-replaces"),
     *("wan-2.1-t2v", "wan-2.1-one-frame", "wan-2.1-i2v", "wan-2.1-i2v-without-clip", "wan-2.1-flf2v"),
     *("wan-2.2-i2v", "wan-bernini", "wan-2.2-fun-control", "wan-flow-rvs"),

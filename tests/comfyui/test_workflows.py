@@ -8,9 +8,8 @@ import pytest
 from scripts import make_workflows
 from scripts.comfyui_server import PACK
 from scripts.graphs.published import NOT_PUBLISHED
-from tests.campaigns.templates.runner import MODELS, save_files
+from tests.campaigns.templates.runner import save_files
 from tests.comfyui.conftest import mostly_full
-from tests.comfyui.test_families import skip_without_class
 from tests.support.requirements import missing_nodes
 
 WORKFLOWS = PACK / "workflows"
@@ -160,8 +159,6 @@ def test_workflow_for_own_files_runs_with_tiny_ones(with_files, name):
 @pytest.mark.parametrize("name", mostly_full(STAND_INS, ["minimax_h3"]))
 def test_workflow_samples_with_stand_ins_for_encoders_and_vaes(comfyui, definitions, inside, base, name):
     """Its own nodes up to its samplers, whose latents are finite; of four stages three, for a model of three blocks."""
-    if (case := MODELS.get(STAND_INS[name])) is not None:
-        skip_without_class(comfyui, case)
     skip_without_nodes(definitions, name)
     prompt = api(name)
     for inputs in (node["inputs"] for node in prompt.values() if node["inputs"].get("pipefusion_degree") == 4):

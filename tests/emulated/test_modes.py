@@ -1,4 +1,4 @@
-"""Every mode, product and family, transfers, Cancel, other models: emulated devices give what CPU ranks give.
+"""Every mode and product, transfers, Cancel, other models: emulated devices give what CPU ranks give.
 
 The cases are those of the strict transport (tests/campaigns/transport/cases.py), whose rules NCCL holds them to here too.
 """
@@ -7,8 +7,7 @@ import functools
 
 import pytest
 
-from testing.cases import all_cases
-from tests.campaigns.transport.cases import Case, all_of_them, family
+from tests.campaigns.transport.cases import Case, all_of_them
 
 pytestmark = pytest.mark.threads
 
@@ -19,29 +18,18 @@ DEFAULT = (
     *("cancel patch2", "two calls at once batch2-pipe2", "links of 2"),
 )
 """Each kind of transfer and of group; what is left is the same transfers in other products."""
-QUICK_FAMILIES = ("wan-animate-2",)
-DEFAULT_FAMILIES = ("qwen-image-2.1",)
-"""Whole text. Others make the same transfers as one of these, and the strict transport has all of them."""
 
 
-def tier(name: str, quick: tuple[str, ...], default: tuple[str, ...]) -> list[pytest.MarkDecorator]:
-    return [] if name in quick else [pytest.mark.slow] if name in default else [pytest.mark.slow, pytest.mark.full]
+def tier(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name in QUICK else [pytest.mark.slow] if name in DEFAULT else [pytest.mark.slow, pytest.mark.full]
 
 
 def of_modes() -> list[pytest.param]:
-    made = [case for case in all_of_them() if not case.name.startswith("family ")]
+    made = list(all_of_them())
     assert {*QUICK, *DEFAULT} <= {case.name for case in made}
-    return [pytest.param(case, id=case.name, marks=tier(case.name, QUICK, DEFAULT)) for case in made]
+    return [pytest.param(case, id=case.name, marks=tier(case.name)) for case in made]
 
 
-def of_families() -> list[pytest.param]:
-    made = all_cases()
-    assert {*QUICK_FAMILIES, *DEFAULT_FAMILIES} <= {case.name for case in made}
-    return [
-        pytest.param(family(case), id=case.name, marks=tier(case.name, QUICK_FAMILIES, DEFAULT_FAMILIES)) for case in made
-    ]
-
-
-@pytest.mark.parametrize("case", [*of_modes(), *of_families()])
+@pytest.mark.parametrize("case", of_modes())
 def test_devices_give_what_cpu_ranks_give(both, files, case: Case):
     both.check(functools.partial(case.run, files))

@@ -1,76 +1,32 @@
-"""Fused arithmetic equals diffusers', by torch's operations and by comfy-kitchen's, which on a CPU are torch's too."""
+"""Fused arithmetic: rotations by torch's operations, and when comfy-kitchen's kernels compute."""
 
-import functools
-from collections import Counter
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from diffusers.models import embeddings
 
-from parallel_backend.client.call import ModelCall
 from parallel_backend.core import kitchen
-from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.models import fused
-from testing import tiny
-from testing.cases import all_cases
 
 pytestmark = pytest.mark.threads
-CASES = {case.name: case for case in all_cases()}
-LIMIT = 1e-5
-
-
-def kernels():
-    """Context in which every fused operation is comfy-kitchen's; gives a count of the calls by name."""
-    called, direct = Counter(), functools.cache(kitchen.DirectCall)
-
-    def kernel(name, x):
-        called[name] += 1
-        return direct(name) if x.numel() else None
-
-    assert kitchen.kitchen().tensors is not None
-    return called, mock.patch.object(fused, "_kernel", kernel)
-
-
-@pytest.mark.parametrize("degrees", [Degrees(), Degrees(tensor=2)], ids=str)
-@pytest.mark.parametrize(
-    ("name", "used"),
-    [
-        ("wan-animate-2", {"apply_rope", "adaln"}),
-    ],
-)
-def test_comfy_kitchens_operations_give_the_same(name, used, degrees, pools, tmp_path):
-    case = CASES[name]
-    model, given = case.model(), case.inputs()
-    file = case.save(model, tmp_path / "model.safetensors")
-    with torch.inference_mode():
-        expected = case.reference(model, *given)
-    remote = pools.load(file, degrees, fresh=True)
-    called, patched = kernels()
-    with patched:
-        out = remote.predict(ModelCall(*given), lambda: None)
-    assert tiny.relative(out, expected) < LIMIT
-    assert set(called) == used
-
-
-def turned_tables(*shape):
-    angles = torch.rand(*shape) * 6
-    return fused.rotation(angles.cos()[None, :, None], angles.sin()[None, :, None]), angles
 
 
 @pytest.mark.parametrize("compiling", [False, True])
-@pytest.mark.parametrize(("halves", "dim"), [(False, -1), (True, -2)])
-def test_rotations_equal_diffusers(halves, dim, compiling, monkeypatch):
+@pytest.mark.parametrize("halves", [False, True])
+def test_pairs_of_channels_are_turned_in_float32(halves, compiling, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    x, (turns, angles) = torch.randn(2, 7, 3, 16), turned_tables(7, 8)
-    doubled = torch.cat((angles, angles), dim=-1) if halves else angles.repeat_interleave(2, dim=-1)
-    tables = doubled.cos(), doubled.sin()
-    expected = embeddings.apply_rotary_emb(x, tables, use_real_unbind_dim=dim, sequence_dim=1)
-    assert torch.allclose(fused.both_rotated(x, x, turns, halves)[1], expected, atol=1e-6)
+    x, angles = torch.randn(2, 7, 3, 16), torch.rand(7, 8)[None, :, None] * 6
+    cos, sin = angles.cos(), angles.sin()
+    turns = torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
+
+    def turned(given):
+        first, second = given.float().chunk(2, dim=-1) if halves else (given.float()[..., 0::2], given.float()[..., 1::2])
+        both = first * cos - second * sin, first * sin + second * cos
+        return (torch.cat(both, dim=-1) if halves else torch.stack(both, dim=-1).flatten(-2)).type_as(given)
+
+    assert torch.allclose(fused.both_rotated(x, x, turns, halves)[1], turned(x), atol=1e-6)
     half = x.bfloat16()
-    rounded = embeddings.apply_rotary_emb(half, tables, use_real_unbind_dim=dim, sequence_dim=1)
-    assert torch.equal(fused.both_rotated(half, half[:1], turns, halves)[0], rounded)
+    assert torch.equal(fused.both_rotated(half, half[:1], turns, halves)[0], turned(half))
 
 
 def test_more_elements_than_a_kernel_counts_are_torchs(monkeypatch):

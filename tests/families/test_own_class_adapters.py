@@ -19,6 +19,7 @@ from parallel_backend.families.own_class.adapters import (
     qwen_image_block,
     sent,
 )
+from parallel_backend.families.own_class.animate2_forms import SameFrame
 from parallel_backend.families.own_class.minimax_forms import (
     minimax_h3_block,
     minimax_h3_segments,
@@ -57,6 +58,32 @@ def test_frames_times_reach_each_token_of_a_part(tokens):
     for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
         found = block.forward(x[:, part], e=Indexed(data, index[part], count), freqs=freqs[:, part])
         assert torch.equal(found, plain[:, part])
+
+
+@pytest.mark.parametrize("lacking", [(), (2,)])
+def test_a_frame_sees_the_video_and_its_frame_of_the_pose(lacking):
+    """Any rows in any order. Without warm-up keys of frames are not there yet."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 12, 2, 8, generator=g)
+    queries, keys = (torch.randperm(12, generator=g) for _ in range(2))
+    queries, keys = queries[:7], torch.stack([row for row in keys if int(row) // 3 not in lacking])
+    attend = functools.partial(attention, None)
+    found = SameFrame(3, 0.5)(attend, q[:, queries], k[:, keys], v[:, keys], queries, keys)
+    pose, same = (keys >= 3).expand(len(queries), -1), queries[:, None] // 3 == keys // 3
+    both = (
+        torch.cat((k[:, keys, :, :4], k[:, keys, :, 4:]), dim=1),
+        torch.cat((v[:, keys, :, :4], v[:, keys, :, 4:] / 2), dim=1),
+    )
+    seen = torch.cat((torch.ones_like(same), same & pose), dim=1)
+    assert torch.allclose(found[..., :4], attention(seen, q[:, queries, :, :4], *both), atol=1e-6)
+    of_pose = attention(pose, q[:, queries, :, 4:], k[:, keys, :, 4:], v[:, keys, :, 4:])
+    assert torch.allclose(found[..., 4:], of_pose, atol=1e-6)
+
+
+def attention(mask, *tensors):
+    """[B, Q, H, D]. `mask`: [Q, K]."""
+    q, k, v = (each.transpose(1, 2) for each in tensors)
+    return nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
 
 
 class LooksAtFaces(nn.Module):

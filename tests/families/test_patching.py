@@ -40,7 +40,7 @@ def test_a_token_is_a_patch():
 )
 def test_a_companion_latent_goes_through_tokens_and_bands_and_comes_back(pattern, sound, tokens):
     """Its channels are more than the video's token has, as many, and fewer."""
-    patching = Patching(video=True, companion=Companion(pattern, lambda _frames: sound))
+    patching = Patching(video=True, companion=Companion(pattern, sound))
     latents = torch.randn(2, 8, 3, 5, 6), torch.randn(2, *sound)
     shapes = tuple(tuple(latent.shape) for latent in latents)
     assert patching.companion_tokens(shapes) == patching.usual_companion_tokens(shapes[0]) == tokens

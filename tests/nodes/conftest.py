@@ -1,6 +1,5 @@
 """The pack's modules on a stand-in for ComfyUI, and a MODEL on ranks."""
 
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 from parallel_backend.core.degrees import Degrees
 from testing import mini
-from tests.support.stand_in_comfyui import KSAMPLER, CFGGuider, pack
+from tests.support.stand_in_comfyui import KSAMPLER, CFGGuider, NativeFlux, pack
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +22,14 @@ def module() -> Iterator[Callable[[str], Any]]:
 def patcher(module, mini_file, monkeypatch) -> Any:
     """A MODEL on ranks, which are not started."""
     checkpoint = mini.opened(mini_file)
-    meta = {name: torch.empty(shape, device="meta") for name, shape in checkpoint.original_shapes.items()}
-    config = types.SimpleNamespace(process_unet_state_dict=lambda tensors: tensors)
-    weights = module("model.lora.lora").NativeWeights(checkpoint, meta, config, torch.float32)
+    weights = module("model.lora.lora").NativeWeights(checkpoint, checkpoint.family.own, torch.float32)
     setup = mini.setup(checkpoint.path, "fp32", ("cpu",), Degrees(), "auto")
     model = torch.nn.Module()
     model.model_loaded_weight_memory, model.latent_shapes = 0, None
     model.diffusion_model = module("model.call.diffusion_model").RemoteDiffusionModel(
-        checkpoint, setup, setup.devices, True, weights, "Flux", {}
+        checkpoint, setup, setup.devices, True, weights, {}
     )
-    monkeypatch.setitem(module("model.native.native_call").NATIVE, "Flux", "flux.model:Flux")
+    vars(model.diffusion_model)["native"] = NativeFlux  # runs wrappers
     return module("model.patcher").RemoteModelPatcher(model, torch.device("cpu"))
 
 

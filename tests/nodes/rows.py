@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 
-from parallel_backend.families import FAMILIES
 from testing.comfyui.host_names import NAMES
 
 VERSIONS = {path.stem.removeprefix("comfyui-"): json.loads(path.read_text()) for path in sorted(NAMES.glob("*.json"))}
 """Version of ComfyUI -> its names. Some have only names of the files that they were "read from" (path -> commit)."""
 COMPLETE = {version: names for version, names in VERSIONS.items() if "read from" not in names}
 """Those that have all names."""
-KINDS = {kind: family for family in FAMILIES.values() for kind in family.native_classes}
-"""Class of ComfyUI's supported_models -> the family that computes it."""
 
 PASSED = "passed"
 """It reaches the ranks, as data."""
@@ -95,12 +92,10 @@ PATCHER_STATE = rows(
 """Attributes that ModelPatcher.clone() gives its clone, and what Parallelize Model makes of them."""
 
 PATCHES = rows(
-    # Where the native model runs the patch (`native` in the names), it is refused, and has no effect elsewhere.
-    refused="attn1_patch attn2_patch double_block post_input single_block",
-    # Of UNets.
-    harmless="attn2_output_patch emb_patch forward_timestep_embed_patch input_block_patch input_block_patch_after_skip "
-    "middle_block_after_patch middle_patch mlp_patch output_block_patch "
-    "attn1_output_patch noise_refiner",  # of classes without a family, which are asked on ranks
+    # A patch that the class's code does not name has no effect, as natively.
+    refused="attn1_patch attn2_patch double_block post_input single_block attn2_output_patch emb_patch "
+    "forward_timestep_embed_patch input_block_patch input_block_patch_after_skip middle_block_after_patch middle_patch "
+    "mlp_patch output_block_patch attn1_output_patch noise_refiner",
 )
 """Unknown functions in transformer_options["patches"]; known ones become data (block_patches.py)."""
 REPLACEMENTS = rows(refused="attn1 attn2 dit")
@@ -108,28 +103,18 @@ REPLACEMENTS = rows(refused="attn1 attn2 dit")
 OPTIONS = rows(
     # Their own rows: WRAPPERS, CALLBACKS, PATCHES, REPLACEMENTS.
     computed="wrappers callbacks",
-    refused="patches patches_replace optimized_attention_override transformer_options x_ref_attn_map",
+    refused="patches patches_replace optimized_attention_override",
+    # Notes of the call, and of a native model for the patches inside it.
     harmless="activations_shape animate2_cache block block_index block_type cond_or_uncond context_window easycache "
-    "grid_sizes img_slice model_patch_data multigpu_thread_device original_shape prefetch_dynamic_vbars "
-    "reference_image_num_tokens sample_sigmas sigmas total_blocks transformer_index uuids "
-    # Read by few native models: READ has those. Others ignore them.
-    "a2v_cross_attn ar_config ar_state audio_embeds chroma_radiance_options minimax_h3_layout "
-    "minimax_h3_sigma_shift_audio minimax_h3_sigma_shift_video rope_options run_ax run_vx stg_self_attn_blocks "
-    "stg_skip_self_attn v2a_cross_attn k6_magcache prism_attention prism_cdf_threshold prism_sparsity qwen_image21_cache",
+    "grid_sizes img_slice minimax_h3_layout model_patch_data multigpu_thread_device original_shape "
+    "prefetch_dynamic_vbars reference_image_num_tokens total_blocks transformer_index uuids",
+    # The class on the ranks reads them itself, as natively.
+    passed="transformer_options x_ref_attn_map sample_sigmas sigmas a2v_cross_attn ar_config ar_state "
+    "audio_embeds chroma_radiance_options minimax_h3_sigma_shift_audio minimax_h3_sigma_shift_video rope_options run_ax "
+    "run_vx stg_self_attn_blocks stg_skip_self_attn v2a_cross_attn k6_magcache prism_attention prism_cdf_threshold "
+    "prism_sparsity qwen_image21_cache",
 )
-"""Entries of transformer_options, for a native model that does not read them."""
-ROPE_REFUSED = "WAN_Animate2"
-READ: Mapping[str, Rows] = {
-    "rope_options": rows(refused=ROPE_REFUSED),
-    # Caches: no result depends on them.
-    "animate2_cache": rows(harmless="WAN_Animate2"),
-    "context_window": rows(harmless="WAN_Animate2"),
-}
-"""Entry of transformer_options -> class of supported_models whose native model reads it -> outcome there."""
-READ_BESIDE = {
-    "qwen_image21_cache": "QwenImage21",  # BlockChanges.kept_text
-}
-"""Entry -> class whose native model reads it, and which ranks get otherwise than as one of a call's tensors."""
+"""Entries of transformer_options."""
 
 MODEL_OPTIONS = rows(
     computed="sampler_cfg_function sampler_pre_cfg_function sampler_post_cfg_function sampler_calc_cond_batch_function "
@@ -173,21 +158,6 @@ SAMPLERS_IN_BANDS = {
 """ComfyUI's own functions. Under PipeFusion they are run for each band, or the run is not cut. Guidance that is not known
 is never cut, so that it needs no rows."""
 
-ALWAYS = rows(
-    passed="c_crossattn",
-    computed="c_concat latent_shapes",  # BaseModel takes them out of the call
-    harmless="crossattn_controlnet",
-)
-"""Keys of extra_conds for every model."""
-CONDITIONING: Mapping[str, Rows] = {
-    "qwen-image-2.1": rows(passed="image_slots ref_latents", harmless="attention_mask ref_latents_method", refused="y"),
-    "wan-animate-2": rows(
-        passed="clip_fea clip_fea_pose context_pose pose_latents pose_strength reference_strength",
-        refused="context_latents reference_latent time_dim_concat y",
-    ),
-}
-"""Family -> further keys of extra_conds of its classes. BaseModel makes times of a mask of frames that is `computed`."""
-
 TABLES: Mapping[str, Rows] = {
     "wrappers": WRAPPERS,
     "callbacks": CALLBACKS,
@@ -202,7 +172,7 @@ TABLES: Mapping[str, Rows] = {
     "model_options": MODEL_OPTIONS,
     "entries": ENTRIES,
 }
-"""Kind of names, as in the files of names -> rows. Setters, native options and conditioning have tests of their own."""
+"""Kind of names, as in the files of names -> rows. Setters have tests of their own."""
 
 
 def without_a_row(names: Mapping[str, Any]) -> list[str]:
@@ -213,10 +183,4 @@ def without_a_row(names: Mapping[str, Any]) -> list[str]:
     for method, strings in names["setters"].items():
         known = any(each in entries for each in GENERAL.get(method, strings)) if method.startswith("set_model_") else False
         found += [] if known or method in SETTERS else [("setters", method)]
-    for kind, family in KINDS.items():
-        table, native = ALWAYS | CONDITIONING[family.name], names["native"].get(kind, {"options": (), "patches": ()})
-        found += [(f"conditioning of {kind}", name) for name in names["conditioning"].get(kind, ()) if name not in table]
-        known = {name for name in native["options"] if kind in READ.get(name, ()) or READ_BESIDE.get(name) == kind}
-        found += [(f"read by {kind}", name) for name in native["options"] if name not in known]
-        found += [(f"patches of {kind}", name) for name in native["patches"] if name not in family.blocks.native_patches]
     return [f"{kind}: {name}" for kind, name in found]

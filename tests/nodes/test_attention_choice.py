@@ -10,7 +10,7 @@ from parallel_backend.core.attention_kernels import SAGE_VARIANTS
 from parallel_backend.families.own_class.family import own_class_family
 from testing import mini
 
-FAMILY, CONFIG = own_class_family(mini.proven()), mini.CONFIG
+FAMILY = own_class_family(mini.proven())
 BLOCKS = 8
 
 
@@ -106,19 +106,12 @@ def test_patch_flash_attention(module):
     "other", [by_kj("sageattn3_blackwell"), lambda func, *args: func(*args), "text", by_core("attention3_sage")]
 )
 def test_another_one_is_left_to_be_refused(module, other):
-    patches = module("model.patches.block_patches")
     assert module("model.patches.attention_choice").chosen_attention(other, "auto") is None
-    changes, left = patches.block_changes(FAMILY, CONFIG, {"optimized_attention_override": other}, 1, "auto")
-    assert (changes.attention, left["optimized_attention_override"]) == ("", other)
-    refused = list(module("model.patches.reach").unread(left, FAMILY))
-    assert [each.what for each in refused] == ["an attention kernel set on the MODEL"]
+    assert module("model.patches.block_patches").kernel_of_call(other, "auto", "") == ("", other)
 
 
 def test_a_known_one_becomes_the_calls_kernel(module):
-    options = {"optimized_attention_override": by_kj("fp8_cuda")}
-    changes, left = module("model.patches.block_patches").block_changes(FAMILY, CONFIG, options, 1, "auto")
-    assert changes.attention == "sage.fp8_cuda"
-    assert not list(module("model.patches.reach").unread(options | left, FAMILY))
+    assert module("model.patches.block_patches").kernel_of_call(by_kj("fp8_cuda"), "auto", "") == ("sage.fp8_cuda", None)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +129,9 @@ def test_what_a_file_asks_for_is_taken_where_all_blocks_have_it_and_the_user_has
     module, layers, loaded, expected
 ):
     attention = {f"layer {index}": "comfy_kitchen" for index in range(layers)}
-    checkpoint = SimpleNamespace(attention=attention, family=FAMILY, config=CONFIG)
+    checkpoint = SimpleNamespace(attention=attention, family=FAMILY)
     preferred = module("model.patches.attention_choice").preferred_attention(checkpoint, loaded, {})
     assert preferred == expected
-    block_changes = module("model.patches.block_patches").block_changes
-    assert block_changes(FAMILY, CONFIG, {}, 1, loaded, preferred=preferred)[0].attention == expected
-    chosen = {"optimized_attention_override": by_kj("fp8_cuda")}
-    assert block_changes(FAMILY, CONFIG, chosen, 1, loaded, preferred=preferred)[0].attention == "sage.fp8_cuda"
+    kernel_of_call = module("model.patches.block_patches").kernel_of_call
+    assert kernel_of_call(None, loaded, preferred) == (expected, None)
+    assert kernel_of_call(by_kj("fp8_cuda"), loaded, preferred) == ("sage.fp8_cuda", None)

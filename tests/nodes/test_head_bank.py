@@ -1,7 +1,5 @@
 """A PDD acceleration LoRA of MiniMax H3: a bank of output heads, of which each step takes the mean over what it spans."""
 
-import types
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -52,9 +50,7 @@ def bank(module, monkeypatch):
 @pytest.fixture
 def weights(module, mini_file):
     checkpoint = mini.opened(mini_file)
-    meta = {name: torch.empty(shape, device="meta") for name, shape in checkpoint.original_shapes.items()}
-    config = types.SimpleNamespace(process_unet_state_dict=lambda tensors: tensors)
-    return module("model.lora.lora").NativeWeights(checkpoint, meta, config, torch.float32)
+    return module("model.lora.lora").NativeWeights(checkpoint, checkpoint.family.own, torch.float32)
 
 
 def with_head(file, start, stop, path):

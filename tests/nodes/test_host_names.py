@@ -5,7 +5,6 @@ tests/comfyui/test_host_names.py holds the names to the ComfyUI that is there.
 
 import pytest
 
-from parallel_backend.families import FAMILIES
 from tests.nodes import rows
 from tests.nodes.rows import VERSIONS, without_a_row
 
@@ -19,14 +18,3 @@ def test_no_row_is_of_a_name_that_no_comfyui_has():
     tables = rows.TABLES | {"samplers": rows.SAMPLERS_IN_BANDS, "setters": rows.SETTERS}
     names = {kind: {name for version in VERSIONS.values() for name in version.get(kind, ())} for kind in tables}
     assert {kind: set(table) - names[kind] for kind, table in tables.items() if set(table) - names[kind]} == {}
-    for family, table in rows.CONDITIONING.items():
-        kinds = FAMILIES[family].native_classes
-        found = {name for each in VERSIONS.values() for kind in kinds for name in each["conditioning"].get(kind, ())}
-        assert set(table) <= found
-    assert rows.CONDITIONING.keys() == FAMILIES.keys()
-    read = {(option, kind) for each in VERSIONS.values() for kind in rows.KINDS for option in native(each, kind)["options"]}
-    assert read == {(option, kind) for option, table in rows.READ.items() for kind in table} | rows.READ_BESIDE.items()
-
-
-def native(names, kind):
-    return names["native"].get(kind, {"options": (), "patches": ()})

@@ -1,7 +1,6 @@
 """A MODEL whose file is replaced: all that this process reads of it is the file of the prompt's beginning."""
 
 import os
-import types
 
 import pytest
 import torch
@@ -42,12 +41,3 @@ def test_the_file_of_a_prompt_is_that_of_its_first_run(module, patcher, replaced
     assert patcher.stub.controls_here is not controls
     assert not torch.equal(patcher.patch_weight_to_device(KEY, return_weight=True), value)
     assert patcher.stub.double_blocks.state_dict()
-
-
-def test_a_file_that_comfyuis_detection_fails_on_is_refused_with_its_error(module, monkeypatch):
-    """As a tensor with fewer axes than it looks at: IndexError was all that the node said."""
-    native_call = module("model.native.native_call")
-    detection = types.SimpleNamespace(model_config_from_unet=lambda tensors, *_, **__: (1,)[len(tensors)])
-    monkeypatch.setattr(native_call.comfy, "model_detection", detection)
-    with pytest.raises(ValueError, match=r"^model_name: ComfyUI cannot tell which model this is \(IndexError: "):
-        native_call.native_config({"a": torch.zeros(1)}, {})

@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_backend.checkpoints.checkpoint import open_checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.memory_guard import MemoryGuard, request_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -27,51 +26,31 @@ from parallel_backend.placement.balance import even_stages, stages_by_size
 from parallel_backend.placement.device_memory import DeviceMemory, device_memories
 from parallel_backend.placement.memory_advice import Capacity, changes
 from parallel_backend.placement.memory_check import MemoryCheck
-from parallel_backend.placement.memory_model import KV_COPIES, Request, bytes_by_block, memory_of
+from parallel_backend.placement.memory_model import Request, bytes_by_block, memory_of
 from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.wire import messages as m
 from testing import mini
-from testing.cases import OF_EACH_FORM, all_cases
 from testing.models import conditioning_of, on_ranks
 from tests.campaigns.faults.census import settle
-from tests.rank.test_module_cache import Runs
 from tests.support import failing_rank
+from tests.support.one_rank import OneRank
 
 pytestmark = pytest.mark.threads
 
-CASES = all_cases()
 GB = 10**9
 GIB = 1 << 30
 BELOW, ABOVE = 0.4, 1.25
 """Measured activations over the estimate. Above 1 a run that is thought to fit may not; far below, one is warned about that
-would: the two streams of Wan Animate 2 are computed one after the other."""
+would."""
 
 
 def nobody() -> None:
     pass
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """`made(case)`: its file."""
-    files = {}
-
-    def make(case):
-        if case.name not in files:
-            files[case.name] = case.save(case.model(), tmp_path_factory.mktemp(case.name) / "model.safetensors")
-        return files[case.name]
-
-    return make
-
-
 # Keys and values, to the byte.
-
-
-def banded(model, case):
-    x, _, tensors = case.inputs()
-    return sample_in_bands(model, x, linear_sigmas(2) * case.timestep / 0.7, Prompt(tensors, {}, 1.0), 2, 1)[1]
 
 
 def predicted(model: RemoteTransformer, x, tensors, kept: int, bands: int = 1) -> list[int]:
@@ -79,19 +58,6 @@ def predicted(model: RemoteTransformer, x, tensors, kept: int, bands: int = 1) -
     conditioning = conditioning_of(model, patching.grid(shapes[0]), tensors, sound=patching.companion_tokens(shapes))
     request = request_of(conditioning, model.family, kept, bands)
     return [memory.buffers for memory in model._memory.memory_check.memory((request,))]
-
-
-OF_FORMS = list({case.family: case for case in reversed(CASES) if case.family in OF_EACH_FORM}.values())
-
-
-@pytest.mark.parametrize("case", [case for case in OF_FORMS if case.sampled], ids=lambda case: case.name)
-def test_buffers_of_stages(case, pools, made):
-    model = pools.load(made(case), Degrees(pipe=2), "bf16")
-    stats = banded(model, case)
-    x, _, tensors = case.inputs()
-    expected = predicted(model, x, tensors, KV_COPIES)
-    assert [rank.buffer_bytes for rank in stats] == expected
-    assert min(expected) > 0
 
 
 EVERY_WAY = [
@@ -131,10 +97,6 @@ def test_weights(remote, degrees):
         assert model.weight_bytes == pytest.approx(expected, rel=2e-4)  # gaps between tensors
 
 
-LATENTS = {4: (36, 32), 5: (3, 20, 20)}
-"""By axes of the batch's latent: large enough that what does not grow with the tokens hardly counts."""
-
-
 def peak_bytes(work) -> int:
     """Of what torch's allocator gave out on the CPU while `work` ran, at the highest."""
     gc.collect()  # else what other tests left could be freed meanwhile, and be taken off
@@ -145,25 +107,19 @@ def peak_bytes(work) -> int:
     return max(itertools.accumulate(changes), default=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OF_FORMS, ids=lambda case: case.name)
-def test_activations(case, made, measured):
-    larger = replace(case, latent=(case.latent[0], *LATENTS[len(case.latent) + 1]))
-    runs = Runs(larger, made(case))
-    checkpoint = open_checkpoint(made(case))
-    sizes = model_sizes(checkpoint, "fp32", "cpu")
-    grid, batch = runs.family.patching.grid(runs.shapes[0]), runs.shapes[0][0]
-    text_tokens = runs.engine.conditionings[1].text_tokens
-    timed = runs.timestep.ndim > 1
-    request = Request(grid, runs.token_order.references, text_tokens, batch, timed=timed)
-    spans = even_stages(len(sizes.block_bytes), 1)
-    estimate = memory_of(sizes, Degrees(), spans, 0, (request,))
-    with runs.run():
-        whole = lambda number: list(runs.call(number, [runs.token_order.span]))  # noqa: E731
-        whole(0), whole(1)  # the buffers are there, and what is made once
-        peak = peak_bytes(lambda: whole(2))
+def test_activations(mini_file, measured):
+    """Of a picture so large that what does not grow with the tokens hardly counts."""
+    x, timestep, tensors = mini.inputs(height=72, width=64)
+    rank = OneRank(mini_file)
+    rank.put(x, tensors)
+    sizes = model_sizes(rank.checkpoint, "fp32", "cpu")
+    request = Request(rank.family.patching.grid(tuple(x.shape)), 0, rank.family.words(tensors), len(x))
+    estimate = memory_of(sizes, Degrees(), even_stages(len(sizes.block_bytes), 1), 0, (request,))
+    for _ in range(2):  # what is made once
+        rank.step(x, timestep)
+    peak = peak_bytes(lambda: rank.step(x, timestep))
     ratio = peak / estimate.activations
-    measured(f"activations over the estimate, {case.name}, joint {sizes.joint}", ratio)
+    measured("activations over the estimate", ratio)
     assert BELOW < ratio < ABOVE
     assert peak > estimate.least > 0
 
@@ -245,7 +201,9 @@ def fitting(mini_file, degrees: Degrees, more: int = 1, dtype: str = "fp32") -> 
     checkpoint = mini.opened(mini_file)
     spans = even_stages(8, degrees.pipe)
     devices = tuple(f"cuda:{rank}" for rank in range(degrees.world))
-    return MemoryCheck(checkpoint, Setup(checkpoint.path, dtype, devices, degrees, "auto"), spans, more)
+    return MemoryCheck(
+        checkpoint, Setup(checkpoint.path, dtype, devices, degrees, "auto", own_class=checkpoint.family.own), spans, more
+    )
 
 
 LARGE = Request((512, 512), 0, 512, 2, kept=2, bands=8)
@@ -305,7 +263,7 @@ def test_weights_are_refused_before_loading(mini_file):
 def ways(mini_file, degrees, requests, capacity, devices=4, dtype="fp32") -> list[str]:
     checkpoint = mini.opened(mini_file)
     sizes, spans = model_sizes(checkpoint, dtype, "cuda:0"), even_stages(8, degrees.pipe)
-    setup = Setup(checkpoint.path, dtype, ("cuda:0",), degrees, "auto")
+    setup = Setup(checkpoint.path, dtype, ("cuda:0",), degrees, "auto", own_class=checkpoint.family.own)
     return changes(checkpoint, setup, sizes, spans, requests, capacity, devices)
 
 

@@ -15,7 +15,7 @@ from benchmarks.predictions.published import RUNS, Run, predicted
 from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Offload, Setup
-from parallel_backend.families.base.family import pairs_of
+from parallel_backend.families.own_class.family import pairs_of
 from parallel_backend.placement.links import SIZES, Link, Links, alike, links_of
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
 from parallel_backend.placement.pipeline_model import StageCost, finish_times
@@ -377,7 +377,7 @@ def test_two_ranks_are_calibrated(calibrated, mini_file):
 
 def test_a_gpu_keeps_some_memory_for_its_processes(mini_file):
     file = mini.opened(mini_file, text=8)
-    times = dict.fromkeys(file.family.blocks.counts(file.config), (2e-3, 1e-3))
+    times = dict.fromkeys(file.family.counts, (2e-3, 1e-3))
     found = [LinksProbed(0, "a GPU", 9 * GB, 24 * GB, {}, {})]
     memories = [DeviceMemoryReport(0, "a card", 9 * GB, 0, 0, 24 * GB, "here", 64 * GB, 25e9)]
     made = calibration_of(
@@ -478,7 +478,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch, cap
 
 
 def test_a_plan_is_kept_with_the_model_on_the_ranks(tmp_path):
-    left = Setup(tmp_path, "fp32", ("cpu", "cpu"), Degrees(), "auto", planned="cpu,cpu")
+    left = Setup(tmp_path, "fp32", ("cpu", "cpu"), Degrees(), "auto", planned="cpu,cpu", own_class=mini.mini_flux())
     registry = Registry()
     assert registry.planned(left) is None
     loaded, model = replace(left, degrees=Degrees(ulysses=2)), SimpleNamespace(on_ranks=True)

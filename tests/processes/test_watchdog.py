@@ -30,6 +30,7 @@ from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.rank_log import STACK_LINES, TAIL_LINES, tail
 from parallel_backend.processes.watchdog import Verdict, Watchdog
+from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.tcp import shutdown
@@ -39,7 +40,7 @@ from testing.models import on_ranks
 from tests.processes.test_failures import wait_until_gone
 from tests.support import acting_rank
 
-SETUP = Setup(Path(), "fp32", ("cpu", "cpu"), Degrees(pipe=2), "auto")
+SETUP = Setup(Path(), "fp32", ("cpu", "cpu"), Degrees(pipe=2), "auto", own_class=mini_flux())
 NEVER = 1e9
 """Seconds, for limits that a test must not come to."""
 

@@ -20,7 +20,7 @@ PACKABLE = mini.CONFIG | {"context_width": 64, "pooled_width": 64}
 def timed(path, dtype):
     """Blocks of a file of the mini class, timed on a rank."""
     message, _ = probe_of(mini.opened(path), dtype, (4, 1))
-    return probe(0, open_own_class(path, message.own_class), torch.device("cpu"), dtype, message.rows, message.calls)
+    return probe(0, open_own_class(path, message.own_class), torch.device("cpu"), dtype, message.calls)
 
 
 @pytest.fixture

@@ -10,20 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
-from parallel_backend.client.pipefusion.band_cut import packed
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.patching import latents_of
 from parallel_backend.wire import messages as m
-from testing import mini, tiny
-from testing.cases import all_cases
+from testing import mini
 
 DEGREES = [Degrees(), Degrees(pipe=2), Degrees(tensor=2), Degrees(ulysses=2)]
 LIMIT = 1e-5
-FAMILIES = {case.family: case for case in reversed(all_cases())}
-"""The first case of each."""
-DEFAULT = ("qwen-image-2.1", "wan-animate-2")
-"""Of these: what layers are in the file alone, fused, cut by heads, and of a class of ours."""
 SHOWS = 0.01
 """Relative change of the output that says that a delta was not just rounding."""
 
@@ -33,8 +26,8 @@ def load(pools):
     """`load(path, degrees, ...)`: the mini model on ranks, which other tests get back as it was loaded."""
     used = []
 
-    def load(*arguments, by=pools.mini, **named):
-        used.append(by(*arguments, **named))
+    def load(*arguments, **named):
+        used.append(pools.mini(*arguments, **named))
         return used[-1]
 
     yield load
@@ -79,30 +72,7 @@ def merged_file(path, deltas, folder, change=lambda key, value: value) -> Path:
 
 
 def output(model, given) -> torch.Tensor:
-    return packed(latents_of(model.predict(ModelCall(*given), lambda: None)))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=name, marks=() if name in DEFAULT else pytest.mark.full) for name, case in FAMILIES.items()],
-)
-def test_every_family(load, pools, tmp_path, measured, case):
-    """Over tensor parallelism: a family's own ways to cut a layer cut the adapters too."""
-    path = case.save(case.model(), tmp_path / "model.safetensors")
-    model = load(path, Degrees(tensor=2), by=pools.load)
-    elsewhere = {*case.row.file.computed(case.config), *case.row.node_tensors}
-    state = {key: value for key, value in load_file(path).items() if key not in elsewhere}
-    given = case.inputs()
-    before = output(model, given)
-    for deltas in (lora(state), diffs(state)):
-        model.adapt(object(), deltas, lambda: None)
-        with torch.inference_mode():
-            expected = case.reference(tiny.published_model(merged_file(path, deltas, tmp_path)), *given)
-        measured(f"adapters, {case.family}", mini.relative(output(model, given), expected))
-        assert mini.relative(output(model, given), expected) <= LIMIT
-        assert mini.relative(before, expected) > SHOWS
-    model.adapt(None, (), lambda: None)
-    assert torch.equal(output(model, given), before)
+    return model.predict(ModelCall(*given), lambda: None)
 
 
 def check(model, deltas, path, given, folder, measured=lambda *_: None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.finite import all_finite
 from parallel_backend.core.setup import Setup
-from parallel_backend.families.base.file_layout import Source
+from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.rank.finite_check import FiniteWatch
 from parallel_backend.wire import messages as m
 from testing import mini
@@ -86,12 +86,12 @@ def found(*seqs, **named) -> list[m.NotFiniteFound]:
 
 
 PIPE = Degrees(pipe=2)
-IN_FILE = {"a": Source("a"), "b": Source("b"), "q.weight": Source("qkv.weight"), "k.weight": Source("qkv.weight")}
-"""By the ranks' names, where the values are."""
+IN_FILE = {"a": "a", "b": "b", "q.weight": "to_q.weight"}
+"""By the ranks' names, their keys."""
 
 
 def said(answers, degrees=PIPE, dtype="bf16", adapted=False, controlled=False) -> str:
-    setup = Setup(Path(), dtype, ("cuda:0", "cuda:1", "cpu", "cpu"), degrees, "auto")
+    setup = Setup(Path(), dtype, ("cuda:0", "cuda:1", "cpu", "cpu"), degrees, "auto", own_class=mini_flux())
     return explanation(answers, 9, setup, adapted, controlled, IN_FILE)
 
 
@@ -99,8 +99,8 @@ def test_the_explanation_says_what_to_change():
     assert "weights are not finite in a, b: the file is damaged" in said(found(None, 4, weights1=("a", "b")))
     assert "too small for them, use bf16 or fp32; or the file" in said(found(None, 4, weights1=("a",)), dtype="fp16")
     assert "The LoRA's own values are not finite in a: remove it" in said(found(4, 4, adapters1=("a",)), adapted=True)
-    twice = found(4, 4, adapters0=("q.weight", "k.weight"), adapters1=("q.weight",))
-    assert "The LoRA's own values are not finite in qkv: remove it" in said(twice, Degrees(tensor=2))
+    twice = found(4, 4, adapters0=("q.weight",), adapters1=("q.weight",))
+    assert "The LoRA's own values are not finite in to_q: remove it" in said(twice, Degrees(tensor=2))
     assert "fp16 overflows in many models: use bf16 or fp32" in said(found(4, 4), dtype="fp16")
     text = said(found(4, 4), adapted=True, controlled=True)
     assert "lower the LoRA's strength; lower the ControlNet's strength." in text

@@ -6,13 +6,12 @@ an output is on a thread of its own, while the next micro-step is launched.
 
 import pytest
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from testing import mini
-from testing.cases import all_cases
 from testing.models import on_ranks
 from tests.support.emulated_gpu import emulated
 from tests.support.emulated_gpu.machine import Record, machine
@@ -27,9 +26,6 @@ MODES = (
 )
 AROUND = " close_run"
 """The function by which a run's figures are read, after its micro-steps."""
-MARKS = {"wan-animate-2": ()}
-"""Case -> its tiers; the others are in the full one."""
-CASES = [pytest.param(case, id=case.name, marks=MARKS.get(case.name, pytest.mark.full)) for case in all_cases()]
 
 
 @pytest.fixture
@@ -40,18 +36,15 @@ def gpu_pool():
         pool.close()
 
 
-def stops_of_ranks(pool: Pool, checkpoint: Checkpoint, degrees: Degrees, given: tuple, sampled: bool = True) -> list[str]:
+def stops_of_ranks(pool: Pool, checkpoint: Checkpoint, degrees: Degrees, given: tuple) -> list[str]:
     """Of the ranks' main threads in micro-steps of which all but the values is known, each once."""
     x, timestep, tensors = given
     model = on_ranks(pool, checkpoint, degrees, "fp32", "sdpa", lambda: None)
 
     def run() -> None:
         model.predict(ModelCall(x, timestep, tensors), lambda: None)
-        if sampled:
-            bands = 1 if degrees.displaced else 2
-            sample_in_bands(
-                model, x, linear_sigmas(3) * float(timestep.flatten()[0]) / 0.7, Prompt(tensors, tensors, 1.0), bands, 1
-            )
+        bands = 1 if degrees.displaced else 2
+        sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, tensors, 1.0), bands, 1)
 
     run()  # what belongs to a prompt, a size or a run is made once
     record: Record = machine.record
@@ -61,15 +54,9 @@ def stops_of_ranks(pool: Pool, checkpoint: Checkpoint, degrees: Degrees, given: 
     return sorted({stop for stop in record.stops if stop.startswith("rank") and AROUND not in stop})
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_micro_step_stops_no_rank(case, gpu_pool, tmp_path):
-    path = case.save(case.model(), tmp_path / "model.safetensors")
-    assert stops_of_ranks(gpu_pool, open_checkpoint(path), MODES[0], case.inputs(), case.sampled) == []
-
-
 @pytest.mark.parametrize(
     "degrees",
-    [pytest.param(each, marks=() if each.pipe > 1 or each.patch > 1 else pytest.mark.full) for each in MODES[1:]],
+    [pytest.param(each, marks=() if each.pipe > 1 or each.patch > 1 else pytest.mark.full) for each in MODES],
     ids=str,
 )
 def test_no_mode_stops_a_rank(degrees, gpu_pool, mini_file):

@@ -6,14 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.own_class import OwnCut
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.tensor_plan import (
-    HEADS,
-    WIDTH,
-    CutKind,
-    LayerCut,
-    cut_side,
-)
+from parallel_backend.families.base.tensor_plan import CutKind, cut_side
 from parallel_backend.rank.loaded_stage import LoadedStage
 
 pytestmark = pytest.mark.threads
@@ -27,16 +22,14 @@ def stages(pools, file, degrees: Degrees) -> list[LoadedStage]:
     return [engine.stage for worker in model.pool.ranks.workers.values() for engine in worker.engines.values()]
 
 
-@given(st.integers(1, 24), st.integers(1, 16), st.integers(1, 300), st.integers(1, 3), st.data())
-def test_the_ranks_cut_a_side_into_all_of_it_once(heads, head_size, width, widths, data):
-    ranks = data.draw(st.integers(1, heads))
-    parts = data.draw(st.permutations([HEADS] * data.draw(st.integers(0, 3)) + [WIDTH] * widths))
-    size = heads * head_size * parts.count(HEADS) + width * widths
-    spans = [cut_side(LayerCut(CutKind.ROW, tuple(parts)), size, heads, head_size, index, ranks) for index in range(ranks)]
-    assert sorted(i for rank in spans for span in rank for i in range(span.start, span.stop)) == list(range(size))
+@given(st.lists(st.tuples(st.integers(1, 24), st.integers(1, 16)), min_size=1, max_size=4), st.integers(1, 8))
+def test_the_ranks_cut_a_side_into_all_of_it_once(parts, ranks):
+    """Parts of so many units, of so many features."""
+    cut = OwnCut("layer", CutKind.ROW.value, tuple(count * size for count, size in parts), tuple(n for n, _ in parts))
+    spans = [cut_side(cut, sum(cut.sizes), index, ranks) for index in range(ranks)]
+    assert sorted(i for rank in spans for span in rank for i in range(span.start, span.stop)) == list(range(sum(cut.sizes)))
     for own in spans:
-        assert len(own) == len(parts)
-        assert all(len(span) % head_size == 0 for span, part in zip(own, parts, strict=True) if part == HEADS)
+        assert all(len(span) % size == 0 for span, (_, size) in zip(own, parts, strict=True))
 
 
 def test_more_ranks_than_groups_of_heads_are_refused():

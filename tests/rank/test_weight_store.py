@@ -66,7 +66,7 @@ def test_modes_of_streamed_weights(case, files, thread_pools, emulated, streamed
     def opened(load: Callable[..., RemoteTransformer]) -> Callable[..., RemoteTransformer]:
         """`load` of a checkpoint, by its class or its family."""
         return lambda checkpoint, degrees: load(
-            checkpoint.path, degrees, own=mini.own_of(mini.for_tensor(checkpoint, degrees.tensor))
+            checkpoint.path, degrees, own=mini.for_tensor(checkpoint, degrees.tensor).family.own
         )
 
     found = case.run(files, opened(streamed), emulated)

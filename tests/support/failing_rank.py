@@ -16,9 +16,9 @@ def _run(settings: RankSettings, connection: Connection, change) -> None:
 
     compute, count = Engine._compute, 0
 
-    def changed(engine, step, received):
+    def changed(engine, step):
         nonlocal count
-        result = compute(engine, step, received)
+        result = compute(engine, step)
         if settings.rank != VICTIM:
             return result
         count += 1

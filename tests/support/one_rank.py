@@ -31,7 +31,7 @@ class OneRank:
     ):
         self.checkpoint = mini.opened(path)
         self.family = self.checkpoint.family
-        blocks = (Span(0, self.family.blocks.total(self.checkpoint.config)),)
+        blocks = (Span(0, self.family.total),)
         setup = mini.setup(path, dtype, ("cpu",), Degrees(), "sdpa", **settings)
         load = m.Load(setup, blocks, (1.0,), resident=resident)
         self.stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat(), copies)
@@ -42,8 +42,8 @@ class OneRank:
         self, x: torch.Tensor, tensors: dict[str, torch.Tensor], number: int = 1, changes: BlockChanges = UNCHANGED
     ) -> None:
         """A conditioning for latents of the shape of `x`."""
-        grid, text = self.family.patching.grid(tuple(x.shape)), self.family.inputs.text_tokens(tensors)
-        self.engine.put_conditioning(m.PutConditioning(number, grid, 0, text, len(x), tensors, changes=changes))
+        grid = self.family.patching.grid(tuple(x.shape))
+        self.engine.put_conditioning(m.PutConditioning(number, grid, 0, len(x), tensors, changes=changes))
         self.token_order = self.family.token_order(grid)
 
     def step(

@@ -212,7 +212,7 @@ def test_random_problems_equal_one_process(remote, mini_model, degrees, batch, h
     cut = SequenceCut((1 / degrees.patch,) * degrees.patch, degrees.ring * degrees.ulysses, False)
     tokens = height * math.ceil(width / 2)
     model = remote(degrees)
-    if not all(len(shard) for shard in cut.image(Span(0, tokens))):
+    if not all(len(shard) for shard in cut.parts(Span(0, tokens))):
         with pytest.raises(ValueError, match="degree"):
             model.predict(ModelCall(x, timestep, tensors), lambda: None)
         return

@@ -34,8 +34,6 @@ QUICK = [
 ]
 ANY_ORDER = ("cancel ", "given up ", "two calls at once ", "unload and load pipe2")
 """Beginnings of names: what starts or ends in the middle of something else, of which the order of operations decides."""
-ALIKE = ("family wan-animate-2",)
-"""They make the same transfers as the other families."""
 WITH_GLOO = [*(degrees for degrees in cases.PRODUCTS if degrees.world == 2), Degrees(tensor=4), Degrees(pipe=2, ulysses=2)]
 
 
@@ -63,7 +61,7 @@ def test_modes(at_work, case, places):
 
 def everything() -> Iterator[pytest.param]:
     """What differs in which transfers are made needs one order, which shows those: the other is left to the full tier."""
-    done = {*ALIKE, *(case.name for case in QUICK)}
+    done = {case.name for case in QUICK}
     for case, places in itertools.product(all_of_them(), RULES):
         marks = [pytest.mark.full] if places > 1 and not case.name.startswith(ANY_ORDER) else []
         if case.name not in done:

@@ -16,6 +16,7 @@ from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
+from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire import channel, encoding
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import FRAME_BYTES, Channel
@@ -40,7 +41,9 @@ MESSAGES = [
     m.DropSegment(2**63),
     m.Ready(3),
     m.Load(
-        Setup(Path("/a folder/ü.safetensors"), "bf16", ("cpu",) * 4, Degrees(pipe=2, ulysses=2), "auto"),
+        Setup(
+            Path("/a folder/ü.safetensors"), "bf16", ("cpu",) * 4, Degrees(pipe=2, ulysses=2), "auto", own_class=mini_flux()
+        ),
         (Span(0, 3), Span(3, 8)),
         (1.0,),
     ),
@@ -57,12 +60,11 @@ MESSAGES = [
     m.Weigh((1.0, 0.0)),
     m.AdaptersSent(),
     m.Adapted(1, 2**40, 7),
-    m.PutConditioning(7, (8, 6), 0, 3, 2, TENSORS),
+    m.PutConditioning(7, (8, 6), 0, 2, TENSORS),
     m.PutConditioning(
         9,
         (8, 6),
         0,
-        3,
         2,
         {},
         "frames",
@@ -70,14 +72,14 @@ MESSAGES = [
         BlockChanges(("a.1",), NormalizedGuidance(5.0, 1.5, 0.5, Span(1, 2), Span(0, 1))),
     ),
     m.DropConditioning(7),
-    m.Step(1, 2, 7, Span(4, 8), False, True, False, Span(0, 1), TENSORS["fp32"], {}, (), None),
+    m.Step(1, 2, 7, Span(4, 8), False, True, False, Span(0, 1), TENSORS["fp32"], {}, (), torch.ones(0)),
     m.Step(
         1, 0, 7, Span(0, 8), True, False, True, Span(0, 0), torch.zeros(0), {"a.1": 0}, (torch.ones(1, 2, 3),), torch.ones(1)
     ),
     *(m.Output(1, 5, tensor) for tensor in TENSORS.values()),
     m.OpenRun(3, True),
     m.CloseRun(4),
-    m.Probe("/a folder/ü", "fp32", (64, 16)),
+    m.Probe("/a folder/ü", "fp32", own_class=mini_flux()),
     m.Probed(1, {"blocks": (0.25, 1e-9)}, (0.5, 0.0), None),
     m.RunStats(0, 4, 10, 0.25, 0.5, 1e-9, {"pipe": 2**40, "ulysses": 0}, 5, 6),
     m.PutVAE("ü-1", "decoder", '{"a": [1, null]}', TENSORS, m.RunVAE("decoder", TENSORS["bf16"], (3, 2), True, None)),
@@ -172,7 +174,7 @@ def test_a_message_whose_tensor_has_no_bytes_is_not_begun(ends, monkeypatch):
     monkeypatch.setattr(channel, "_bytes", bytes_but_of_integers)
     sender, receiver = ends
     with pytest.raises(RuntimeError, match="no storage"):
-        sender.send(m.PutConditioning(7, (8, 6), 0, 3, 2, {"a": TENSORS["fp32"], "b": TENSORS["int64"]}))
+        sender.send(m.PutConditioning(7, (8, 6), 0, 2, {"a": TENSORS["fp32"], "b": TENSORS["int64"]}))
     assert sender.begun == 0
     sender.send(whole)
     assert equal(receiver.receive().message, whole)

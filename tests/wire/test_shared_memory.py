@@ -67,7 +67,7 @@ def segment():
 
 
 def conditioning(*tensors: torch.Tensor) -> m.PutConditioning:
-    return m.PutConditioning(1, (2, 2), 0, 0, 1, {str(number): tensor for number, tensor in enumerate(tensors)})
+    return m.PutConditioning(1, (2, 2), 0, 1, {str(number): tensor for number, tensor in enumerate(tensors)})
 
 
 def test_a_tensor_in_a_segment_arrives_without_its_bytes(ends, segment):

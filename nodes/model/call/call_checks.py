@@ -4,48 +4,24 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families import Family
-from parallel_backend.families.base.patching import Latents
 
-
-def for_entries(timestep: torch.Tensor, tensors: dict[str, torch.Tensor], entries: int) -> torch.Tensor:
-    """The timesteps of a call's batch entries [entries, ...]. ValueError for tensors with another number of entries."""
+def for_entries(timestep: torch.Tensor, entries: int) -> torch.Tensor:
+    """The timesteps of a call's batch entries [entries, ...]. ValueError for another number of timesteps."""
     if len(timestep) == 1:
-        timestep = timestep.expand(entries, *timestep.shape[1:])
-    for name, count in {"timestep": len(timestep), **{name: len(tensor) for name, tensor in tensors.items()}}.items():
-        if count != entries:
-            raise ValueError(
-                f"model: another node calls it with {entries} latents at a time, and with {count} of '{name}'. Remove that "
-                "node, or load the model with a native loader."
-            )
+        return timestep.expand(entries, *timestep.shape[1:])
+    if len(timestep) != entries:
+        raise ValueError(
+            f"model: another node calls it with {entries} latents at a time, and with {len(timestep)} timesteps. Remove "
+            "that node, or load the model with a native loader."
+        )
     return timestep
 
 
-def check_for_own_class(x: Any, axes: int) -> None:
-    """ValueError for a latent of a call for ComfyUI's own class that ranks do not take. `axes`: of the first one."""
+def check_latents(x: Any, axes: int) -> None:
+    """ValueError for a latent of a call that ranks do not take. `axes`: of the first one."""
     latents = [x] if isinstance(x, torch.Tensor) else list(x)
     if latents[0].ndim != axes or any(0 in latent.shape for latent in latents):
         raise ValueError(
             f"latent_image: this model runs as ComfyUI's own class, which takes one latent of {axes} axes, none of "
             "them empty. Use the Empty Latent node made for this model."
-        )
-
-
-def check_latents(family: Family, config: dict[str, Any], latents: Latents) -> None:
-    """ValueError for latents that the family does not take."""
-    if len(latents) > 1:
-        raise ValueError(
-            f"latent_image: a latent of {len(latents)} parts cannot be sampled by this model, which takes one latent alone. "
-            "Use the Empty Latent node made for this model."
-        )
-    (latent,), axes, channels = latents, 5 if family.patching.video else 4, family.sizes.latent_channels(config)
-    if latent.ndim != axes or 0 in latent.shape:
-        raise ValueError(
-            f"latent_image: a latent of the shape {list(latent.shape)} cannot be sampled by this model, which takes "
-            f"{axes} axes, none of them empty. Use the Empty Latent node made for this model."
-        )
-    if latent.shape[1] != channels:
-        raise ValueError(
-            f"latent_image: the latent has {latent.shape[1]} channels, this model needs {channels}. "
-            "Use the Empty Latent node made for this model, or a latent encoded with its own VAE."
         )

@@ -1,24 +1,25 @@
 """The `diffusion_model` of the native MODEL: a stub without weights that hands each call to the ranks."""
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import comfy.ldm.modules.attention
 import comfy.model_patcher
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.enlarged import enlarge
-from parallel_backend.checkpoints.reader import node_value
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.registry import registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
+from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup, TensorSizes
-from parallel_backend.families.base.patching import Latents, latents_of
+from parallel_backend.core.short_text import short
+from parallel_backend.families.base.patching import Latents
+from parallel_backend.families.own_class.building import build, class_of
 from parallel_backend.families.own_class.second_text import LAYERS
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import Request
@@ -28,43 +29,37 @@ from ...ui.loading_bar import LoadingBar
 from ...ui.other_nodes import calling_nodes, named
 from ...ui.prompt_graph import present_prompt
 from ..controls.controls_here import ControlsHere
+from ..loading.own_class_file import open_file
 from ..lora.head_bank import BANK_KEYS, BANKED, bank_deltas, heads_of, strengths_in_call
 from ..lora.lora import PREFIX, NativeWeights
 from ..lora.patch_trial import Patch
 from ..native.native_call import (
-    NATIVE,
-    NativeArguments,
     NativeClass,
     by_name,
     leaves_wrappers_to_parent,
-    native_class,
     runs_wrappers,
     wrappers_of,
 )
 from ..native.native_names import NativeNames
-from ..patches.attention_choice import preferred_attention
-from ..patches.block_patches import block_changes
-from ..patches.reach import Unread, refuse_unread, refuse_what_does_not_reach_the_ranks
-from ..patches.text_guidance import TextLayers, takes_second_text
+from ..patches.reach import Unread, refuse_unread
+from ..patches.text_guidance import TextLayers
 from ..run.band import BAND_KEY, Band
 from ..run.long_step import LongStep
 from ..run.make_room import make_room
-from ..run.sampling_run import CallShape, SamplingRun, steps_of
-from .call_checks import check_latents, for_entries
-from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
+from ..run.sampling_run import CallShape, SamplingRun
+from .concurrent_conds import Evaluation
+from .own_class import PROVE_KEY, Proofs, answered
+from .own_methods import TEXT_METHOD, OwnMethods
 
 log = logging.getLogger(__name__)
-
-HEEDS_FILES = hasattr(comfy.ldm.modules.attention, "ComfyAttention")
-"""ComfyUI takes notice of the attention that a model's file asks for (0.37 and newer)."""
 
 
 class RemoteDiffusionModel(torch.nn.Module):
     """Answers ComfyUI's model call with the ranks' output. Holds no parameters and no process.
 
-    `weights`: names and shapes of the weights; `native_kind`: name of the class of ComfyUI's supported_models;
-    `unet_config`: arguments of the native model's class. `devices`: the devices that the model may use. `setup.devices` are
-    those that it does use: with degrees `auto`, AutoDegrees sets `setup` before each run. `patchers_elsewhere`: see
+    A call of another structure than before is tried first. `weights`: names and shapes of the weights; `unet_config`:
+    arguments of the native model's class. `devices`: the devices that the model may use. `setup.devices` are those that it
+    does use: with degrees `auto`, AutoDegrees sets `setup` before each run. `patchers_elsewhere`: see
     RemoteModelPatcher.get_nested_additional_models.
     """
 
@@ -78,19 +73,14 @@ class RemoteDiffusionModel(torch.nn.Module):
         devices: tuple[str, ...],
         comm_overlap: bool,
         weights: NativeWeights,
-        native_kind: str,
         unet_config: dict[str, Any],
     ):
         super().__init__()
         self.checkpoint, self.setup, self.devices, self.comm_overlap = checkpoint, setup, devices, comm_overlap
-        self.weights, self.native_kind, self.unet_config = weights, native_kind, unet_config
+        self.weights, self.unet_config = weights, unet_config
         self.run = SamplingRun()
         self.patchers_elsewhere: dict[torch.device, comfy.model_patcher.ModelPatcher] = {}
         self.dtype = weights.dtype
-        values = checkpoint.family.native_values(checkpoint.config)
-        self.patch_size = values.get("patch_size", checkpoint.family.patching.side)
-        if "in_channels" in checkpoint.config:  # RenormCFG reads it
-            self.in_channels = checkpoint.config["in_channels"]
         self.current_patcher: comfy.model_patcher.ModelPatcher | None = None
         """Set by ComfyUI's own BaseModel of Qwen-Image 2.1 before a run, and None again after it."""
         self.advised = False
@@ -101,7 +91,7 @@ class RemoteDiffusionModel(torch.nn.Module):
     def __class__(self) -> type:
         """What isinstance sees beside the type: the native model's class, by which nodes tell models apart. Model Sparse
         Attention does, and nodes that go on to change the model's inside, which is refused by their name then."""
-        return self.native if self.native_kind in NATIVE else type(self)
+        return self.native
 
     def __setattr__(self, name: str, value: Any) -> None:
         """ValueError if another node replaces one of the native model's layers or functions.
@@ -120,7 +110,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
         device_settings = self.setup, self.devices, self.comm_overlap
-        return type(self)(self.checkpoint, *device_settings, self.weights, self.native_kind, self.unet_config)
+        return type(self)(self.checkpoint, *device_settings, self.weights, self.unet_config)
 
     def enlarged_by(self, patches: Mapping[str, list[Patch]]) -> TensorSizes:
         """Tensors that the patches enlarge, and to which sizes, other than by further output heads."""
@@ -128,10 +118,38 @@ class RemoteDiffusionModel(torch.nn.Module):
         return self.weights.sizes_with({key: each for key, each in patches.items() if key not in banked})
 
     def enlarged(self, sizes: TensorSizes) -> "RemoteDiffusionModel":
-        """The model in which a LoRA enlarges these tensors. ValueError if the ranks cannot compute it."""
-        larger = enlarge(self.checkpoint.smaller or self.checkpoint, sizes)
-        setup, weights = replace(self.setup, enlarged=sizes), self.weights.enlarged(sizes)
-        return type(self)(larger, setup, self.devices, self.comm_overlap, weights, self.native_kind, self.unet_config)
+        """The model in which a LoRA enlarges these tensors: of the class that ComfyUI's detection finds for these sizes.
+
+        ValueError if ranks cannot run it."""
+        try:
+            file = open_file(self.setup.path, self.devices[0], sizes)
+        except ValueError:
+            named = ", ".join(f"{short(key)} to {list(shape)}" for key, shape in sizes)
+            raise ValueError(
+                f"model: a LoRA that enlarges {named} cannot run on ranks: ComfyUI has no class {self.own.name} of that "
+                "size. Use a LoRA that was made for the model."
+            ) from None
+        setup, weights = replace(self.setup, own_class=file.own, enlarged=sizes), self.weights.enlarged(sizes)
+        return type(self)(file.checkpoint, setup, self.devices, self.comm_overlap, weights, self.unet_config)
+
+    @property
+    def own(self) -> OwnClass:
+        """The class, with what is proven so far."""
+        return self.setup.own_class
+
+    @functools.cached_property
+    def meta(self) -> torch.nn.Module:
+        """The model without values."""
+        return build(self.own)
+
+    @functools.cached_property
+    def _methods(self) -> OwnMethods:
+        return OwnMethods(self.checkpoint, self.dtype)
+
+    @functools.cached_property
+    def proofs(self) -> Proofs:
+        """Of its calls."""
+        return Proofs()
 
     def reset_prefix_cache(self, _enabled: bool) -> None:
         """Called by ComfyUI's own BaseModel of Qwen-Image 2.1 before and after a run, for keys that the native model keeps.
@@ -144,21 +162,41 @@ class RemoteDiffusionModel(torch.nn.Module):
     @functools.cached_property
     def native(self) -> NativeClass:
         """The native model's class."""
-        return native_class(self.native_kind)
+        return class_of(self.own)
 
     def __getattr__(self, name: str) -> Any:
-        """The native model's values and shapes of layers, such as `img_in.weight.shape`, which ComfyUI's BaseModels read."""
+        """The native model's shapes of layers, such as `img_in.weight.shape`, and its own values, such as sizes of patches
+        and SeedVR2's texts, which ComfyUI's BaseModels and nodes read. ValueError for one of its functions, which ComfyUI
+        calls before the model: `hasattr` has to see that it is there."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "checkpoint":  # before __init__ has set it
+            if "_finished" not in vars(self):  # __init__ is at work
                 raise
-            family, tensors = self.checkpoint.family, self.weights.original
-            if name in family.node_tensors:
-                return node_value(self.checkpoint, name, self.dtype)
-            found = NativeNames(self.checkpoint, tensors, "").at(name)
-            is_text = name == LAYERS and takes_second_text(family)
-            return TextLayers(self.checkpoint, tensors, f"{LAYERS}.") if is_text else found
+        if name in self.weights.tensors:  # of the model itself, and of no layer
+            return self.weights.value(name).to(self.dtype)
+        given = self.checkpoint, self.weights.tensors, self.weights.keys
+        try:
+            found = NativeNames(*given).at(name)
+            return TextLayers(*given, f"{LAYERS}.") if name == LAYERS else found
+        except AttributeError:
+            if name.startswith("_") or not hasattr(self.meta, name):
+                raise
+        if name == TEXT_METHOD:
+            return functools.partial(self.computed, TEXT_METHOD)
+        value = getattr(self.meta, name)
+        if isinstance(value, torch.nn.Module | torch.Tensor) or inspect.ismethod(value):
+            raise ValueError(
+                f"model_name: {self.checkpoint.path.name} cannot run on ranks: ComfyUI itself computes with its '{name}'. "
+                "Load it with ComfyUI's own loader, on one card."
+            )
+        return value
+
+    def computed(self, method: str, *arguments: Any, **named: Any) -> torch.Tensor:
+        """OwnMethods.computed with the run's LoRAs."""
+        patches, bypass_patches = self.run.patches, self.run.bypass_patches
+        both = {key: patches.get(key, []) + bypass_patches.get(key, []) for key in (*patches, *bypass_patches)}
+        return self._methods.computed(method, both, self.run.patches_uuid, *arguments, **named)
 
     def state_dict(self, *_args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Names and shapes of the weights, which are on the ranks. ComfyUI matches a LoRA's keys with them."""
@@ -203,10 +241,9 @@ class RemoteDiffusionModel(torch.nn.Module):
     def _deltas(self) -> Iterator[Delta]:
         """All changes of weights for the ranks. Group 0 always applies. Each further group is one hook, whose strength
         may change from call to call."""
-        of_nodes = {PREFIX + key for key in self.checkpoint.node_keys}
         groups = enumerate(self.run.hook_patches.values(), 1)
         heads = self.heads_of(self.run.patches)
-        left_out = of_nodes if heads == 1 else of_nodes | BANK_KEYS
+        left_out = frozenset() if heads == 1 else BANK_KEYS
         elsewhere = self.checkpoint.family.is_elsewhere
         for group, patches in ((0, self.run.patches), (0, self.run.bypass_patches), *groups):
             of_ranks = (key for key in patches if key not in left_out and not elsewhere(key.removeprefix(PREFIX)))
@@ -218,14 +255,14 @@ class RemoteDiffusionModel(torch.nn.Module):
         """Output heads of a PDD acceleration LoRA among the patches. 1: there is none."""
         return heads_of(self.weights, patches) if self._has_bank else 1
 
-    def _choose_heads(self, timestep: torch.Tensor, options: Mapping[str, Any]) -> None:
+    def choose_heads(self, timestep: torch.Tensor, options: Mapping[str, Any]) -> None:
         """For a model call at `timestep`, if the run's patches have a bank of heads."""
         if (heads := self.heads_of(self.run.patches)) > 1:
             self.run.head_strengths = strengths_in_call(heads, timestep, options)
 
     @property
     def _has_bank(self) -> bool:
-        return BANKED in self.checkpoint.family.native_classes
+        return self.own.kind == BANKED
 
     def _strengths(self) -> tuple[float, ...]:
         """Strengths of the hooks in the present model call, in the order of `hook_patches`.
@@ -264,7 +301,7 @@ class RemoteDiffusionModel(torch.nn.Module):
             return self.native.forward(self, x, timestep, **arguments)
         if leaves_wrappers_to_parent(self.native):
             refuse_unread(Unread("a wrapper around the diffusion model", each) for each in wrappers_of(options))
-        return self._call(x, timestep, **arguments)
+        return answered(self, x, timestep, **arguments)
 
     def wrappers(self, options: dict[str, Any], is_model_options: bool = False) -> list[Any]:
         """Other nodes' wrappers around a call with these transformer_options, or with those inside model_options."""
@@ -275,9 +312,9 @@ class RemoteDiffusionModel(torch.nn.Module):
 
         The native `forward` has already done to the latents what it does around its `_forward`.
         """
-        return self._call(**by_name(self.native, arguments, named), is_carried=False)
+        return answered(self, **by_name(self.native, arguments, named), is_carried=False)
 
-    def _band_of(self, latents: Latents, options: dict[str, Any]) -> Band | None:
+    def band_of(self, latents: Latents, options: dict[str, Any]) -> Band | None:
         """The band that this call computes. None: it is a call for the whole latent."""
         band: Band | None = options.get(BAND_KEY)
         return band if band is not None and band.takes(self, latents, options) else None
@@ -286,62 +323,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         """ValueError: nodes call or replace it to reach the inside of the native model."""
         _refuse_inside("forward_orig")
 
-    def _call(
-        self,
-        x: torch.Tensor | Sequence[torch.Tensor],
-        timestep: torch.Tensor | Sequence[torch.Tensor],
-        context: torch.Tensor | None = None,
-        control: Any = None,
-        transformer_options: dict[str, Any] | None = None,
-        is_carried: bool = True,
-        **extra: Any,
-    ) -> torch.Tensor | list[torch.Tensor]:
-        """As `forward`, without wrappers. `is_carried`: latents are as `forward` gets them, and not as `_forward` does."""
-        options = transformer_options or {}
-        family, config = self.checkpoint.family, self.checkpoint.config
-        inputs = {name: value for name, value in extra.items() if value is not None}
-        asked_timestep, others = timestep, {"context": context, **inputs}
-        latents = (x,) if isinstance(x, torch.Tensor) else tuple(x)
-        band = self._band_of(latents, options)
-        attention = self.setup.attention
-        preferred = preferred_attention(self.checkpoint, attention, options) if HEEDS_FILES else ""
-        changes, patches = block_changes(family, config, options, len(latents[0]), attention, preferred)
-        unknown = [name for name in inputs if name not in family.inputs.accepts]
-        refuse_what_does_not_reach_the_ranks(options | patches, unknown, family)
-        check_latents(family, config, latents)
-        if not isinstance(timestep, torch.Tensor):
-            timestep = torch.cat([each.reshape(len(each), -1) for each in timestep], dim=1)
-        run_cache = self.run.cache
-        if band is None and run_cache is not None:
-            run_cache.see(latents, options)
-        allowed = run_cache is not None and run_cache.may_forecast(options)
-        inputs |= self._sizes(latents, band) | {"context": context, "latent": tuple(latents[0].shape)}
-        tensors = family.inputs.conditioning(config, inputs)
-        timestep = for_entries(timestep, tensors, len(latents[0]))
-        native_arguments = NativeArguments(latents, asked_timestep, others, options)
-        block_residuals = self.controls_here.residuals(native_arguments, control, tensors, self.run)
-        evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
-        self._choose_heads(timestep, options)
-        call = ModelCall(
-            x=latents,
-            timestep=timestep,
-            tensors=tensors,
-            residuals=block_residuals,
-            changes=changes,
-            first_replica=evaluation.first_replica(len(latents[0])),
-            may_forecast=allowed,
-        )
-        if changes.together:
-            tell_if_together(self)
-        if band is None:
-            shape = CallShape(tuple(latents[0].shape), 1 if context is None else context.shape[1])
-            outputs = self._predict(call, shape, steps_of(options), evaluation)
-        else:
-            exact = float(options["sigmas"].max()) > band.exact_above
-            outputs = band.run.predict(band.index, call, exact, band.poll, evaluation.start_next)
-        return latents_of(outputs)[0]
-
-    def _predict(self, call: ModelCall, shape: CallShape, steps: int, evaluation: Evaluation) -> torch.Tensor | Latents:
+    def predict(self, call: ModelCall, shape: CallShape, steps: int, evaluation: Evaluation) -> torch.Tensor | Latents:
         """The ranks' output for a call with the whole latent, of a sampler with `steps` steps."""
         batch = shape.latent[0]
         expected = functools.partial(expected_request, self.checkpoint, shape.latent, batch, shape.text_tokens)
@@ -354,12 +336,24 @@ class RemoteDiffusionModel(torch.nn.Module):
 
         return self.run.tried(lambda: self.transformer(expected), predict)
 
-    def _sizes(self, latents: Latents, band: Band | None) -> dict[str, Any]:
-        """Sizes of the whole latent that `Inputs.conditioning` needs, the same in every band."""
-        if band is not None:
-            return {"grid": band.run.layout.grid, "companion_tokens": band.run.layout.companion_tokens}
-        patching, shapes = self.checkpoint.family.patching, [tuple(latent.shape) for latent in latents]
-        return {"grid": patching.grid(shapes[0]), "companion_tokens": patching.companion_tokens(shapes)}
+    def prove(self, run: Callable[[dict[str, Any]], Any], channels: Sequence[int], bands: bool = True) -> str:
+        """Have the class tried for a run before its model is loaded: why `bands` are not proven. Empty: they are.
+
+        `run` makes the calls of a step with these entries of transformer_options, which get zeros. `channels`: of each of
+        the sampler's latents.
+        """
+        self.run.whole_calls, self.run.unproven_bands = {} if bands else None, ""
+        run({PROVE_KEY: channels})
+        return self.run.unproven_bands
+
+    def without_bands(self, reason: str) -> str:
+        """The refusal of bands that the user has asked for."""
+        name = self.checkpoint.path.name
+        if (degrees := self.setup.degrees).patch > 1:
+            return f"patch_degree: {name} cannot run in {degrees.patch_mode} patches: {reason}. Set it to 1."
+        return (
+            f"model: {name} cannot run in PipeFusion's patches: {reason}. Leave Apply PipeFusion out, and it runs by stages."
+        )
 
 
 def _refuse_inside(name: str) -> None:

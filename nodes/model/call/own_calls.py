@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import comfy.ldm.modules.attention
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
@@ -19,7 +20,6 @@ from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import OPTIONS, STRUCTURE
 from parallel_backend.families.own_class.call_form import LATENTS, TIMES
 from parallel_backend.families.own_class.counts import counted
-from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.plan import Asked
 from parallel_backend.families.own_class.residuals import PATCHES, REPLACED, by_name, side_of
 from parallel_backend.families.own_class.tried_calls import Call, numbers_of
@@ -27,13 +27,15 @@ from parallel_backend.families.own_class.tried_calls import Call, numbers_of
 from ..controls.controlnet import Control, refuse_control
 from ..controls.fun_control import without_fun_controls
 from ..loading.class_code import class_code
-from ..patches.attention_choice import OVERRIDE, preferred_attention
+from ..native.native_call import is_plain
+from ..patches.attention_choice import preferred_attention
 from ..patches.block_patches import kernel_of_call, normalized_guidance, skipped_keys, sparse_blocks
-from ..patches.reach import is_plain, told_to_own_class
+from ..patches.reach import OVERRIDE, told_to_own_class
 from ..patches.sparse_attention import settings_of
 from ..patches.text_guidance import GUIDANCE_KEY, TextGuidance
-from .diffusion_model import HEEDS_FILES
 
+HEEDS_FILES = hasattr(comfy.ldm.modules.attention, "ComfyAttention")
+"""ComfyUI takes notice of the attention that a model's file asks for (0.37 and newer)."""
 OF_UNETS = "comfy.ldm.modules.attention"
 """Module of UNets' blocks, which all classes import for its attention functions."""
 
@@ -121,17 +123,15 @@ def changes_and_options(
     """(how a call of so many batch entries attends, what other nodes change in it, what ranks get of its
     transformer_options: see told_to_own_class). `loaded`: see chosen_attention. ValueError for what they do not get."""
     family, override = checkpoint.family, options.get(OVERRIDE)
-    assert isinstance(family, OwnClassFamily)
-    assert family.own is not None
     preferred = preferred_attention(checkpoint, loaded, options) if HEEDS_FILES else ""
     kernel, unknown = kernel_of_call(override, loaded, preferred)
     replaced = options.get(REPLACED) or {}
     skipped, replaced = ({}, replaced) if family.own.unet else skipped_keys(replaced)
-    nag, guidance, patches = normalized_guidance(without_fun_controls(family, options), entries)
+    nag, guidance, patches = normalized_guidance(without_fun_controls(family.own.kind, options), entries)
     if patches:
         read = _code_of_calls(replace(family.own, blocks=(), latent=None))
         patches = {kind: functions for kind, functions in patches.items() if kind in read}
-    told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced, PATCHES: patches}, family)
+    told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced, PATCHES: patches}, family.options)
     return (
         BlockChanges(attention=kernel),
         NodeChanges(skipped, nag, guidance, options.get(GUIDANCE_KEY)),
@@ -144,10 +144,10 @@ def sparse_attention(
 ) -> SparseAttention | None:
     """Model Sparse Attention's settings of a call whose blocks are proven. None: it attends in full. `native`: the class."""
     family, of_block = checkpoint.family, sparse_blocks(options.get(REPLACED) or {})
-    found = settings_of(options.get(OVERRIDE), of_block, family, checkpoint.config, options)
+    found = settings_of(options.get(OVERRIDE), of_block, family.counts, options)
     if found is None:
         return None
-    segments, grid = segments_of(family.native_classes[0], latents, arguments, native)
+    segments, grid = segments_of(family.own.kind, latents, arguments, native)
     return replace(found, segments=segments, grid=grid)
 
 

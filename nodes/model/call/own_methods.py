@@ -10,7 +10,6 @@ from torch.utils import _pytree as pytree
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import Reader, reading
 from parallel_backend.families.own_class.building import build
-from parallel_backend.families.own_class.family import OwnClassFamily
 
 from ..lora.lora import PREFIX
 from ..lora.patch_trial import Patch
@@ -50,10 +49,7 @@ class OwnMethods:
     def _compute(
         self, method: str, patches: Mapping[str, list[Patch]], first: torch.Tensor, *more: Any, **named: Any
     ) -> torch.Tensor:
-        family = self._checkpoint.family
-        assert isinstance(family, OwnClassFamily)
-        assert family.own is not None
-        model = build(family.own, self._dtype)
+        model = build(self._checkpoint.family.own, self._dtype)
         unread = {module: name for name, module in model.named_modules()}
         with reading(self._checkpoint) as reader:
 

@@ -10,13 +10,6 @@ Control = dict[str, list[torch.Tensor | None]]
 Tokens are in the native model's order: (frames,) rows, columns."""
 
 
-def refuse_outputs(control: Control | None, model: str) -> None:
-    """ValueError if there are any, for a family, which takes none. `model`: its name."""
-    for kind, tensors in (control or {}).items():
-        if any(tensor is not None for tensor in tensors):
-            refuse_control(f"it has '{kind}' outputs, which {model} takes none of on several devices")
-
-
 def refuse_control(why: str) -> NoReturn:
     """Raise the ValueError for a ControlNet's outputs."""
     raise ValueError(

@@ -12,7 +12,7 @@ from parallel_backend.client.call import Residuals
 
 from ..native.native_call import NativeArguments, NativeClass
 from ..run.sampling_run import SamplingRun
-from .controlnet import Control, refuse_outputs
+from .controlnet import Control
 from .fun_control import FunControl, fun_controls
 from .layers_here import LayersHere, Patches
 from .sequence_control import SequenceControl, sequence_controls
@@ -32,30 +32,12 @@ class ControlsHere:
         """Layers of the native model that the controls in `options` need, for ComfyUI to load. See LayersHere.model."""
         return [layers.model(patches, hooked, name) for layers in self._needed(options)]
 
-    def residuals(
-        self,
-        call: NativeArguments,
-        control: Control | None,
-        tensors: Mapping[str, torch.Tensor],
-        run: SamplingRun,
-    ) -> Residuals:
-        """What controls of all tokens add behind blocks. `tensors`: the call's conditioning tensors.
-
-        ValueError if a ControlNet has outputs (`control`): families take none.
-        """
-        family = self._checkpoint.family
-        refuse_outputs(control, family.name)
-        if not (controls := sequence_controls(family, call.options)):
-            return {}
-        layers = self._layers(call.options, run)
-        return self._sequence_control.residuals(layers, controls, call, tensors)
-
     def of_all_tokens(self, call: NativeArguments, run: SamplingRun, is_carried: bool) -> Residuals:
-        """As `residuals`, for ComfyUI's own class. `is_carried`: see RemoteDiffusionModel._call."""
-        if not (controls := sequence_controls(self._checkpoint.family, call.options)):
+        """What controls of all tokens add around blocks. `is_carried`: see RemoteDiffusionModel._call."""
+        if not (controls := sequence_controls(call.options)):
             return {}
         layers = self._layers(call.options, run)
-        return self._sequence_control.of_class(layers, controls, call, is_carried)
+        return self._sequence_control.residuals(layers, controls, call, is_carried)
 
     def with_fun(
         self,
@@ -67,7 +49,7 @@ class ControlsHere:
         run: SamplingRun,
     ) -> Control | None:
         """The outputs of ControlNets, with what a picture's Fun controls in transformer_options add to a native call."""
-        if not (controls := fun_controls(self._checkpoint.family, options)):
+        if not (controls := fun_controls(self._checkpoint.family.own.kind, options)):
             return control
         assert context is not None, "calls of these models have a text"
         layers = self._layers(options, run)
@@ -79,10 +61,10 @@ class ControlsHere:
         return self.models(options, patches, run.hook_patches.values(), run.patches_uuid)[0]
 
     def _needed(self, options: Mapping[str, Any]) -> list[LayersHere]:
-        """A family has at most one of the two kinds."""
-        if fun_controls(self._checkpoint.family, options):
+        """A model has at most one of the two kinds."""
+        if fun_controls(self._checkpoint.family.own.kind, options):
             return [self._fun_control.layers]
-        return [self._sequence_control.layers] if sequence_controls(self._checkpoint.family, options) else []
+        return [self._sequence_control.layers] if sequence_controls(options) else []
 
     @functools.cached_property
     def _fun_control(self) -> FunControl:

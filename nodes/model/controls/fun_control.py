@@ -16,8 +16,7 @@ import comfy.ops
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.reader import original_values
-from parallel_backend.families import Family
+from parallel_backend.checkpoints.reader import values_of
 from parallel_backend.families.own_class.residuals import PATCHED
 
 from ...ui.other_nodes import is_known
@@ -34,22 +33,22 @@ TAKES = "ZImage"
 EMBEDDING = ("x_embedder.", "t_embedder.", "cap_embedder.", "x_pad_token", "cap_pad_token")
 
 
-def fun_controls(family: Family, options: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Kind of patch -> the Fun controls in a call's transformer_options. Empty: none for this family."""
+def fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Kind of patch -> the Fun controls in a call's transformer_options. `kind`: the model's, see OwnClass."""
     of_kind = {
-        kind: [each for each in functions if is_known(FUN_CONTROL, type(each))]
-        for kind, functions in options.get("patches", {}).items()
-        if kind in PATCHED and TAKES in family.native_classes
+        name: [each for each in functions if is_known(FUN_CONTROL, type(each))]
+        for name, functions in options.get("patches", {}).items()
+        if name in PATCHED and kind == TAKES
     }
-    return {kind: controls for kind, controls in of_kind.items() if controls}
+    return {name: controls for name, controls in of_kind.items() if controls}
 
 
-def without_fun_controls(family: Family, options: Mapping[str, Any]) -> dict[str, Any]:
+def without_fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """transformer_options without them."""
-    controls = fun_controls(family, options)
+    controls = fun_controls(kind, options)
     patches = {
-        kind: [each for each in functions if each not in controls.get(kind, ())]
-        for kind, functions in options.get("patches", {}).items()
+        name: [each for each in functions if each not in controls.get(name, ())]
+        for name, functions in options.get("patches", {}).items()
     }
     return {**options, "patches": patches} if controls else dict(options)
 
@@ -117,9 +116,7 @@ class FunControl:
         settings = {**self._unet_config, "n_layers": 0, "dtype": self._dtype, "device": "meta"}
         layers = self._native(**settings, operations=comfy.ops.manual_cast)
         layers.context_refiner, layers.final_layer = torch.nn.ModuleList(), torch.nn.Identity()
-        values = {}
-        for prefix in (*EMBEDDING, *(f"{REFINERS}.{index}." for index in range(len(layers.noise_refiner)))):
-            for key, value in original_values(self._checkpoint, prefix).items():
-                values[prefix + key] = value.to(self._dtype)
-        layers.load_state_dict(values, assign=True)
+        ahead = *EMBEDDING, *(f"{REFINERS}.{index}." for index in range(len(layers.noise_refiner)))
+        values = values_of(self._checkpoint, [key for key in self._checkpoint.entries if key.startswith(ahead)])
+        layers.load_state_dict({key: value.to(self._dtype) for key, value in values.items()}, assign=True)
         return layers

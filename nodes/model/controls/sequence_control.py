@@ -16,11 +16,8 @@ import comfy.ops
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.original import OriginalTensors
+from parallel_backend.checkpoints.reader import values_of
 from parallel_backend.client.call import Residuals
-from parallel_backend.families import Family
-from parallel_backend.families.base.patching import Latents
-from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.residuals import AROUND, BLOCKS, REPLACED
 
 from ...ui.host import refuse
@@ -54,16 +51,10 @@ Controls = Mapping[tuple[str, int], list[Any]]
 """(kind, number) of a block, as ComfyUI names it -> the controls around it."""
 
 
-def sequence_controls(family: Family, options: Mapping[str, Any]) -> Controls:
-    """Those in a call's transformer_options. Empty for families that take none."""
-    kinds = family.blocks.native or {}
-    if not family.blocks.controlled and not isinstance(family, OwnClassFamily):
-        return {}
-    found = {
-        block[:2]: controls_around(function)
-        for block, function in options.get(REPLACED, {}).get(BLOCKS, {}).items()
-        if not kinds or block[0] in kinds
-    }
+def sequence_controls(options: Mapping[str, Any]) -> Controls:
+    """Those in a call's transformer_options."""
+    replaced = options.get(REPLACED, {}).get(BLOCKS, {})
+    found = {block[:2]: controls_around(function) for block, function in replaced.items()}
     return {block: controls for block, controls in found.items() if controls}
 
 
@@ -76,27 +67,6 @@ class SequenceControl:
         self.layers = LayersHere(self._make, "a Fun ControlNet")
 
     def residuals(
-        self,
-        model: comfy.model_patcher.ModelPatcher,
-        controls: Controls,
-        call: NativeArguments,
-        tensors: Mapping[str, torch.Tensor],
-    ) -> Residuals:
-        """Residuals of all tokens (client.call.Residuals) of a model call, on the CPU.
-
-        As `of_class`. `tensors`: the call's conditioning tensors.
-        """
-        added = self._added(model, controls, call, self._native._forward)
-        if not added:
-            return {}
-        [blocks] = (self._checkpoint.family.blocks.native or {}).values()
-        places = self._places(call.latents, tensors)
-        for block, residual in added.items():
-            assert residual.shape[1] == len(places), "the native model has as many tokens as the ranks"
-            added[block] = residual[:, places]
-        return {f"{blocks}.{index}": residual for (_, index), residual in added.items()}
-
-    def of_class(
         self,
         model: comfy.model_patcher.ModelPatcher,
         controls: Controls,
@@ -145,32 +115,22 @@ class SequenceControl:
         forward(layers, x, call.timestep, transformer_options=inside, **call.others)
         return added
 
-    def _places(self, latents: Latents, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """[n + t]: for each token in the order of Residuals, its place in the native model's sequence, [text, picture]."""
-        family, patching = self._checkpoint.family, self._checkpoint.family.patching
-        grid = patching.grid(tuple(latents[0].shape))
-        picture, text = torch.Size(grid).numel(), family.text_tokens(grid, 0, tensors)
-        of_picture, order = torch.arange(text, text + picture), patching.order(grid)
-        return torch.cat((of_picture if order is None else of_picture[order], torch.arange(text)))
-
     def _make(self) -> torch.nn.Module:
         """ComfyUI's class, with blocks that have no weights."""
         settings = class_arguments(self._unet_config)
         layers = self._native(**settings, dtype=self._dtype, device="meta", operations=comfy.ops.manual_cast)
-        checkpoint, values = self._checkpoint, OriginalTensors(self._checkpoint)
-        family = checkpoint.family
+        checkpoint = self._checkpoint
         blocks = _blocks_of(layers)
         for index in range(len(blocks)):
             blocks[index] = torch.nn.Identity()
-        known = {source.key for source in family.file.key_map(checkpoint.config).values()}
-        in_file = dict(family.own.keys) if isinstance(family, OwnClassFamily) and family.own is not None else {}
-        state = {}
-        for name, tensor in layers.state_dict().items():
-            key = in_file.get(name, name)
-            value = values.value(key) if key in known else values.stored(key)
-            if value is None:
-                refuse(f"a Fun ControlNet ({checkpoint.path.name} has no {key})", "Take the model's file as ComfyUI has it.")
-            state[name] = value.to(tensor.dtype)
+        in_file = dict(checkpoint.family.own.keys)
+        keys = {name: in_file.get(name, name) for name in layers.state_dict()}
+        if missing := [key for key in keys.values() if key not in checkpoint.entries]:
+            refuse(
+                f"a Fun ControlNet ({checkpoint.path.name} has no {missing[0]})", "Take the model's file as ComfyUI has it."
+            )
+        values = values_of(checkpoint, keys.values())
+        state = {name: values[keys[name]].to(tensor.dtype) for name, tensor in layers.state_dict().items()}
         layers.load_state_dict(state, assign=True)
         return layers
 

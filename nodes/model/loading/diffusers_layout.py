@@ -1,28 +1,22 @@
 """Single files in diffusers' layout: what ComfyUI's own conversion makes of them, as rows of the file's tensors."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import comfy.model_detection
 import comfy.utils
 import torch
 
-from parallel_backend.checkpoints.own_class import file_shapes
 from parallel_backend.core.setup import Conversion
-from parallel_backend.families.base.step_inputs import Shapes
 
-from ..native.native_call import native_config, on_meta
+from ..native.native_call import on_meta
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of a file's tensors, by key."""
 
 
-def conversion_of(path: Path) -> Conversion:
-    """As ComfyUI converts a file that its detection does not know. Empty if it does not convert the file."""
-    shapes, stated = file_shapes(path)
-    try:
-        if native_config(on_meta(shapes), stated) is not None:
-            return ()
-        return _of_transformer(shapes) or _of_unet(shapes)
-    except Exception:  # of any kind: ComfyUI's code may ask for what a file has not
-        return ()
+def conversion_of(shapes: Shapes) -> Conversion:
+    """As ComfyUI converts a file with these tensors, which its detection does not know. Empty if it does not convert it."""
+    return _of_transformer(shapes) or _of_unet(shapes)
 
 
 def _of_transformer(shapes: Shapes) -> Conversion:

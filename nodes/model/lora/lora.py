@@ -14,8 +14,9 @@ import comfy.weight_adapter
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.original import OriginalTensors
+from parallel_backend.checkpoints.reader import stored_value, values_of
 from parallel_backend.client.lora import Delta
+from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.spans import Span
 
@@ -41,27 +42,22 @@ class NativeWeights:
     A file may have other names: those of Flux's norms have changed between versions of ComfyUI.
     """
 
-    def __init__(self, checkpoint: Checkpoint, original: dict[str, torch.Tensor], model_config: Any, dtype: torch.dtype):
-        """`original`: tensors on the meta device by their name in the original layout; `model_config`: detected by ComfyUI.
-
-        `dtype`: in which ranks compute.
-        """
-        self.original, self.dtype = original, dtype
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._keys: dict[str, str] = {}  # ComfyUI's name -> name in the original layout
-        self._values = OriginalTensors(checkpoint)
-        self._computed = frozenset(checkpoint.family.file.computed(checkpoint.config))
-        for key, tensor in original.items():
-            renamed = model_config.process_unet_state_dict({key: tensor})
-            self.tensors |= renamed
-            self._keys |= dict.fromkeys(renamed, key)
+    def __init__(self, checkpoint: Checkpoint, own: OwnClass, dtype: torch.dtype):
+        """`dtype`: in which ranks compute."""
+        self.dtype = dtype
+        names = {key: name for name, key in own.keys}
+        self.keys = {names.get(key, key): key for key in checkpoint.entries}
+        """ComfyUI's name -> key in the file."""
+        shapes = checkpoint.original_shapes
+        self.tensors = {name: torch.empty(shapes[key], device="meta") for name, key in self.keys.items()}
+        self._checkpoint = checkpoint
         self._shapes = {name: tensor.shape for name, tensor in self.tensors.items()}  # of the file
         modules = {name.rpartition(".")[0] for name in self.tensors}
         self._with_modules = {above for module in modules for above in _above(module)}
 
     def read_from(self, checkpoint: Checkpoint) -> None:
         """Take values from these files, which hold a model of the same kind."""
-        self._values = OriginalTensors(checkpoint.smaller or checkpoint)
+        self._checkpoint = checkpoint.smaller or checkpoint
 
     def sizes_with(self, patches: Mapping[str, list[Patch]]) -> TensorSizes:
         """Tensors that the patches enlarge, and to which sizes, for `Setup.enlarged`."""
@@ -69,16 +65,15 @@ class NativeWeights:
         for key, key_patches in patches.items():
             name, shape = self._find(key)
             if (after := shape_after(key_patches, shape)) != shape and self.is_patched(key):
-                larger[self._keys[name]] = tuple(after)
+                larger[self.keys[name]] = tuple(after)
         return tuple(sorted(larger.items()))
 
     def enlarged(self, sizes: TensorSizes) -> "NativeWeights":
         """The weights of a model in which these tensors are larger. Their values are the file's, with zeros behind them."""
         weights = copy.copy(self)
         shapes = dict(sizes)
-        weights.original = self.original | {key: torch.empty(shape, device="meta") for key, shape in sizes}
         weights.tensors = {
-            name: torch.empty(shapes.get(self._keys[name], shape), device="meta") for name, shape in self._shapes.items()
+            name: torch.empty(shapes.get(self.keys[name], shape), device="meta") for name, shape in self._shapes.items()
         }
         return weights
 
@@ -109,7 +104,7 @@ class NativeWeights:
             whole = any(map(depends_on_weight, key_patches)) or shape_after(key_patches, shape) != shape
             if group == 0 and whole:
                 value = self.patched(key, key_patches)
-                yield Delta(self._keys[name], value.to(self.dtype) if value.ndim == 2 else value, instead=True)
+                yield Delta(self.keys[name], value.to(self.dtype) if value.ndim == 2 else value, instead=True)
                 continue
             for patch in key_patches:
                 if patch[0] != 0.0:
@@ -118,7 +113,7 @@ class NativeWeights:
     def patched(self, key: str, patches: list[Patch]) -> torch.Tensor:
         """The checkpoint's value with these patches, float32, computed by ComfyUI's functions."""
         name, _ = self._find(key)
-        value = self._values.value(self._keys[name])
+        value = self.value(name)
         for patch in patches:
             value = calculated(patch, value, PREFIX + name)
         return value
@@ -128,15 +123,15 @@ class NativeWeights:
         submodules, such as Wan's `blocks.0.modulation` and SD3's table of positions, unless they are in a conditioning.
         """
         name, _ = self._find(key)
-        return self._keys[name] not in self._computed and (hooked or name.rpartition(".")[0] not in self._with_modules)
+        return hooked or name.rpartition(".")[0] not in self._with_modules
 
     def stored(self, key: str) -> torch.Tensor | None:
-        """The checkpoint's value as it is in the file. See OriginalTensors.stored."""
-        return self._values.stored(self.key_in_file(key))
+        """The checkpoint's value as it is in the file, see stored_value."""
+        return stored_value(self._checkpoint, self.key_in_file(key))
 
     def key_in_file(self, key: str) -> str:
-        """Name in the family's original layout of the weight that ComfyUI calls `key`."""
-        return self._keys[self._find(key)[0]]
+        """Key in the file of the weight that ComfyUI calls `key`."""
+        return self.keys[self._find(key)[0]]
 
     def _find(self, key: str) -> tuple[str, torch.Size]:
         """Name, and shape in the file, of the weight that ComfyUI calls `key`."""
@@ -144,6 +139,11 @@ class NativeWeights:
         if name not in self.tensors:
             raise ValueError(f"model: a patch for {key}, which is no weight of the transformer, cannot reach the ranks.")
         return name, self._shapes[name]
+
+    def value(self, name: str) -> torch.Tensor:
+        """The checkpoint's value, float32."""
+        key = self.keys[name]
+        return values_of(self._checkpoint, [key])[key]
 
     def _delta(self, name: str, shape: torch.Size, patch: Patch, group: int) -> Delta:
         strength, value, strength_model, offset, function = patch
@@ -156,12 +156,12 @@ class NativeWeights:
             scale = strength * (1.0 if alpha is None else alpha / len(down))
             up, down = (factor if factor.dtype in SENT_AS_IS else factor.float() for factor in (up, down))
             up = up.flatten(1) if function is None else function(up.flatten(1))
-            return Delta(self._keys[name], up, down.flatten(1), scale, rows, group)
+            return Delta(self.keys[name], up, down.flatten(1), scale, rows, group)
         # Applied to a weight of zeros, ComfyUI's functions give the sum that the patch adds.
-        original = {name: [(self._values.value(self._keys[name]),)]} if _kind(value) == MODEL_AS_LORA else None
+        original = {name: [(self.value(name),)]} if _kind(value) == MODEL_AS_LORA else None
         patch = strength, value, strength_model, offset, function
         whole = calculated(patch, torch.zeros(shape), name, original_weights=original)
-        return Delta(self._keys[name], whole, None, 1.0, rows, group)
+        return Delta(self.keys[name], whole, None, 1.0, rows, group)
 
 
 def depends_on_weight(patch: Patch) -> bool:

@@ -4,7 +4,6 @@ A wrapper gets the arguments that the native class's `forward` hands to its `_fo
 called with RemoteDiffusionModel as `self`: it runs the wrappers, and inside them RemoteDiffusionModel._forward.
 """
 
-import importlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -15,19 +14,10 @@ import comfy.model_detection
 import comfy.patcher_extension
 import torch
 
-from parallel_backend.core.short_text import short
 from parallel_backend.families.base.patching import Latents
-from parallel_backend.families.base.step_inputs import Shapes
-
-NATIVE: Mapping[str, str] = {
-    "WAN_Animate2": "wan.model_animate2:WanAnimate2Model",
-    "QwenImage21": "qwen_image21.model:QwenImage21Transformer2DModel",
-}
-"""Class of ComfyUI's supported_models -> the native model's module in comfy.ldm, and its class."""
-
 
 NativeClass = type[Any]
-"""One of those classes, a torch Module with `forward` and mostly `_forward`. ComfyUI declares no common base for them."""
+"""The native model's class, a torch Module with `forward` and mostly `_forward`. ComfyUI has no common base for them."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +32,18 @@ class NativeArguments:
     """Its transformer_options."""
 
 
-def native_class(kind: str) -> NativeClass:
-    """The native model's class, for the name of a class of ComfyUI's supported_models."""
-    module, _, name = NATIVE[kind].partition(":")
-    return getattr(importlib.import_module(f"comfy.ldm.{module}"), name)
-
-
 def class_arguments(unet_config: Mapping[str, Any]) -> dict[str, Any]:
     """ComfyUI's unet_config without the entries that are no arguments of the native class, or are given apart."""
     return {name: value for name, value in unet_config.items() if name not in ("dtype", "disable_unet_model_creation")}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON has the value."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(each) for key, each in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def runs_wrappers(native: NativeClass) -> bool:
@@ -94,21 +87,14 @@ def by_name(native: NativeClass, arguments: Sequence[Any], named: Mapping[str, A
 def native_config(tensors: dict[str, torch.Tensor], stated: Mapping[str, Any] | None) -> Any:
     """The object of ComfyUI's supported_models for a file with these tensors, which may be on the meta device. None: it has
     no such model. `stated`: of the file's header, which detection reads as its metadata; None: it cannot be read.
-
-    ValueError if ComfyUI's detection fails, as it does for a header that it cannot read, or a tensor with too few axes.
+    Raises what ComfyUI's code does for a damaged file.
     """
     metadata = None
     if stated is None or stated:
         metadata = {"config": "" if stated is None else json.dumps({"transformer": dict(stated)})}
-    try:
-        return comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata)
-    except Exception as error:  # of any kind: ComfyUI's code may ask for what a damaged file has not
-        raise ValueError(
-            f"model_name: ComfyUI cannot tell which model this is ({type(error).__name__}: {short(error, 200)}). The file "
-            "is damaged, or made by a tool that ComfyUI does not know."
-        ) from error
+    return comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata)
 
 
-def on_meta(shapes: Shapes) -> dict[str, torch.Tensor]:
+def on_meta(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """Tensors of these shapes, without memory."""
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

@@ -1,13 +1,14 @@
 """Attributes and tensor names of the native model, without values, for other nodes that look them up."""
 
 import re
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.reader import original_values
-from parallel_backend.families.base.family import name_pattern
+from parallel_backend.checkpoints.reader import values_of
+from parallel_backend.core.own_class import name_pattern
 
 from ...ui.host import on_behalf, refuse
 
@@ -22,11 +23,15 @@ class NativeNames:
     comfy_cast_weights = True
     """ComfyUI's mark of a layer whose weights are elsewhere: nodes that read weights then ask the ModelPatcher."""
     _checkpoint: Checkpoint
-    _tensors: dict[str, torch.Tensor]
+    _tensors: Mapping[str, torch.Tensor]
+    _keys: Mapping[str, str]
     _prefix: str
 
-    def __init__(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], prefix: str):
-        vars(self).update(_checkpoint=checkpoint, _tensors=tensors, _prefix=prefix)
+    def __init__(
+        self, checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], keys: Mapping[str, str], prefix: str = ""
+    ):
+        """`tensors`, `keys`: of NativeWeights."""
+        vars(self).update(_checkpoint=checkpoint, _tensors=tensors, _keys=keys, _prefix=prefix)
 
     def at(self, name: str) -> Any:
         """The native model's tensor, module or value of that name. AttributeError if it has none."""
@@ -34,8 +39,8 @@ class NativeNames:
         if whole in self._tensors:
             return self._tensors[whole]
         if any(key.startswith(f"{whole}.") for key in self._tensors):
-            return NativeNames(self._checkpoint, self._tensors, f"{whole}.")
-        for pattern, value in self._checkpoint.family.native_values(self._checkpoint.config).items():
+            return NativeNames(self._checkpoint, self._tensors, self._keys, f"{whole}.")
+        for pattern, value in self._checkpoint.family.native_values.items():
             if re.fullmatch(name_pattern(pattern), whole):
                 return value
         raise AttributeError(
@@ -50,7 +55,9 @@ class NativeNames:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The checkpoint's values, which ControlNets for SD3.5 copy into their first layer."""
-        return original_values(self._checkpoint, self._prefix)
+        keys = {name.removeprefix(self._prefix): key for name, key in self._keys.items() if name.startswith(self._prefix)}
+        values = values_of(self._checkpoint, keys.values())
+        return {name: values[key] for name, key in keys.items()}
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         refuse("computing with its layers (some ControlNets do)", "Use another ControlNet, or a native loader.")

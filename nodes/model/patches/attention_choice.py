@@ -27,8 +27,6 @@ LORA = "model: this LoRA"
 """The beginning of an error about a wish that cannot be read."""
 ATTENTION = PREFERENCE.removesuffix(".config")
 """The end of the name of an attention layer's object that holds the wish."""
-OVERRIDE = "optimized_attention_override"
-"""The entry of transformer_options."""
 CORE = re.compile(r"model_patcher\.ModelPatcher\.set_model_optimized_attention\.<locals>\.optimized_attention_override")
 """What ModelPatcher puts there for nodes, Model Attention Backend for instance."""
 SAGE_KJ = re.compile(r"model_optimization_nodes\.PathchSageAttentionKJ\.patch\.<locals>\.attention_override_sage")
@@ -108,7 +106,7 @@ def preferred_attention(checkpoint: Checkpoint, loaded: str, options: Mapping[st
     Empty: none, or not one in every block, or the user's widget `attention` (`loaded`) names a kernel."""
     asked = {**checkpoint.attention, **options.get(PREFERRED, {})}
     kernels = set(asked.values())
-    in_all = len(asked) >= checkpoint.family.blocks.total(checkpoint.config)
+    in_all = len(asked) >= checkpoint.family.total
     free = loaded.partition("/")[0] == AUTO
     return kernels.pop() if free and in_all and len(kernels) == 1 else ""
 

@@ -1,8 +1,8 @@
 """Other nodes' changes inside the native model's blocks, as data for the ranks.
 
 Such a node puts functions into transformer_options, which the native model calls between its blocks. They cannot run on the
-ranks, which have the blocks. A function that is known by its name becomes data with the same effect (BlockChanges). One that
-the native model never calls has no effect here either. All other functions are left, and reach.py refuses them.
+ranks, which have the blocks. A function that is known by its name becomes data with the same effect (BlockChanges). All
+other functions are left, and reach.py refuses them.
 """
 
 import inspect
@@ -10,18 +10,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from parallel_backend.core.block_changes import KEPT_INT4, KEPT_INT8, BlockChanges, NormalizedGuidance
+from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.spans import Span
-from parallel_backend.families import Family
-from parallel_backend.families.base.blocks import CAUSAL_TEXT
-from parallel_backend.families.base.step_inputs import Config
 from parallel_backend.families.own_class.guided_attention import OUTPUT
 from parallel_backend.families.own_class.residuals import BLOCKS
 
 from ...ui.other_nodes import is_known
 from ..controls.sequence_control import below_controls
 from . import sparse_attention as sparse_node
-from .attention_choice import OVERRIDE, chosen_attention
+from .attention_choice import chosen_attention
 
 SKIP = re.compile(r"nodes_slg\.SkipLayerGuidance\w+\.\w+\.<locals>\.skip")
 """A replacement for a block that returns its input: the block is skipped."""
@@ -33,42 +30,11 @@ POSITIVE, NEGATIVE = 0, 1
 """ComfyUI's numbers for the prompts in `cond_or_uncond`."""
 
 
-def block_changes(
-    family: Family,
-    config: Config,
-    options: dict[str, Any],
-    entries: int,
-    attention: str,
-    preferred: str = "",
-) -> tuple[BlockChanges, dict[str, Any]]:
-    """(the changes inside the blocks of a model call with `entries` batch entries, the remaining functions).
-
-    The remaining functions are transformer_options' entries "patches", "patches_replace" and OVERRIDE without the functions
-    that became changes and those that have no effect on the native model. `attention`: the model's, see Setup.
-    `preferred`: the kernel that the model's file asks for, where no node has chosen one.
-    """
-    skipped, replaced, of_blocks = _skipped(family, config, options.get("patches_replace", {}))
-    guidance: NormalizedGuidance | None = None
-    patches: dict[str, list[Any]] = {}
-    for name, functions in options.get("patches", {}).items():
-        if name not in family.blocks.native_patches:
-            continue
-        for function in functions:
-            if name == OUTPUT and guidance is None and is_known(NORMALIZED, function):
-                guidance = _normalized(function, options.get("cond_or_uncond"), entries)
-            else:
-                patches.setdefault(name, []).append(function)
-    override = options.get(OVERRIDE)
-    sparse = sparse_node.settings_of(override, of_blocks, family, config, options)
-    kernel, unknown = kernel_of_call(override, attention, preferred)
-    changes = BlockChanges(skipped, guidance, kernel, sparse, kept_text=_kept_text(family, options))
-    return changes, {"patches": patches, "patches_replace": replaced, OVERRIDE: unknown}
-
-
 def kernel_of_call(override: Any, loaded: str, preferred: str) -> tuple[str, Any]:
     """(BlockChanges.attention of a call with this override of attention, the override if ranks do not know its kernel).
 
-    `loaded`, `preferred`: `attention` and `preferred` of block_changes."""
+    `loaded`: the kernel that the model was loaded with. `preferred`: the one that its file asks for, if no node has chosen
+    one."""
     if override is None:
         return preferred, None
     below = sparse_node.below(override)
@@ -76,42 +42,8 @@ def kernel_of_call(override: Any, loaded: str, preferred: str) -> tuple[str, Any
     return chosen or "", None if chosen is not None else below
 
 
-def _kept_text(family: Family, options: Mapping[str, Any]) -> str:
-    """How keys and values of a text that is kept for the run are stored, by QwenImage21Cache. Its device is not heeded but
-    for "off": ranks keep them on their own."""
-    setting = options.get("qwen_image21_cache") or {}
-    stored = setting.get("dtype", "")
-    keeps = any(CAUSAL_TEXT in spec.attention.values() for spec in family.blocks.lists)
-    return stored if keeps and stored in (KEPT_INT8, KEPT_INT4) and setting.get("device") != "off" else ""
-
-
-def _skipped(
-    family: Family, config: Config, replaced: dict[str, dict]
-) -> tuple[tuple[str, ...], dict[str, dict], Callable[..., Any] | None]:
-    """(blocks "<list>.<index>" that are skipped, the other replacements, one that makes a block's attention sparse)."""
-    native, counts = family.blocks.native, family.blocks.counts(config)
-    skipped, sparse = [], None
-    remaining: dict[str, dict[Any, Any]] = {}
-    for name, functions in replaced.items():
-        for block, around in functions.items():
-            # Residuals of controls are computed in this process. What is around the block inside of them is looked at.
-            function = below_controls(around) if family.blocks.controlled else around
-            if function is None:
-                continue
-            if name == BLOCKS and native is not None and is_known(SKIP, function):
-                kind, index = block[:2]
-                if kind in native and index < counts[native[kind]]:
-                    skipped.append(f"{native[kind]}.{index}")
-            elif is_known(sparse_node.BLOCK, function):
-                sparse = function
-            elif not is_known(PERTURBED, function):
-                remaining.setdefault(name, {})[block] = function
-    return tuple(sorted(skipped)), remaining, sparse
-
-
 def skipped_keys(replaced: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[tuple[str, int], Any], dict[str, dict[Any, Any]]]:
-    """((kind, number) of each block that is skipped -> the function for it, the other replacements), for a class without a
-    family."""
+    """((kind, number) of each block that is skipped -> the function for it, the other replacements)."""
     skipped: dict[tuple[str, int], Any] = {}
     remaining: dict[str, dict[Any, Any]] = {}
     for name, functions in replaced.items():
@@ -126,7 +58,7 @@ def skipped_keys(replaced: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[tuple[
 
 
 def sparse_blocks(replaced: Mapping[str, Mapping[Any, Any]]) -> Callable[..., Any] | None:
-    """Model Sparse Attention's patch of a block, if a block has one, for a class without a family."""
+    """Model Sparse Attention's patch of a block, if a block has one."""
     inside = (below_controls(function) for functions in replaced.values() for function in functions.values())
     return next((each for each in inside if is_known(sparse_node.BLOCK, each)), None)
 
@@ -134,8 +66,7 @@ def sparse_blocks(replaced: Mapping[str, Mapping[Any, Any]]) -> Callable[..., An
 def normalized_guidance(
     options: Mapping[str, Any], entries: int
 ) -> tuple[Callable[..., Any] | None, NormalizedGuidance | None, dict[str, list[Any]]]:
-    """(NAG's function in the transformer_options of a call with so many entries, its settings, the other patches), for a
-    class without a family."""
+    """(NAG's function in the transformer_options of a call with so many entries, its settings, the other patches)."""
     patches = {name: list(functions) for name, functions in options.get("patches", {}).items()}
     functions = patches.get(OUTPUT, [])
     nag = next((function for function in functions if is_known(NORMALIZED, function)), None)

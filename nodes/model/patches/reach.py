@@ -1,22 +1,26 @@
 """Refuses everything in a model call that would change the native model's result but does not reach the ranks.
 
-The tables list the entries of `transformer_options` that do reach them or need not: all that ComfyUI sets
-(samplers, context windows, patchers, models), and those of KJNodes, RES4LYF, TeaCache, WaveSpeed, bleh, Efficiency and NAG.
+The tables list the entries of `transformer_options` that need not reach them: of ComfyUI (samplers, context windows,
+patchers, models), and of KJNodes, RES4LYF, TeaCache, WaveSpeed, bleh, Efficiency and NAG.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from parallel_backend.families import Family
-
 from ...ui.other_nodes import definition, named, nodes_of, nodes_that_set
+from ..native.native_call import is_plain
 
 OURS = "parallel_dit_"
 """Prefix of this pack's entries of transformer_options."""
+
+TABLES = {"patches": "model patch", "patches_replace": "attention replacement"}
+"""Entries of transformer_options that have other nodes' functions -> what such a function is."""
+OVERRIDE = "optimized_attention_override"
+"""The entry that has a function in place of ComfyUI's attention."""
 
 BOOKKEEPING = frozenset(
     {
@@ -26,23 +30,10 @@ BOOKKEEPING = frozenset(
         *("block", "block_index", "block_type", "total_blocks", "transformer_index", "img_slice", "grid_sizes"),
         *("original_shape", "activations_shape", "reference_image_num_tokens", "model_patch_data"),
         "minimax_h3_layout",
+        "animate2_cache",  # of WanAnimate2Cache: it changes no result, and ranks compute the pose at every step
     }
 )
 """Entries of transformer_options that describe the call. No native model's result depends on them."""
-
-READ_BY: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(("minimax_h3_sigma_shift_video", "minimax_h3_sigma_shift_audio"), frozenset()),
-    # For models that have no family here, and for caches that do not change the picture.
-    **dict.fromkeys(("chroma_radiance_options", "ar_config", "ar_state", "animate2_cache", "audio_embeds"), frozenset()),
-    **dict.fromkeys(("k6_magcache", "prism_attention", "prism_sparsity", "prism_cdf_threshold"), frozenset()),
-    **dict.fromkeys(("stg_self_attn_blocks", "stg_skip_self_attn", "run_vx", "run_ax"), frozenset()),
-    **dict.fromkeys(("a2v_cross_attn", "v2a_cross_attn"), frozenset()),
-    "qwen_image21_cache": frozenset(),  # QwenImage21Cache: its dtype becomes BlockChanges.kept_text
-    **dict.fromkeys(("sigmas", "sample_sigmas"), frozenset()),
-    "rope_options": frozenset({"WAN_Animate2"}),
-}
-"""Entry of transformer_options -> the classes of ComfyUI's supported_models whose native models compute with it, and whose
-family does not. Other families' native models ignore the entry."""
 
 FOR_PATCHES = frozenset(
     {
@@ -69,9 +60,6 @@ FOR_PATCHES = frozenset(
 )
 """Entries of transformer_options that packs set for their own patches. The native model ignores them, and a patch inside the
 model is refused as such."""
-
-HARMLESS = ("crossattn_controlnet",)
-"""Arguments of a model call that native models ignore."""
 
 INSTEAD = {
     r"(?<!kv)(?<!kv )cache": "Take Parallel Step Cache in its place",
@@ -104,43 +92,25 @@ class Unread:
         return f"{self.what} ({function.__qualname__} of {function.__module__})" if function else self.what
 
 
-def refuse_what_does_not_reach_the_ranks(options: Mapping[str, Any], unknown: Iterable[str], family: Family) -> None:
-    """ValueError, with node and entry, for anything that changes the native model's result and does not reach the ranks.
+def told_to_own_class(options: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
+    """The entries of transformer_options that ranks get for ComfyUI's own class, which may read any of them. `ours`: entries
+    of this pack that they get, too.
 
-    `options`: a call's transformer_options, without the functions that reach the ranks. `unknown`: names of
-    arguments that the family does not take.
-    """
-    conditioning = (Unread(f"'{name}' conditioning") for name in unknown if name not in HARMLESS)
-    refuse_unread([*unread(options, family), *conditioning])
-
-
-def told_to_own_class(options: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The entries of transformer_options that ranks get for ComfyUI's own class, which may read any of them. ValueError as
-    `refuse_what_does_not_reach_the_ranks`, also for an entry that cannot be sent."""
-    patches = ("patches", "patches_replace", "optimized_attention_override")
+    ValueError, with node and entry, for anything that may change the native model's result and does not reach the ranks."""
     others = {
         name: value
         for name, value in options.items()
         if value is not None
-        and not (name in BOOKKEEPING or name in FOR_PATCHES or name in patches)
-        and (name in family.inputs.options or not name.startswith(OURS))
+        and not (name in BOOKKEEPING or name in FOR_PATCHES or name in (*TABLES, OVERRIDE))
+        and (name in ours or not name.startswith(OURS))
     }
     others = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in others.items()}
     told = {name: value for name, value in others.items() if is_plain(value)}
-    refuse_what_does_not_reach_the_ranks({name: options[name] for name in patches if name in options}, (), family)
+    refuse_unread(_patches(options))
     # A trial has tensors, such as the run's sigmas, on the one side alone, and so finds out whether the class reads them.
     unsent = (name for name in others if name not in told and not isinstance(others[name], torch.Tensor))
     refuse_unread(Unread(f"the entry '{name}' of transformer_options", entry=name) for name in unsent)
     return told
-
-
-def is_plain(value: Any) -> bool:
-    """Whether JSON has the value."""
-    if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and is_plain(each) for key, each in value.items())
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def refuse_unread(refused: Iterable[Unread]) -> None:
@@ -156,34 +126,10 @@ def refuse_unread(refused: Iterable[Unread]) -> None:
     )
 
 
-def unread(options: Mapping[str, Any], family: Family) -> Iterator[Unread]:
-    """Entries of transformer_options that change the native model's result and that the ranks do not read."""
-    for name, value in options.items():
-        if name in ("patches", "patches_replace"):
-            yield from _patches(name, value)
-        elif name == "optimized_attention_override":
-            if value is not None:
-                yield Unread("an attention kernel set on the MODEL", value)
-        elif value is None or name in BOOKKEEPING or name in FOR_PATCHES or name.startswith(OURS):
-            continue
-        elif name not in READ_BY or (_is_read(name, family) and _asks(name, value)):
-            yield Unread(f"the entry '{name}' of transformer_options", entry=name)
-
-
-def _patches(table: str, patches: Mapping[str, Any]) -> Iterator[Unread]:
-    for name, functions in patches.items():
-        what = f"model patch '{name}'" if table == "patches" else f"attention replacement '{name}'"
-        for function in functions.values() if isinstance(functions, Mapping) else functions:
-            yield Unread(what, function)
-
-
-def _is_read(name: str, family: Family) -> bool:
-    """Whether the family's native models read an entry that its ranks do not read."""
-    return not READ_BY[name].isdisjoint(family.native_classes)
-
-
-def _asks(name: str, value: Any) -> bool:
-    """Whether the value changes anything: it is not the entry's neutral value."""
-    if name == "rope_options":
-        return any(each != (1.0 if key.startswith("scale") else 0.0) for key, each in value.items())
-    return value is not True if name.startswith(("run_", "a2v", "v2a")) else bool(value)
+def _patches(options: Mapping[str, Any]) -> Iterator[Unread]:
+    for table, what in TABLES.items():
+        for name, functions in options.get(table, {}).items():
+            for function in functions.values() if isinstance(functions, Mapping) else functions:
+                yield Unread(f"{what} '{name}'", function)
+    if options.get(OVERRIDE) is not None:
+        yield Unread("an attention kernel set on the MODEL", options[OVERRIDE])

@@ -1,9 +1,9 @@
 """RIFLEx on a MODEL whose weights are on ranks: KJNodes' node replaces the native model's module for positions."""
 
 import math
+from collections.abc import Collection
 from typing import Any
 
-from parallel_backend.families import Family
 from parallel_backend.families.own_class.wan_forms import FREQUENCY
 
 EMBEDDER, CLASS = "diffusion_model.rope_embedder", "EmbedND_RifleX"
@@ -12,8 +12,9 @@ PERIOD = 0.9
 """Rotations of the lowest frequency over the whole video, as in KJNodes."""
 
 
-def riflex(family: Family, name: str, module: Any) -> dict[str, tuple[float, float]]:
-    """RIFLEx's settings as an entry of transformer_options. Empty for other object patches and for families without it."""
-    if name != EMBEDDER or type(module).__name__ != CLASS or FREQUENCY not in family.inputs.options:
+def riflex(options: Collection[str], name: str, module: Any) -> dict[str, tuple[float, float]]:
+    """RIFLEx's settings as an entry of transformer_options. Empty for other object patches, and for a model that does not
+    take it. `options`: this pack's entries that its ranks get."""
+    if name != EMBEDDER or type(module).__name__ != CLASS or FREQUENCY not in options:
         return {}
     return {FREQUENCY: (float(module.k - 1), PERIOD * 2 * math.pi / module.num_frames)}

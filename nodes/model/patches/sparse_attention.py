@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from parallel_backend.core.sparse_attention import SparseAttention
-from parallel_backend.families import Family
-from parallel_backend.families.base.step_inputs import Config
 
 from ...ui.other_nodes import is_known
 
@@ -40,14 +38,13 @@ def below(override: Any) -> Any:
 def settings_of(
     override: Any,
     of_block: Callable[..., Any] | None,
-    family: Family,
-    config: Config,
+    counts: Mapping[str, int],
     options: Mapping[str, Any],
 ) -> SparseAttention | None:
     """The settings of a model call. None: it attends in full, as outside of the node's start_percent and end_percent.
 
-    `override`: of attention, by whatever node. `of_block`: the node's patch of a block, if blocks have one. `options`: the
-    call's transformer_options.
+    `counts`: blocks of each list. `override`: of attention, by whatever node. `of_block`: the node's patch of a block, if
+    blocks have one. `options`: the call's transformer_options.
     """
     # The override of the newest such node is on top, and decides.
     function = override if is_sparse(override) else of_block
@@ -59,8 +56,7 @@ def settings_of(
         return None
     if patch.vsa and of_block is None:  # for VSA the override leaves attention to the patches of blocks
         return None
-    counts = family.blocks.counts(config).items()
-    full = [f"{name}.{index}" for name, count in counts for index in patch.dense_blocks if index < count]
+    full = [f"{name}.{index}" for name, count in counts.items() for index in patch.dense_blocks if index < count]
     return SparseAttention(
         tau=patch.tau,
         kept=patch.topk_ratio,

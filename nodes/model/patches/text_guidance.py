@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families import Family
-from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.guided_trial import SETTINGS
 
 from ...ui.other_nodes import is_known
@@ -75,11 +73,6 @@ class TextGuidance:
         return settings
 
 
-def takes_second_text(family: Family) -> bool:
-    """Whether ranks may be led away from a second text. A trial says it of ComfyUI's own class."""
-    return isinstance(family, OwnClassFamily)
-
-
 def tried_guidance(guidance: TextGuidance) -> TextGuidance:
     """With settings of which each counts."""
     scale, tau, alpha = SETTINGS
@@ -93,10 +86,10 @@ def forward_of_node(guidance: TextGuidance, module: torch.nn.Module, text: torch
     return node.__get__(module, type(module))
 
 
-def text_guidance(family: Family, name: str, patch: Any) -> TextGuidance | None:
-    """The TextGuidance that an object patch of this name puts on the MODEL. None: it is another patch or family."""
+def text_guidance(name: str, patch: Any) -> TextGuidance | None:
+    """The TextGuidance that an object patch of this name puts on the MODEL. None: it is another patch."""
     function = getattr(patch, "__func__", patch)
-    if not takes_second_text(family) or CROSS_ATTENTION.fullmatch(name) is None or not is_known(GUIDED, function):
+    if CROSS_ATTENTION.fullmatch(name) is None or not is_known(GUIDED, function):
         return None
     node = inspect.getclosurevars(function).nonlocals["self"]
     scale, tau, alpha = float(node.nag_scale), float(node.nag_tau), float(node.nag_alpha)

@@ -40,7 +40,7 @@ class MeasuredRun:
     exact_calls: int
     seconds: float
     proof: Proof | None = None
-    """Of ComfyUI's own class: modes that it does not prove are not advised."""
+    """Modes that it does not prove are not advised."""
 
     @cached_property
     def calibration(self) -> Calibration | None:
@@ -100,6 +100,5 @@ class MeasuredRun:
         setup, entries = self.setup, shape.latent[0]
         run = (shape.latent, entries, count, shape.text_tokens, setup.transfer_dtype)
         workload = workload_of(self.checkpoint, setup.dtype, calibration.machine.names[0], *run)
-        own, proof = setup.own_class, self.proof
-        trials = None if own is None or proof is None else Trials(own, {setup.degrees.tensor: proof})
+        trials = None if self.proof is None else Trials(setup.own_class, {setup.degrees.tensor: self.proof})
         return CalibratedCosts(calibration, replace(workload, warm_up=exact, trials=trials))

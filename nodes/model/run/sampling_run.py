@@ -15,7 +15,7 @@ import torch
 
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.shortfalls import SecondTry
-from parallel_backend.families.base.family import Counted, Family
+from parallel_backend.families.own_class.family import Counted, OwnClassFamily
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.processes.pool import DeviceFull
 
@@ -41,9 +41,9 @@ class CallShape:
     text_tokens: int
 
 
-def tokens_of(family: Family, latent: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Counted:
+def tokens_of(family: OwnClassFamily, latent: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Counted:
     """A call's tokens, with those that the class makes itself."""
-    return family.counted(family.patching.grid(latent.shape), family.inputs.text_tokens(tensors), tensors)
+    return family.counted(family.patching.grid(latent.shape), family.words(tensors), tensors)
 
 
 def why_not_in_bands(proof: Proof, tokens: Counted) -> str:
@@ -91,12 +91,12 @@ class SamplingRun:
     steps: int = 0
     """Of the sampler, as the last of them told. 0: it did not."""
     whole_calls: dict[Any, Counted] | None = None
-    """Shapes of the conditioning of an own class's calls that were tried for bands (own_calls.shapes) -> their tokens beside
+    """Shapes of the conditioning of calls that were tried for bands (own_calls.shapes) -> their tokens beside
     the latent's. None: no bands."""
     unproven_bands: str = ""
     """Why bands of those calls are not proven. Empty: they are."""
     proof: Proof | None = None
-    """Of an own class's last whole call."""
+    """Of the last whole call."""
     lines: list[str] = field(default_factory=list)
     """What the user was told in the run and finds below its time: texts on a node replace each other."""
     second_try: SecondTry = field(init=False)

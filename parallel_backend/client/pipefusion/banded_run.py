@@ -29,8 +29,8 @@ class NotLocal(Exception):
 def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching, text: int = 0, references: int = 0) -> tuple[Span, ...]:
     """Spans of a latent's rows (or frames) on token borders, one per band; fewer than `bands` if there are too few rows.
 
-    `text`: text tokens (Family.text_tokens), which run with the first band, so that it has fewer rows. `references`: tokens
-    of reference pictures, which are spread over all rows.
+    `text`: text tokens (OwnClassFamily.text_tokens), which run with the first band, so that it has fewer rows.
+    `references`: tokens of reference pictures, which are spread over all rows.
     """
     size, patch, grid = shape[patching.band_dim], patching.band_size, patching.grid(shape)
     rows = grid[patching.band_dim]

@@ -1,1 +1,1 @@
-"""The records that describe a family of models to the backend: data, and short functions of a configuration."""
+"""Records that rooms share: latents as tokens, a micro-step's inputs, tensor parallelism as data."""

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,8 +37,8 @@ class Companion:
     pattern: str
     """einops pattern from the latent to its tokens: "b c s t -> b (s t) c"."""
 
-    sizes: Callable[[int], tuple[int, ...]]
-    """Latent frames of a video -> shape of the companion latent without the batch, as ComfyUI's empty latents have it."""
+    sizes: tuple[int, ...]
+    """Usual shape of the companion latent, without the batch."""
 
     def tokens(self, shape: tuple[int, ...]) -> int:
         """Tokens of a latent of this shape."""
@@ -84,9 +84,8 @@ frames may be about three times as long."""
 class Patching:
     """Latents [B, C, H, W], of a video [B, C, T, H, W] <-> tokens [B, N, C * frames * side * side].
 
-    Tokens are ordered with the axis that bands cut outermost, so that a band is one contiguous span of tokens. diffusers'
-    classes order them by frames, rows, columns. A family's patching is for bands of rows; a run that cuts frames takes
-    `cut("frames")`.
+    Tokens are ordered with the axis that bands cut outermost, so that a band is one contiguous span of tokens. Classes order
+    them by frames, rows, columns. A model's patching is for bands of rows; a run that cuts frames takes `cut("frames")`.
     """
 
     side: int = 2
@@ -102,7 +101,7 @@ class Patching:
     """Axis that bands cut: "rows", or "frames" of a video."""
 
     companion: Companion | None = None
-    """The second latent of a call. None: the family has none."""
+    """The second latent of a call. None: there is none."""
 
     def __post_init__(self):
         assert self.along in ("rows", "frames")
@@ -202,14 +201,14 @@ class Patching:
         return torch.cat([band[0] for band in bands], dim=self.band_dim), *bands[0][1:]
 
     def usual_companion_tokens(self, shape: tuple[int, ...]) -> int:
-        """Tokens of the companion in ComfyUI's empty latents for a video's latent of this shape; 0 without a companion."""
-        return 0 if self.companion is None else self.companion.tokens((shape[0], *self.companion.sizes(shape[2])))
+        """Tokens of the companion of usual sizes beside a latent of this shape; 0 without a companion."""
+        return 0 if self.companion is None else self.companion.tokens((shape[0], *self.companion.sizes))
 
     def alongside(self, latent: torch.Tensor) -> torch.Tensor | Latents:
-        """Latents of a model call for this latent: with a companion of random values, if the family has one."""
+        """Latents of a model call for this latent: with a companion of random values, if the model has one."""
         if self.companion is None:
             return latent
-        return latent, torch.randn(len(latent), *self.companion.sizes(latent.shape[2]))
+        return latent, torch.randn(len(latent), *self.companion.sizes)
 
     def _pattern(self) -> str:
         order = "h t w" if self.along == "rows" else "t h w"

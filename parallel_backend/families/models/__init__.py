@@ -1,1 +1,1 @@
-"""Transformer classes for families whose files diffusers' classes do not fit. Most are subclasses of diffusers'."""
+"""Arithmetic of blocks: fused operations, and normalized guidance."""

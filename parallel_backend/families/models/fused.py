@@ -1,6 +1,6 @@
 """The arithmetic between a block's products, in as few operations as possible: rotary embeddings, norms, modulation, gates.
 
-diffusers' classes do each of these in two to eight operations, some in float32, so that most of a step's memory traffic on a
+Plain code does each of these in two to eight operations, some in float32, so that most of a step's memory traffic on a
 GPU is theirs. In 16 bits on a CUDA device comfy-kitchen's kernels do what ComfyUI's own classes have them do. Elsewhere, and
 where a block is compiled, torch's operations do it.
 """
@@ -13,21 +13,9 @@ from torch import nn
 
 from parallel_backend.core import kitchen
 
-Rotation = Any  # a tensor, where the signatures of diffusers' classes have a pair of tables
+Rotation = torch.Tensor
 """[1 or b, s, 1 or H, D / 2, 2, 2] float32: for each token and pair of channels the matrix (cos, -sin; sin, cos), as
 comfy-kitchen's kernels read it."""
-
-
-def rotation(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
-    """Cosines and sines [..., D / 2] of each pair -> matrices [..., D / 2, 2, 2] float32."""
-    cos, sin = cos.float(), sin.float()
-    return torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
-
-
-def rotation_of_tables(tables: Any) -> Rotation:
-    """diffusers' cosines and sines [s, D] or [1, s, 1, D], equal for both of a pair -> [1, s, 1, D / 2, 2, 2]."""
-    cos, sin = (table.view(1, -1, 1, table.shape[-1])[..., 0::2] for table in tables)
-    return rotation(cos, sin)
 
 
 def rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:

@@ -14,10 +14,11 @@ from torch import nn
 
 from parallel_backend.core.sparse_attention import Runs
 
+from .animate2_forms import animate2_arguments, animate2_block, animate2_model
 from .attention_calls import attention_of
 from .ltx_forms import LTX2_FORMS, Indexed, ltx_arguments, ltx_model
 from .minimax_forms import GATE, minimax_h3_block, minimax_h3_model, minimax_h3_segments
-from .seedvr_forms import TEXTS, check_condition, seedvr2_attention, seedvr2_block, seedvr2_model
+from .seedvr_forms import check_condition, seedvr2_attention, seedvr2_block, seedvr2_model
 from .wan_forms import (
     FREQUENCY,
     name_of_face,
@@ -59,16 +60,15 @@ class Adapter:
     computed: Mapping[str, str] = field(default_factory=dict)
     """Argument of a call -> method of `model` that makes of it, in ComfyUI's process, what ranks get in its place."""
     moves: Callable[[nn.Module], None] | None = None
-    """Puts modules that the class runs between its blocks into these. None of them can be skipped then: the class would run
-    those modules all the same."""
+    """Puts modules that the class runs between its blocks into these."""
+    unskipped: str = ""
+    """Why none of its blocks can be skipped: what the class runs all the same. Empty: a trial says it."""
     own_name: Callable[[str], str] = lambda name: name
     """Name of a parameter, moved or not -> the class's own."""
     options: tuple[str, ...] = ()
     """This pack's entries of transformer_options that `model` reads."""
     check: Callable[[tuple[int, ...], Mapping[str, Any]], None] | None = None
     """(sizes of the whole latent, arguments) of a call. ValueError if the class does not take it."""
-    node_tensors: tuple[str, ...] = ()
-    """See Family.node_tensors."""
 
 
 def adapt(kind: str, model: nn.Module) -> None:
@@ -128,10 +128,10 @@ def computed_of(kind: str) -> Mapping[str, str]:
     return adapter.computed if adapter else {}
 
 
-def has_moved(kind: str) -> bool:
-    """See Adapter.moves."""
+def why_not_skipped(kind: str) -> str:
+    """See Adapter.unskipped."""
     adapter = ADAPTERS.get(kind)
-    return adapter is not None and adapter.moves is not None
+    return adapter.unskipped if adapter else ""
 
 
 def own_name(kind: str, parameter: str) -> str:
@@ -151,12 +151,6 @@ def check_call(kind: str, sizes: tuple[int, ...], arguments: Mapping[str, Any]) 
     adapter = ADAPTERS.get(kind)
     if adapter is not None and adapter.check is not None:
         adapter.check(sizes, arguments)
-
-
-def node_tensors_of(kind: str) -> tuple[str, ...]:
-    """See Adapter.node_tensors."""
-    adapter = ADAPTERS.get(kind)
-    return adapter.node_tensors if adapter else ()
 
 
 def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
@@ -319,15 +313,22 @@ ADAPTERS: Mapping[str, Adapter] = {
         here=("motion_encoder", "face_encoder"),
         computed={"face_pixel_values": "face_motion"},
         moves=put_faces_into_blocks,
+        unskipped="between its blocks the class runs modules that are not skipped with them",
         own_name=name_of_face,
         options=(FREQUENCY,),
+    ),
+    "WAN_Animate2": Adapter(
+        "blocks",
+        {"": animate2_block},
+        model=animate2_model,
+        arguments=animate2_arguments,
+        unskipped="the pose runs through a block that is skipped for the video",
     ),
     "SeedVR2": Adapter(
         "blocks",
         {"": seedvr2_block, "attn": seedvr2_attention},
         model=seedvr2_model,
         check=check_condition,
-        node_tensors=TEXTS,
     ),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
     "Krea2": Adapter("blocks", {"": krea2_block}),

@@ -137,7 +137,7 @@ class BandTokens:
                 Run(LATENT, image, NONE, NONE),
                 Run(WORDS, last.shift(self.order.image), last, last),
             ]
-        # As in the families the second latent's tokens come before the words in what ranks share out.
+        # The second latent's tokens come before the words in what ranks share out.
         numbers = {COMPANION: Span(0, self.companion), WORDS: Span(self.companion, others)}
         lengths = {LATENT: self.order.image} | {kind: len(each) for kind, each in numbers.items()}
         of_references = [self.order.references - self.ahead]

@@ -36,7 +36,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class TorchLayers:
-    """Takes the place of ComfyUI's `operations`: layers without its casts, whose weights ranks hold as those of families."""
+    """Takes the place of ComfyUI's `operations`: layers without its casts, whose weights ranks hold."""
 
     Linear, Embedding, RMSNorm = FusedLinear, Embedding, RMSNorm
     Conv1d, Conv2d, Conv3d = nn.Conv1d, nn.Conv2d, nn.Conv3d

@@ -3,37 +3,19 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils import _pytree as pytree
 
-from parallel_backend.families.base.step_inputs import Config
-
 from .call_arguments import to_tensors
 from .call_form import LATENTS
 from .counts import Counts, counted
-from .family import OwnClassFamily
 from .residuals import CONTROL
 from .tried_calls import Call, entry_of, smaller, with_whole_axes
 
-
-def with_example(family: OwnClassFamily, call: Call) -> OwnClassFamily:
-    """The family, whose example is this call. Its tensors are only looked at when they are asked for."""
-    latents, patching = call.latents, family.patching
-
-    def example(_config: Config, _text_tokens: int) -> dict[str, torch.Tensor]:
-        return conditioning(one_entry(call))
-
-    if patching.companion is not None and len(latents) > 1:
-        sizes = tuple(latents[1].shape[1:])
-        patching = replace(patching, companion=replace(patching.companion, sizes=lambda _frames: sizes))
-    return replace(
-        family,
-        inputs=replace(family.inputs, example=example),
-        sizes=replace(family.sizes, latent_channels=lambda _config: latents[0].shape[1]),
-        patching=patching,
-        call=call,
-    )
+if TYPE_CHECKING:
+    from .family import OwnClassFamily
 
 
 def one_entry(call: Call) -> Call:
@@ -48,10 +30,10 @@ def conditioning(call: Call) -> dict[str, torch.Tensor]:
     return to_tensors(call.named, call.timestep, () if LATENTS in call.named else call.x.shape[1:])
 
 
-def timed_calls(family: OwnClassFamily, rows: Sequence[int], columns: int, text: int) -> list[tuple[Call, Counts]]:
+def timed_calls(family: "OwnClassFamily", rows: Sequence[int], columns: int, text: int) -> list[tuple[Call, Counts]]:
     """The example's first entry cut to each of `rows` rows of `columns` tokens and `text` words, and what it takes. It gets
     no more than it has. Empty: there is no example, or the class cannot be counted or cut so."""
-    if family.own is None or family.call is None:
+    if family.call is None:
         return []
     own, call = family.own, one_entry(family.call)
     if (whole := counted(own, call)) is None:
@@ -60,7 +42,7 @@ def timed_calls(family: OwnClassFamily, rows: Sequence[int], columns: int, text:
     sizes = call.latents[0].shape[2:]
     side = family.patching.side
     if own.latent is None:
-        side = max(1, round(math.sqrt(math.prod(sizes) * family.sizes.hidden({}) / whole.states)))
+        side = max(1, round(math.sqrt(math.prod(sizes) * family.hidden / whole.states)))
     frames = (family.patching.frames,) if own.video else ()
     most = min(max(rows), math.ceil(sizes[-2] / side))
     found = []

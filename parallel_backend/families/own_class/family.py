@@ -1,31 +1,29 @@
-"""The Family of a class that no family knows, made when its file is opened."""
+"""What the backend knows about a class and its file: made when the file is opened."""
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.core.own_class import COMPANION, WORDS, OwnAttention, OwnClass, OwnLatent
-from parallel_backend.families.base.blocks import Blocks, Over, StreamKeys
-from parallel_backend.families.base.family import Counted, Family, Forward, Inputs, Sizes, cached
-from parallel_backend.families.base.file_layout import FileLayout, Source
-from parallel_backend.families.base.patching import Companion, Latents, Patching
-from parallel_backend.families.base.step_inputs import Config, StepInputs
-from parallel_backend.families.base.tensor_plan import COLUMN_BY_HEADS
+from parallel_backend.core.own_class import COMPANION, WORDS, OwnAttention, OwnClass, OwnCut, OwnLatent
+from parallel_backend.core.token_order import TokenOrder
+from parallel_backend.families.base.patching import Companion, Latents, Patching, latents_of
+from parallel_backend.families.base.step_inputs import StepInputs
+from parallel_backend.families.base.tensor_plan import CutKind, LayerCuts
 
-from .adapters import gate_of, node_tensors_of, only_here, options_of, own_name
+from .adapters import gate_of, only_here, options_of, own_name
 from .band_tokens import BandTokens, class_numbers
 from .building import build
 from .call_arguments import LATENT, OPTIONS, STRUCTURE, from_tensors, structure_of, timestep_of
 from .call_form import LATENTS, pack, unpack
 from .call_form import run as run_in_form
 from .counts import counted, counts_of
-from .feature_cut import layer_cut
+from .example import conditioning, one_entry
 from .guided_attention import GUIDED, Guided, own_sums
 from .residuals import CONTROL, by_kind
 from .second_text import ADD_UP, SECOND, WHOLE_HEADS
@@ -37,129 +35,204 @@ NAME = "ComfyUI's own class"
 NUMBERS = "numbers"
 """Key of StepInputs.kept."""
 WHOLE_STATES = 3
-"""Blocks.whole_states: what enters the blocks, or what leaves them while the class norms and modulates it."""
-STAGE = "parallel_dit_stage"
-"""Attribute of a rank's model that has its StageBlocks."""
+"""Hidden states of all of a call's tokens that a rank has at once outside of blocks: what enters the blocks, or what leaves
+them while the class norms and modulates it."""
+
+
+def pairs_of(hidden: int) -> float:
+    """OwnClassFamily.attention_share of a block of width h. Its linear layers have 12 h^2 weights, so 24 h^2 operations for
+    a token. Its attention takes 4 h operations for a query and a key."""
+    return 1 / (6 * hidden)
+
+
+class StreamKeys(NamedTuple):
+    """The keys of an attention layer."""
+
+    image: bool
+    """The image's tokens are among them."""
+    streams: tuple[int, ...]
+    """Streams whose other tokens are."""
+    head_size: int
+
+
+class Counted(NamedTuple):
+    """A call's tokens, as far as memory and time go."""
+
+    grid: tuple[int, ...]
+    """The image's, by axis."""
+    text: int
+    """Others."""
+    streams: tuple[tuple[int, int], ...] = ()
+    """(stream, its part of `text`). Empty: unknown."""
+    references: int = 0
+    """Tokens of reference pictures, which are not among the others."""
 
 
 @dataclass(frozen=True)
-class OwnBlocks(Blocks):
-    """Blocks that stages share out by their places in the order of a call."""
+class OwnClassFamily:
+    """What is known about `own`."""
 
-    adds_residuals: ClassVar[bool] = True
-    places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Block's name -> (its list, its number in it)."""
-
-    own: OwnClass = field(kw_only=True)
-
-    @property
-    def joint(self) -> bool:
-        return self.own.joint
-
-    def attention(self, targets: Iterable[str]) -> tuple[tuple[Over, ...], ...]:
-        """As Blocks.attention: of calls whose tokens are cut, since the others keep no keys."""
-        latent = None if self.own.latent is None else set(self.own.latent.streams)
-
-        def over(call: OwnAttention) -> StreamKeys:
-            return StreamKeys(latent is None or bool(latent & set(call.keys)), call.keys, call.head_size)
-
-        return tuple(tuple(over(call) for call in block.attention if call.keys) for block in self.own.blocks)
-
-    def names(self, config: Config) -> list[str]:
-        return [block.name for block in self.own.blocks]
-
-    def place(self, target: str) -> tuple[str, int] | None:
-        parts = target.split(".")
-        names = (".".join(parts[:count]) for count in range(2, len(parts)))
-        return next((self.places[name] for name in names if name in self.places), None)
-
-
-@dataclass(frozen=True)
-class OwnInputs(Inputs):
-    """Every stage runs the prologue. ComfyUI has given each tensor the dtype that the class gets. `words`: see OwnLatent."""
-
-    latent_everywhere: ClassVar[bool] = True
-    keeps_dtypes: ClassVar[bool] = True
-    words: bool = False
-
-    def is_everywhere(self, name: str) -> bool:
-        return True
-
-    def text_tokens(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        context = tensors.get("context") if self.words else None
-        return context.shape[1] if context is not None and context.ndim == 3 else 0
-
-
-@dataclass(frozen=True)
-class OwnForward(Forward):
-    """`exact`: parameters and tables that the class keeps in float32 when it is built in another dtype."""
-
-    exact: tuple[str, ...] = ()
-
-    def float32(self, config: Config) -> tuple[str, ...]:
-        return self.exact
-
-
-@dataclass(frozen=True)
-class OwnClassFamily(Family):
-    """The family of `own`."""
-
-    own: OwnClass | None = None
-    parameters: frozenset[str] = frozenset()
-    """Names of the class's parameters. Its other tensors are computed where a file lacks them."""
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    own: OwnClass
+    shapes: Mapping[str, tuple[int, ...]]
     """Of all of the class's tensors."""
+    parameters: frozenset[str]
+    """Names of the class's parameters. Its other tensors are computed where a file lacks them."""
+    exact: frozenset[str]
+    """Parameters and tables that the class keeps in float32 when it is built in another dtype."""
     call: Call | None = None
     """The call that a trial was made for, see example.py. None: there was none in this process."""
 
-    def is_elsewhere(self, parameter: str) -> bool:
-        """As Family.is_elsewhere."""
-        assert self.own is not None
-        return parameter.startswith(tuple(f"{module}." for module in only_here(self.own.kind)))
+    @property
+    def name(self) -> str:
+        """Name in messages to users."""
+        return NAME
 
     @property
     def title(self) -> str:
-        """As Family.title."""
-        return f"{self.name} {self.model_class}"
+        """Name for the user."""
+        return f"{NAME} {self.own.name}"
 
     @property
     def kind(self) -> str:
-        """As Family.kind."""
-        assert self.own is not None
+        """The class with its arguments. Models of one kind take alike long."""
         return f"{self.own.name} {self.own.arguments}"
 
-    def attention_share(self, config: Config, block_list: str) -> float:
-        """As Family.attention_share, of the call that a trial was made for."""
-        assert self.own is not None
+    @cached_property
+    def key_map(self) -> dict[str, str]:
+        """Tensor of the class -> its key in a file of ComfyUI's layout."""
+        keys = dict(self.own.keys)
+        names = {name: own_name(self.own.kind, name) for name in self.shapes}
+        return {name: keys.get(key, key) for name, key in names.items()}
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """List of blocks -> number of its blocks."""
+        return {name: len(blocks) for name, blocks in self.own.lists().items()}
+
+    @property
+    def total(self) -> int:
+        """Number of the model's blocks."""
+        return len(self.own.blocks)
+
+    @property
+    def block_names(self) -> list[str]:
+        """In the order in which they run."""
+        return [block.name for block in self.own.blocks]
+
+    def place(self, target: str) -> tuple[str, int] | None:
+        """(list, number in it) of the block that a parameter is in. None: it is in none."""
+        parts = target.split(".")
+        names = (".".join(parts[:count]) for count in range(2, len(parts)))
+        return next((self._places[name] for name in names if name in self._places), None)
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[str, int]]:
+        lists = self.own.lists().items()
+        return {f"{name}.{key}": (name, number) for name, blocks in lists for number, key in enumerate(blocks)}
+
+    @cached_property
+    def attention(self) -> tuple[tuple[StreamKeys, ...], ...]:
+        """By block, the keys of each of its attention layers whose tokens are cut. The others keep no keys."""
+        latent = None if self.own.latent is None else set(self.own.latent.streams)
+
+        def keys(call: OwnAttention) -> StreamKeys:
+            return StreamKeys(latent is None or bool(latent & set(call.keys)), call.keys, call.head_size)
+
+        return tuple(tuple(keys(call) for call in block.attention if call.keys) for block in self.own.blocks)
+
+    @cached_property
+    def hidden(self) -> int:
+        """Channels of a token between blocks."""
+        widths = [shape[-1] for name, shape in self.shapes.items() if name in self.parameters and len(shape) == 2]
+        return max(set(widths), key=widths.count, default=1)
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latent. 1 if no call is known."""
+        return 1 if self.call is None else self.call.latents[0].shape[1]
+
+    @cached_property
+    def tensor_plan(self) -> LayerCuts:
+        """Layers that tensor ranks share, as a trial has shown. And one beside the attention whose heads they cut."""
+        plan = {f"{block.name}.{cut.layer}": cut for block in self.own.blocks for cut in block.cuts}
+        gates = (f"{block.name}.{gate_of(self.own.kind)}" for block in self.own.blocks if block.cuts)
+        rows = {gate: self.shapes[f"{gate}.weight"][0] for gate in gates if f"{gate}.weight" in self.parameters}
+        return plan | {gate: OwnCut("", CutKind.COLUMN.value, (size,), (self.own.heads,)) for gate, size in rows.items()}
+
+    @cached_property
+    def patching(self) -> Patching:
+        """How latents become tokens."""
+        latent = self.own.latent
+        frames, side, _ = (1, 1, 1) if latent is None else latent.patch
+        companion = None
+        if latent is not None and latent.companion:
+            others = () if self.call is None else self.call.latents[1:]
+            axes = len(latent.companion.partition(" -> ")[0].split()) - 1
+            # Nobody knows the usual sizes of a second latent but from a call.
+            companion = Companion(latent.companion, tuple(others[0].shape[1:]) if others else (1,) * axes)
+        return Patching(side=side, frames=frames, video=self.own.video, companion=companion)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """This pack's entries of transformer_options that ranks get."""
+        return options_of(self.own.kind)
+
+    @property
+    def native_values(self) -> dict[str, None]:
+        """The layer that blocks of this file are without, by core.own_class.name_pattern. Other nodes look for it in
+        ComfyUI's native model."""
+        gate = gate_of(self.own.kind)
+        return {} if not gate or any(name.endswith(f"{gate}.weight") for name in self.parameters) else {f"*.{gate}": None}
+
+    def is_elsewhere(self, parameter: str) -> bool:
+        """No rank has this parameter of the class: ComfyUI's process computes with it."""
+        return parameter.startswith(tuple(f"{module}." for module in only_here(self.own.kind)))
+
+    def attention_share(self, block_list: str) -> float:
+        """In a block of the list: operations of attention for a query and a key, divided by those of a token's layers. Of
+        the call that a trial was made for, or of a usual block."""
         counts = None if self.call is None else counted(self.own, self.call)
         if counts is None:
-            return super().attention_share(config, block_list)
-        tokens = counts.states / self.sizes.hidden(config)
+            return pairs_of(self.hidden)
+        tokens = counts.states / self.hidden
         of_list = (
             each for block, each in zip(self.own.blocks, counts.blocks, strict=True) if block.name.startswith(block_list)
         )
         work = next(of_list)
         return work.attention / max(1, work.layers) / tokens
 
-    def example(self, config: Config, prompt: int) -> dict[str, torch.Tensor]:
-        """As Family.example. The conditioning of a call that was tried has values, and draws none."""
-        return super().example(config, prompt) if self.call is None else self.inputs.example(config, prompt)
+    def example(self, prompt: int) -> dict[str, torch.Tensor]:
+        """Conditioning tensors of batch 1: of the call that was tried, or of a text of `prompt` tokens on the meta device.
+        Drawing values would advance the global generator, from which a sampler's noise may come."""
+        if self.call is None:
+            return {"context": torch.empty(1, prompt, 1, device="meta")}
+        return conditioning(one_entry(self.call))
 
     def noise(self, shape: tuple[int, ...]) -> Latents:
-        """As Family.noise. Nested latents without proven bands are packed."""
+        """Random latents of a model call, of which the first has this shape. Nested latents without proven bands are
+        packed."""
         if self.call is not None and LATENTS in self.call.named and self.patching.companion is None:
             return (torch.randn(shape[0], *self.call.x.shape[1:]),)
-        return super().noise(shape)
+        return latents_of(self.patching.alongside(torch.randn(shape)))
+
+    def words(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Tokens of the text that runs through the blocks, see OwnLatent.words."""
+        context = tensors.get("context") if self.own.joint else None
+        return context.shape[1] if context is not None and context.ndim == 3 else 0
+
+    def text_tokens(self, companion_tokens: int, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Tokens of a call that are not the image's. All run with the first band."""
+        return companion_tokens + self.words(tensors)
 
     def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
-        """As Family.counted, with the tokens that the class itself makes. Without proven bands all tokens are along the
-        grid's first axis."""
-        counts = None if self.own is None else counts_of(self.own, tensors)
-        if counts is None or self.own is None:
+        """A call's tokens, those that the class itself makes included. `text`: see text_tokens. Without proven bands all
+        tokens are along the grid's first axis."""
+        counts = counts_of(self.own, tensors)
+        if counts is None:
             return Counted(grid, text)
         latent = self.own.latent
         if latent is None:
-            tokens = math.ceil(counts.states / self.sizes.hidden({}))
+            tokens = math.ceil(counts.states / self.hidden)
             return Counted((tokens, *(1,) * (len(grid) - 1)), 0)
         streams = {
             stream: tokens - (math.prod(grid) if stream in latent.streams else 0)
@@ -175,30 +248,33 @@ class OwnClassFamily(Family):
 
     def _beside_references(self, latent: OwnLatent, tensors: Mapping[str, torch.Tensor]) -> int:
         """Words, and tokens of a second latent, in the latent's stream."""
-        words = self.inputs.text_tokens(tensors) if WORDS in latent.layout else 0
+        words = self.words(tensors) if WORDS in latent.layout else 0
         if COMPANION not in latent.layout:
             return words
         shapes = [(1, *shape) for shape in structure_of(tensors)[LATENTS]]
         return words + self.patching.companion_tokens(shapes)
 
-    def run(self, model: nn.Module, step: StepInputs) -> torch.Tensor:
-        """As Family.run. A stage that is not the last one returns no tokens."""
-        assert step.x is not None, "every stage has the latent"
+    def token_order(self, grid: tuple[int, ...], references: int = 0, along: str = "rows") -> TokenOrder:
+        """The order of a call's image tokens, for bands along the axis `along`."""
+        return TokenOrder(math.prod(grid), self.patching.cut(along).row_tokens(grid), references, along)
+
+    def run(self, stage: StageBlocks, step: StepInputs) -> torch.Tensor:
+        """Run the forward of the stage's model for one micro-step -> [b, m, c]: the rank's m image tokens. A stage that is
+        not the last one returns no tokens."""
         patching, order = self.patching.cut(step.token_order.along), step.token_order
-        stage: StageBlocks = vars(model)[STAGE]
         pictures, x, companion = order.images(step.image), step.x, step.x_companion
-        has_companion = companion is not None and companion.shape[1] > 0
+        has_companion = companion.shape[1] > 0
         # The prologue runs whole, and what it makes of other bands' tokens is left out.
         if len(pictures) < order.image or step.companion_tokens:
             x = x.new_full((len(x), order.image + step.companion_tokens, x.shape[-1]), math.nan)
             x[:, pictures.slice] = step.x
-        if companion is not None and has_companion:
+        if has_companion:
             x[:, order.image :] = companion
         if STRUCTURE not in step.kept:  # once for a conditioning: the host waits for the device to read it
             step.kept[STRUCTURE] = structure_of(step.tensors)
         structure = step.kept[STRUCTURE]
-        named = {OPTIONS: {}} | from_tensors(step.tensors, structure)
-        if stage.tokens is not None and self.own is not None and self.own.latent is not None:
+        named: dict[str, Any] = {OPTIONS: {}} | from_tensors(step.tensors, structure)
+        if stage.tokens is not None and self.own.latent is not None:
             companions, ahead, is_alone = step.companion_tokens, self.own.latent.tokens_ahead(named), stage.tokens.alone
             numbers = _numbers(step)
             stage.tokens.band = BandTokens(self.own.latent, order, step.image, numbers, companions, ahead, is_alone)
@@ -231,79 +307,14 @@ def _numbers(step: StepInputs) -> torch.Tensor | None:
     return step.kept[NUMBERS]
 
 
-def _tensor_plan(own: OwnClass, parameters: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Of the layers that a trial has shown, and of one beside the attention whose heads they cut."""
-    plan = {f"{block.name}.{cut.layer}": {"": layer_cut(cut)} for block in own.blocks for cut in block.cuts}
-    gates = (f"{block.name}.{gate_of(own.kind)}" for block in own.blocks if block.cuts)
-    return plan | {gate: {"": COLUMN_BY_HEADS} for gate in gates if f"{gate}.weight" in parameters}
-
-
-def _values(own: OwnClass, parameters: Collection[str]) -> dict[str, Any]:
-    """As Family.native_values: the layer that blocks of this file are without. Other nodes look for it."""
-    gate = gate_of(own.kind)
-    return {} if not gate or any(name.endswith(f"{gate}.weight") for name in parameters) else {f"*.{gate}": None}
-
-
-def _companion(own: OwnClass) -> Companion | None:
-    if own.latent is None or not own.latent.companion:
-        return None
-    pattern = own.latent.companion
-    axes = len(pattern.partition(" -> ")[0].split()) - 1
-    return Companion(pattern, lambda _frames: (1,) * axes)  # nobody knows its usual sizes
-
-
 @functools.lru_cache(maxsize=8)
 def own_class_family(own: OwnClass) -> OwnClassFamily:
-    """The family of a class. Imports and builds it, without memory for weights."""
+    """What is known about a class. Imports and builds it, without memory for weights."""
     model = build(own, torch.bfloat16)
-    tensors, parameters = model.state_dict(), dict(model.named_parameters())
-    names, exact = tuple(tensors), tuple(name for name, each in tensors.items() if each.dtype == torch.float32)
-    keys, lists, own_names = dict(own.keys), own.lists(), {name: own_name(own.kind, name) for name in names}
-    places = {f"{name}.{key}": (name, number) for name, blocks in lists.items() for number, key in enumerate(blocks)}
-    counts = {name: len(blocks) for name, blocks in lists.items()}
-    patch = (1, 1, 1) if own.latent is None else own.latent.patch
-    widths = [each.shape[-1] for name, each in parameters.items() if each.ndim == 2]
-
-    def no_conditioning(_config: Config, _call: dict[str, Any]) -> dict[str, torch.Tensor]:
-        raise AssertionError("calls of an own class name their arguments themselves")
-
+    tensors = model.state_dict()
     return OwnClassFamily(
-        name=NAME,
-        model_class=own.name,
-        native_classes=(own.kind,),
-        file=FileLayout(
-            detect=lambda _shapes: False,
-            configure=lambda _shapes: {},
-            key_map=lambda _config: {name: Source(keys.get(key, key)) for name, key in own_names.items()},
-        ),
-        blocks=OwnBlocks(
-            lists=(), counts=lambda _config: dict(counts), epilogue=(), whole_states=WHOLE_STATES, places=places, own=own
-        ),
-        sizes=Sizes(
-            latent_channels=lambda _config: 1,
-            hidden=lambda _config: max(set(widths), key=widths.count, default=1),
-            heads=lambda _config: own.heads,
-            head_size=lambda _config: own.head_size,
-            sharing=lambda _config: own.sharing,
-            head_units=lambda _config: own.head_units,
-        ),
-        inputs=OwnInputs(
-            conditioning=no_conditioning,
-            example=lambda _config, text_tokens: {"context": torch.empty(1, text_tokens, 1)},
-            words=own.joint,
-            options=options_of(own.kind),
-        ),
-        forward=OwnForward(
-            arguments=lambda _step, _config: {},
-            exact=exact,
-            cached_modules=cached(call=() if own.latent is None else own.latent.shared),
-        ),
-        tensor_plan=_tensor_plan(own, parameters),
-        patching=Patching(side=patch[1], frames=patch[0], video=own.video, companion=_companion(own)),
-        half_dtypes=lambda _config: own.halves,
-        node_tensors=node_tensors_of(own.kind),
-        native_values=lambda _config: _values(own, parameters),
-        own=own,
-        parameters=frozenset(parameters),
-        shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        own,
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        frozenset(name for name, _ in model.named_parameters()),
+        frozenset(name for name, each in tensors.items() if each.dtype == torch.float32),
     )

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnCut
 from parallel_backend.core.spans import Span, split_units
-from parallel_backend.families.base.tensor_plan import CutKind, LayerCut
+from parallel_backend.families.base.tensor_plan import CutKind
 
 from .attention_calls import attention_by, attention_call
 
@@ -34,11 +34,6 @@ TOGETHER = 32
 """Features that stay together if neither ranks nor heads divide a width: formats of weights pack as many."""
 Needs = dict[str, torch.Tensor]
 """Leaf or norm -> bool: the features [width] of a layer, of attention or of a norm, or all values of an argument."""
-
-
-def layer_cut(cut: OwnCut) -> LayerCut:
-    """The cut as tensor plans have it."""
-    return LayerCut(CutKind(cut.kind), sizes=cut.sizes, units=cut.units)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from parallel_backend.core.spans import Span, split_units
 from parallel_backend.families.base.tensor_plan import CutKind, cut_side
 
 from .block_order import Likes, whole_list
-from .feature_cut import layer_cut, layers_to_cut, run_noted, units_of_heads
+from .feature_cut import layers_to_cut, run_noted, units_of_heads
 from .headed import axes_of_heads, give_heads
 from .noted_attention import TensorRank
 from .tried_calls import Call, copied, distance
@@ -118,7 +118,7 @@ class Ranks:
                 raise Unproven(f"the ranks' values of {cut.layer} do not add up to the whole's")
 
     def _spans(self, cut: OwnCut, size: int, rank: int) -> tuple[Span, ...]:
-        return cut_side(layer_cut(cut), size, 1, 1, rank, self.count)
+        return cut_side(cut, size, rank, self.count)
 
     def _part(self, cut: OwnCut, x: torch.Tensor, rank: int, dim: int = -1) -> torch.Tensor:
         spans = self._spans(cut, x.shape[dim], rank)

@@ -15,8 +15,8 @@ from .shared_outputs import modules_of
 
 
 class IdleLayers:
-    """`names`: of the model's linear layers, see base.family.name_pattern. `has_words`: whether the present band has words.
-    `value`: what they give otherwise."""
+    """`names`: of the model's linear layers, see core.own_class.name_pattern. `has_words`: whether the present band has
+    words. `value`: what they give otherwise."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], has_words: Callable[[], bool], value: float):
         self._layers = list(modules_of(model, names).values())

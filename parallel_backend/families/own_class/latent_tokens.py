@@ -184,7 +184,7 @@ def grid_of(latent: OwnLatent, call: Call) -> tuple[int, ...]:
 def companion_tokens(latent: OwnLatent, call: Call) -> int:
     """Tokens of the call's second latent. 0: there is none."""
     shapes = [tuple(each.shape) for each in call.latents]
-    return Companion(latent.companion, lambda _frames: ()).tokens(shapes[1]) if len(shapes) > 1 else 0
+    return Companion(latent.companion, ()).tokens(shapes[1]) if len(shapes) > 1 else 0
 
 
 def reference_tokens(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call) -> int:

@@ -22,8 +22,6 @@ from .row_attention import Attend, attention_by_rows, kept_with
 
 CONDITION = "condition"
 """Argument: the video that is to be made sharper [B, 17, T, H, W], as latents and a mask."""
-TEXTS = "positive_conditioning", "negative_conditioning"
-"""The file's own prompts, which a node reads."""
 
 
 def check_condition(sizes: tuple[int, ...], arguments: Mapping[str, Any]) -> None:

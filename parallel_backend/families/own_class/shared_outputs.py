@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from parallel_backend.core.own_class import OwnBlock
-from parallel_backend.families.base.family import name_pattern
+from parallel_backend.core.own_class import OwnBlock, name_pattern
 
 from .unproven import Unproven
 
@@ -74,7 +73,7 @@ class WatchedOutputs:
 
     def shared(self) -> tuple[str, ...]:
         """Names of the outermost modules whose outputs bands share, if there was more than one run. One in all blocks of a
-        list has a star for the block's number: see base.family.name_pattern."""
+        list has a star for the block's number: see core.own_class.name_pattern."""
         if self._runs < 2:
             return ()
         names = []
@@ -155,7 +154,7 @@ class SharedOutputs:
 
 
 def modules_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """The model's modules of these names, see base.family.name_pattern."""
+    """The model's modules of these names, see core.own_class.name_pattern."""
     pattern = re.compile("|".join(map(name_pattern, names)))
     return {name: module for name, module in model.named_modules() if name and pattern.fullmatch(name)}
 

@@ -5,9 +5,8 @@ Names of tensors here and in rank/comm end with the tensor's shape, one letter f
     B, b     batch entries; b: those of a micro-step, where the K/V buffer has B
     S, s     tokens of all ranks of the axis that a transfer is over; s: of this rank. In a K/V buffer S: of the sequence
     Q, K     query tokens and key tokens of a call, which may differ in number
-    T        text tokens of the sequence
     H, h     heads of the layer on this tensor rank; h: of this Ulysses rank, or of one of its head groups
-    D, E     channels of a head; E = 2 D: of a head of two streams (blocks.PAIRED)
+    D        channels of a head
     C        channels of a token
     N, n     values in one dimension; n: a part of N
     G, g     groups of neighbouring values; g: values of a group

@@ -52,12 +52,6 @@ class RankKernel:
         module = self._for(q_BQHD, k_BKhD, mask_BK, lse=True)
         return module.attend_lse(q_BQHD, *_for_each_head(q_BQHD, k_BKhD, v_BKhD), mask_BK, scale)
 
-    def attend_rows(self, q_BQHD, k_BKhD, v_BKhD, mask_QK, scale) -> torch.Tensor:
-        """As `attend`, with a mask of keys for each query, which SDPA alone takes."""
-        self.leave(q_BQHD.dtype, "calls with a mask for each query")
-        k_BKHD, v_BKHD = _for_each_head(q_BQHD, k_BKhD, v_BKhD)
-        return sdpa.attend_rows(q_BQHD, k_BKHD, v_BKHD, mask_QK, scale)
-
     def leave(self, dtype: torch.dtype, calls: str) -> None:
         """Note a call with queries of `dtype` that torch's kernel computes. `calls`: its kind, in words of the report."""
         self._dtypes.add(_name(dtype))

@@ -89,7 +89,8 @@ class RankTokens(TokenCut):
         sent = (call.q_BQHD, call.k_BKHD, call.v_BKHD, *([] if gate is None else [gate]))
         tokens = (of_queries, of_keys, of_keys, of_queries)[: len(sent)]
         shared = axis, context.traffic, context.codec
-        # As ParallelAttention: the next group comes in before this one's attention, which goes out behind it.
+        # All ranks issue the transfers of a layer in this order, as their group's communicator needs: the next group comes
+        # in before this one's attention, which goes out behind it.
         ready = start_sequence_to_heads(sent, tokens, groups[0], *shared)
         out_BQHD, finishing = torch.empty_like(call.q_BQHD, memory_format=torch.contiguous_format), []
         for number, group in enumerate(groups, 1):

@@ -126,7 +126,7 @@ class OwnKernels:
         streams: tuple[int, ...],
         place_of_rows: Callable[[], torch.Tensor] | None,
     ) -> Layout | None:
-        """As ParallelAttention's: the blocks, where ComfyUI's node would make the call block-sparse."""
+        """The blocks, if ComfyUI's node would make the call block-sparse. None: in full."""
         step, calls = self._context.step, self._context.sparse_calls
         sparse = None if step is None else step.sparse
         exactly = call.arguments.get(QUANTISES) is False  # as natively a call with a mask, which LTX-2's factors stand for

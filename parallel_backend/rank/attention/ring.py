@@ -22,15 +22,14 @@ def ring_attention(
     overlap: bool,
     axis: Axis,
     traffic: Traffic,
-    held: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Ring attention (arXiv 2310.01889): queries stay, keys and values of all S tokens rotate. Returns [B, s, H, D].
 
     `lengths[j]`: tokens of rank j. `masks[j]`: [B, lengths[j]] bool, tokens that may be seen; None: all. With `overlap` the
-    next block travels during attention to the present one. `held`: attention to keys that every rank has, as `attend` gives.
+    next block travels during attention to the present one.
     """
     block_2BsHD = torch.stack((k_BsHD, v_BsHD))
-    out_BsHD, lse_BsH = (None, None) if held is None else held
+    found: tuple[torch.Tensor, torch.Tensor] | None = None
     for step in range(axis.size):
         source = (axis.index - step) % axis.size
         shift = None
@@ -41,10 +40,10 @@ def ring_attention(
                 next_2BsHD = shift.wait()
         if lengths[source] and len(q_BsHD[0]):
             part = attend(q_BsHD, block_2BsHD[0], block_2BsHD[1], masks[source], scale)
-            out_BsHD, lse_BsH = part if out_BsHD is None or lse_BsH is None else merge((out_BsHD, lse_BsH), part)
+            found = part if found is None else merge(found, part)
         if shift is not None:
             block_2BsHD = shift.wait() if overlap else next_2BsHD
-    return q_BsHD.clone() if out_BsHD is None else out_BsHD.to(q_BsHD.dtype)
+    return q_BsHD.clone() if found is None else found[0].to(q_BsHD.dtype)
 
 
 def merge(

@@ -24,11 +24,6 @@ class StageLink:
         self._posted: list[tuple[torch.Tensor, Transfer]] = []
         self._sent: list[tuple[torch.Tensor, Transfer]] = []
 
-    @property
-    def posted(self) -> int:
-        """Number of receives that were posted and not yet taken."""
-        return len(self._posted)
-
     def post_receive(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Start receiving the next tensor. No handshake: the micro-step determines the shape on both ends."""
         link = self.before

@@ -1,9 +1,9 @@
 """torch.compile of a stage's blocks: one graph per block class and shape, as in diffusers' `compile_repeated_blocks`.
 
-A block's hooks (block_slots.py) stay outside its graph. Inside the graph these are opaque operations: attention (the
-layer's ParallelAttention), layers with a hook of tensor parallelism, packed weights, cached modules (module_cache.py). An
-operation has its module's name in the block and looks the module up when it runs. So all blocks of a class share their
-graphs, and no graph contains a layer's number, a transfer or a K/V buffer.
+What stages and ranks exchange stays outside of a block's graph (StageBlocks.wrap). Inside the graph these are opaque
+operations: attention (compiled_attention.py), layers with a hook of tensor parallelism, packed weights. An operation has its
+module's name in the block and looks the module up when it runs. So all blocks of a class share their graphs, and no graph
+contains a layer's number, a transfer or a K/V buffer. Other modules that torch cannot trace are called between two graphs.
 
 All operations declare that they write to one tensor, which keeps them in the code's order. A compiler may reorder
 independent operations, and ranks with different shapes would then wait in different transfers.
@@ -13,14 +13,13 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallel_backend.core.cores import usable_cores
-from parallel_backend.rank.attention.parallel_attention import ParallelAttention
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.lifecycle import COMPILING
 
@@ -39,30 +38,10 @@ WORKERS = 8
 """Most processes in which a rank compiles."""
 
 
-@dataclass(frozen=True)
-class TracedModules:
-    """The modules behind one block's operations, by name in the block."""
+Modules = Mapping[str, nn.Module]
+"""The modules behind one block's operations, by name in the block."""
 
-    attentions: dict[str, ParallelAttention] = field(default_factory=dict)
-    modules: dict[str, nn.Module] = field(default_factory=dict)
-
-
-_traced: ContextVar[TracedModules] = ContextVar("modules of the block under way")
-
-
-@torch.library.custom_op(
-    "parallel_dit::attend",
-    mutates_args=("order",),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor(a!) order, str name, float? scale) -> Tensor",
-)
-def attend(query, key, value, order, name, scale):
-    """ParallelAttention.attend of the block's attention module `name`: three [B, s, H, D] -> [B, s, H, D]."""
-    return _traced.get().attentions[name].attend(query, key, value, scale).contiguous()
-
-
-@attend.register_fake
-def _(query, key, value, order, name, scale):
-    return query.new_empty(query.shape)
+_traced: ContextVar[Modules] = ContextVar("modules of the block under way")
 
 
 @torch.library.custom_op(
@@ -70,32 +49,13 @@ def _(query, key, value, order, name, scale):
 )
 def call(x, order, name, width):
     """The block's module `name`, uncompiled: x [..., n] -> [..., width], or [..., n] without `width`."""
-    module = _traced.get().modules[name]
+    module = _traced.get()[name]
     return module.outside.kind.__call__(module, x).contiguous()
 
 
 @call.register_fake
 def _(x, order, name, width):
     return x.new_empty(x.shape if width is None else (*x.shape[:-1], width))
-
-
-class GraphAttention:
-    """Stands in for a ParallelAttention inside a graph. Not a dataclass: torch would compare the layer's number too."""
-
-    def __init__(self, name: str, order: torch.Tensor):
-        self.name, self.order = name, order
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float | None,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As ParallelAttention.attend."""
-        assert mask is None, "this family's own forward passes an attention mask"
-        return torch.ops.parallel_dit.attend(query, key, value, self.order, self.name, scale)
 
 
 @dataclass
@@ -151,55 +111,43 @@ class Compiler:
         device: torch.device,
         ranks: int,
         heartbeat: Heartbeat,
-        wrap: Wrap | None = None,
+        wrap: Wrap,
     ):
-        """`blocks` by name in the model, with weights, tensor plan and parallel attention in place.
+        """`blocks` by name in the model, with weights and tensor plan in place.
 
         `widths(layer)`: output features of a linear layer over all ranks. `ranks`: ranks that share the machine.
-        `heartbeat` says while a graph is compiled. `wrap`: of blocks of ComfyUI's own class, in which attention is the
-        class's functions, and modules may take and return anything.
+        `heartbeat` says while a graph is compiled.
         """
-        self.graphs, self._failed, self._widths = 0, False, widths
-        self._heartbeat, self._wrap = heartbeat, wrap
+        self.graphs, self._failed, self._widths, self._heartbeat = 0, False, widths, heartbeat
         self._order = _order(device)
-        if wrap is not None:
-            trace_attention(self._order)
+        trace_attention(self._order)
         # Settings of the process, equal for all of its models. After an error in tracing torch warns and runs the code.
         torch._dynamo.config.suppress_errors = True
         torch._dynamo.config.recompile_limit = VARIANTS
         torch._dynamo.config.accumulated_recompile_limit = 16 * VARIANTS
         torch._inductor.config.compile_threads = max(1, min(WORKERS, usable_cores() // ranks))
         for name, block in blocks.items():
-            self._prepare(name, block)
+            wrap(name, functools.partial(_compiled, traced=self._prepare(name, block), backend=self._backend))
 
     def close(self) -> None:
         """Free the graphs, which keep the blocks alive. Other models of the process compile anew at their next use."""
         torch._dynamo.reset()
 
-    def _prepare(self, block_name: str, block: nn.Module) -> None:
-        traced = TracedModules()
+    def _prepare(self, block_name: str, block: nn.Module) -> Modules:
+        """Take modules that torch cannot trace out of the block's graphs. Returns those behind operations."""
+        traced: dict[str, nn.Module] = {}
         for name, module in block.named_modules():
-            processor = getattr(module, "processor", None)
-            if isinstance(attention := getattr(processor, "_parallel_config", None), ParallelAttention):
-                traced.attentions[name] = attention
-                module.processor._parallel_config = GraphAttention(name, self._order)
-            elif name and self._stays_outside(module):
-                is_layer = isinstance(module, (RankLinear, SharedRMSNorm))
-                form = _outside if is_layer or self._wrap is None else _between
-                if form is _outside:
-                    traced.modules[name], width = module, self._width(f"{block_name}.{name}", module)
-                    module.outside = OutsideModule(type(module), name, self._order, width)
-                module.__class__ = form(type(module))
-        if self._wrap is None:
-            block.forward = _compiled(block.forward, traced, self._backend)
-        else:
-            self._wrap(block_name, functools.partial(_compiled, traced=traced, backend=self._backend))
+            if not name or not self._stays_outside(module):
+                continue
+            form = _between
+            if isinstance(module, (RankLinear, SharedRMSNorm)):
+                form, traced[name] = _outside, module
+                module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
+            module.__class__ = form(type(module))
+        return traced
 
     def _width(self, name: str, module: nn.Module) -> int | None:
         """Output features of the model's module `name`. None: as many as of the input."""
-        if isinstance(module, nn.Sequential):
-            *_, (last, layer) = module.named_children()
-            return self._width(f"{name}.{last}", layer)
         if not isinstance(module, RankLinear):
             return None
         # A hook adds up or gathers over the ranks. A column-cut layer without a hook returns the rank's features.
@@ -229,11 +177,10 @@ class Compiler:
         return graph.forward
 
 
-def _compiled(forward: Callable[..., Any], traced: TracedModules, backend: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(forward: Callable[..., Any], traced: Modules, backend: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` of a block, compiled. Its operations find the block's modules in `traced`."""
     compiled = torch.compile(forward, backend=backend, dynamic=False)
 
-    @functools.wraps(forward)  # diffusers passes on the arguments that it finds in the signature
     def run(*arguments: Any, **named: Any) -> Any:
         token = _traced.set(traced)
         try:

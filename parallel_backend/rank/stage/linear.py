@@ -13,7 +13,6 @@ from torch import nn
 from parallel_backend.checkpoints.packed_formats import Fp8, Packing
 from parallel_backend.core.fused_linear import FusedLinear
 
-from .joint_products import JointProduct
 from .quantised_products import Arithmetic, arithmetic
 
 Adapter = tuple[torch.Tensor, torch.Tensor | None]
@@ -74,13 +73,11 @@ class PackedLinear(RankLinear):
     """
 
     packed: nn.Parameter
-    """[out, n] uint8 for every packing, since diffusers takes a floating parameter's dtype for the compute dtype."""
+    """[out, n] uint8 for every packing."""
     packing: Packing
     dtype: torch.dtype
     """The compute dtype."""
     arithmetic: Arithmetic
-    joint: JointProduct | None = None
-    """The product that the layer shares with others of the same input."""
 
     @property
     def nbytes(self) -> int:
@@ -95,13 +92,9 @@ class PackedLinear(RankLinear):
             self.packed.data = packed
         self.packing = self.packing.on(scales)
         self.arithmetic = arithmetic(packed, self.packing, self.dtype)
-        if self.joint is not None:
-            self.joint.forget()
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]: without the adapters."""
-        if self.joint is not None and (output := self.joint.multiply(self, x)) is not None:
-            return output
         weight = self.arithmetic.weight
         return super().multiply(x) if weight is None else weight.linear(x, self.bias)
 

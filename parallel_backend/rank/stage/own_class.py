@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from parallel_backend.families.own_class.adapters import only_here
 from parallel_backend.families.own_class.building import build
 from parallel_backend.families.own_class.call_arguments import OPTIONS, from_tensors, structure_of, timestep_of
 from parallel_backend.families.own_class.call_form import run
-from parallel_backend.families.own_class.family import STAGE, OwnClassFamily
+from parallel_backend.families.own_class.family import OwnClassFamily
 from parallel_backend.families.own_class.headed import give_heads
 from parallel_backend.families.own_class.idle_layers import IdleLayers
 from parallel_backend.families.own_class.stages import StageBlocks, Wanted, pass_through
@@ -32,12 +32,22 @@ from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.wire.diagnosis import OwnCall
 from parallel_backend.wire.sampling import Step
 
-from .block_slots import StageIO
-from .build import Stage
 from .tensor_parallel import TensorPlan
 from .weights import StageWeights
 
 OTHER_SHAPES = "a stage receives other shapes than in a call like it"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage's model, with its weights in place."""
+
+    model: nn.Module
+    blocks: StageBlocks
+    plan: TensorPlan
+    """Of the stage's blocks."""
+    modules: dict[str, nn.Module]
+    """The stage's blocks by their names, in the order in which they run."""
 
 
 class OwnLink:
@@ -118,26 +128,25 @@ class OwnLink:
             self._link.send(tensor, self._step.overlap)
 
 
-def attend_over_ranks(
-    model: nn.Module, context: AttentionContext, ranks: SequenceCut | None, blocks: Sequence[str], gate: str = ""
-) -> None:
-    """Attention of a model of build_own_stage is computed by the kernels of `context`.
+def attend_over_ranks(stage: Stage, context: AttentionContext, ranks: SequenceCut | None, gate: str = "") -> None:
+    """Attention of the stage is computed by the kernels of `context`.
 
     `ranks`: its blocks compute this rank's tokens, of those of all `ranks`, and in a run of bands those of the band. None:
-    all tokens. `blocks`: names of those that the stage computes; `gate`: adapters.Adapter.gate, empty if there is none.
+    all tokens. `gate`: adapters.Adapter.gate, empty if there is none.
     """
-    stage: StageBlocks = vars(model)[STAGE]
-    kernels = OwnKernels(context, lambda: stage.running)
-    stage.attend = kernels.attend
-    stage.guidance = lambda: None if context.step is None else context.step.guidance
+    blocks = stage.blocks
+    kernels = OwnKernels(context, lambda: blocks.running)
+    blocks.attend = kernels.attend
+    blocks.guidance = lambda: None if context.step is None else context.step.guidance
+    blocks.residuals = lambda: {} if context.step is None else context.step.residuals
     if context.tensor.size > 1:  # a token's norm is over the channels of all heads
-        stage.add_up = lambda sums: all_reduce(sums, context.tensor, context.traffic)
-    stage.tokens = None if ranks is None else RankTokens(stage.blocks, context, ranks, kernels)
+        blocks.add_up = lambda sums: all_reduce(sums, context.tensor, context.traffic)
+    blocks.tokens = None if ranks is None else RankTokens(blocks.blocks, context, ranks, kernels)
     place, _, layer = gate.rpartition(".")
-    for block in blocks if gate else ():
-        attention = model.get_submodule(block).get_submodule(place)
+    for name, block in stage.modules.items() if gate else ():
+        attention = block.get_submodule(place)
         if getattr(attention, layer, None) is not None:
-            attention.register_forward_pre_hook(functools.partial(compute_gate, context, block, layer))
+            attention.register_forward_pre_hook(functools.partial(compute_gate, context, name, layer))
 
 
 def compute_gate(context: AttentionContext, block: str, layer: str, module: Any, inputs: tuple) -> None:
@@ -151,17 +160,6 @@ def compute_gate(context: AttentionContext, block: str, layer: str, module: Any,
         context.gate = getattr(module, layer)(inputs[0])
 
 
-def blocks_to_compile(model: nn.Module) -> Callable[[str, Callable[[Callable[..., Any]], Callable[..., Any]]], None]:
-    """StageBlocks.wrap of a model of build_own_stage."""
-    stage: StageBlocks = vars(model)[STAGE]
-    return stage.wrap
-
-
-def own_skippable(model: nn.Module) -> StageBlocks:
-    """In place of SkippableBlocks, of a model of build_own_stage."""
-    return vars(model)[STAGE]
-
-
 def build_own_stage(
     checkpoint: Checkpoint,
     span: Span,
@@ -171,14 +169,13 @@ def build_own_stage(
     load: Callable[[StageWeights, Sequence[str]], None],
     link: OwnLink,
 ) -> Stage:
-    """The class's model with weights of the blocks `span`, and of all that a call runs outside of them. `load`: see
-    build_stage.
+    """The class's model with weights of the blocks `span`, and of all that a call runs outside of them.
 
-    Blocks of other stages keep their attributes, which the class may read, and lose their parameters.
+    `load` gets the weights on the meta device and the names of the blocks, and reads them from the mapped file to their
+    memory. Weights of other ranks are never allocated. The rank has only its shards of `plan`, and `Stage.plan.apply` must
+    follow. Blocks of other stages keep their attributes, which the class may read, and lose their parameters.
     """
     family, dtype = checkpoint.family, compute_dtype(dtype_name, device)
-    assert isinstance(family, OwnClassFamily)
-    assert family.own is not None
     kitchen.try_kernels(dtype, device)
     model = build(family.own, dtype)
     order = family.own.blocks
@@ -196,10 +193,7 @@ def build_own_stage(
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(device))
-    stage_io = StageIO(text_first=True)
     stage_blocks = StageBlocks(model, order, span, link)
-    stage_blocks.residuals = lambda: {name: each.image for name, each in stage_io.residuals.items()}
-    vars(model)[STAGE] = stage_blocks
     if family.own.latent is not None:
         # No NaN, since a packed layer may look for its input's largest value.
         IdleLayers(model, family.own.latent.idle, stage_blocks.has_words, 0.0).put()
@@ -207,13 +201,11 @@ def build_own_stage(
         for block in order:
             if block.name in own:
                 _divide(model.get_submodule(block.name), block, plan.axis)
-    blocks = {name: model.get_submodule(name) for name in kept}
-    return Stage(model, [], stage_io, plan, blocks)
+    return Stage(model, stage_blocks, plan, {name: model.get_submodule(name) for name in kept})
 
 
 def own_class_to_time(family: OwnClassFamily, dtype: torch.dtype) -> tuple[nn.Module, dict[str, nn.Module]]:
     """The class's model on the meta device, and by list its first block. All others return what they get."""
-    assert family.own is not None
     model = build(family.own, dtype)
     first: dict[str, nn.Module] = {}
     for block in family.own.blocks:

@@ -1,4 +1,4 @@
-"""Applies a family's tensor plan: which linear layers of a block are cut, along which side, and how.
+"""Applies a plan of tensor parallelism: which linear layers of a block are cut, along which side, and how.
 
 As in Megatron-LM (arXiv 1909.08053), attention and feed-forward begin with column-cut layers (each rank has some output
 features) and end with row-cut layers (each rank has some input features, and partial results are added up over the axis).
@@ -7,13 +7,14 @@ Layers that make modulation vectors are column-cut and their small output is gat
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from parallel_backend.core.spans import Shard, Span, split
-from parallel_backend.families.base.tensor_plan import GATHER, CutKind, LayerCut, LayerCuts, cut_of, cut_outside, cut_side
+from parallel_backend.core.spans import Shard
+from parallel_backend.families.base.tensor_plan import CutKind, LayerCuts, cut_of, cut_side
 from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
@@ -21,75 +22,46 @@ from parallel_backend.rank.comm.transfers import Traffic
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A family's plan for one rank of the tensor axis."""
+    """A plan for one rank of the tensor axis."""
 
     plan: LayerCuts
-    heads: int
-    """Attention heads of the model."""
-    head_size: int
     axis: Axis
-    outside: frozenset[str] = frozenset()
-    """Linear layers outside of the plan's lists that are cut by GATHER, see `with_outside`."""
-
-    def with_outside(self, model: nn.Module) -> "TensorPlan":
-        """The plan for `model`, whose large linear layers outside of the blocks are cut too (base/tensor_plan.py)."""
-        layers = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
-        cut = (name for name, layer in layers if cut_outside(self.plan, name, tuple(layer.weight.shape)))
-        return replace(self, outside=frozenset(cut))
-
-    def layer_cut(self, parameter: str) -> LayerCut | None:
-        """Cut of the layer of `parameter` (`<list>.<index>.<layer>.weight`). None: every rank has the whole layer."""
-        if self.axis.size == 1:
-            return None
-        return GATHER if parameter.rpartition(".")[0] in self.outside else cut_of(self.plan, parameter)
 
     def shards(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
         """This rank's shard of every parameter in `shapes` that is cut. The rank has the others whole."""
-        shards = {}
+        shards: dict[str, Shard] = {}
+        if self.axis.size == 1:
+            return shards
         for parameter, shape in shapes.items():
-            cut = self.layer_cut(parameter)
+            cut = cut_of(self.plan, parameter)
             if cut is None:
                 continue
-            if parameter.endswith(".bias") and cut.kind is CutKind.ROW:
+            if parameter.endswith(".bias") and cut.kind == CutKind.ROW.value:
                 if self.axis.index > 0:  # it is added once, by the first rank: partial results are added up
                     shards[parameter] = Shard(0, ())
                 continue
-            dim = 1 if cut.kind is CutKind.ROW else 0
-            spans = cut_side(cut, shape[dim], self.heads, self.head_size, self.axis.index, self.axis.size)
-            shards[parameter] = Shard(dim, spans)
+            dim = 1 if cut.kind == CutKind.ROW.value else 0
+            shards[parameter] = Shard(dim, cut_side(cut, shape[dim], self.axis.index, self.axis.size))
         return shards
 
     def apply(self, model: nn.Module, traffic: Traffic) -> None:
         """Hook the cut layers, so that ranks add up or gather their outputs. The weights must be in place."""
         if self.axis.size == 1:
             return
-        local_heads = len(split(Span(0, self.heads), self.axis.size)[self.axis.index])
-        for name, module in model.named_modules():
-            if name.partition(".")[0] not in self.plan and name not in self.plan and name not in self.outside:
-                continue
-            if hasattr(module, "processor") and self._cuts_any(name, module):
-                module.heads = module.num_heads = local_heads
-                module.inner_dim = local_heads * self.head_size
-                if hasattr(module, "mlp_hidden_dim"):  # its layers hold the feed-forward too, and are split by both widths
-                    module.mlp_hidden_dim = len(split(Span(0, module.mlp_hidden_dim), self.axis.size)[self.axis.index])
-            cut = self.layer_cut(f"{name}.weight")
-            if cut is None:
-                continue
-            if cut.kind is CutKind.NORM:
+        for name, cut in self.plan.items():
+            module: Any = model.get_submodule(name)
+            kind = CutKind(cut.kind)
+            if kind is CutKind.NORM:
                 SharedRMSNorm.adopt(module, self.axis, traffic)
                 continue
-            if cut.kind is CutKind.ROW:
+            if kind is CutKind.ROW:
                 module.register_forward_hook(lambda _module, _input, out: all_reduce(out, self.axis, traffic))
-            elif cut.kind is CutKind.GATHER:
+            elif kind is CutKind.GATHER:
                 whole, ranks = module.out_features, self.axis.size
-                parts = (cut_side(cut, whole, self.heads, self.head_size, rank, ranks) for rank in range(ranks))
+                parts = (cut_side(cut, whole, rank, ranks) for rank in range(ranks))
                 sizes = [sum(map(len, spans)) for spans in parts]
                 module.register_forward_hook(functools.partial(_gather, sizes, self.axis, traffic))
             module.out_features, module.in_features = module.weight_shape
-
-    def _cuts_any(self, name: str, module: nn.Module) -> bool:
-        """Whether a layer of `module` is cut."""
-        return any(self.layer_cut(f"{name}.{layer}.weight") for layer, _ in module.named_modules() if layer)
 
 
 class SharedRMSNorm(nn.RMSNorm):

@@ -1,6 +1,6 @@
 """A stage's weights: their names and shapes, and how they are read from the file: cut, converted or packed."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -10,7 +10,6 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import Reader, reading
 from parallel_backend.core.dtypes import compute_dtype
 
-from .joint_products import join
 from .linear import PackedLinear, RankLinear
 from .tensor_parallel import TensorPlan
 
@@ -29,7 +28,7 @@ class StageWeights:
         model: nn.Module,
         checkpoint: Checkpoint,
         targets: Iterable[str],
-        plan: TensorPlan | None,
+        plan: TensorPlan,
         device: torch.device,
         dtype_name: str,
     ):
@@ -37,30 +36,18 @@ class StageWeights:
 
         A parameter that `plan` cuts becomes this rank's shard, or None if the rank has no part of it. Linear layers become
         `RankLinear`s, whose weights stay packed as `Checkpoint.storage` says. All else is in the dtype that `device`
-        computes in, or in float32 if `Forward.float32` names it. ValueError if the file's shape is not the parameter's.
+        computes in, or in float32 if the class keeps it so.
         """
         RankLinear.adopt(model)
         self.model, self.device, self.targets = model, device, list(targets)
         self._checkpoint, self._dtype_name = checkpoint, dtype_name
         self._reader: Reader | None = None  # while the model is loaded
         dtype, known = compute_dtype(dtype_name, device), model.state_dict()
-        for target in self.targets:
-            shape = known[target].shape
-            # Dimensions of size 1 are ignored, since GGUF's tools may drop them.
-            if _without_ones(checkpoint.shape(target)) != _without_ones(shape):
-                raise ValueError(
-                    f"model_name: {checkpoint.path.name} holds {checkpoint.key_map[target].key} of shape "
-                    f"{list(checkpoint.shape(target))}, where {checkpoint.family.name} has {list(known[target].shape)}."
-                )
         shapes = {target: checkpoint.shape(target) for target in self.targets}
-        self._shards = {} if plan is None else plan.shards(shapes)
+        self._shards = plan.shards(shapes)
         with reading(checkpoint) as reader:
             for target in self.targets:
                 self._outline(target, known[target].shape, dtype, reader)
-        places = {target: self.place(target) for target in self.targets}
-        packed = {t: layer for t, (layer, leaf) in places.items() if isinstance(layer, PackedLinear) and leaf == "weight"}
-        self.joined = {target: together for together in join(packed, checkpoint.key_map) for target in together}
-        """A weight's parameter -> the parameters whose PACKED bytes should be in a row in memory, in this order."""
 
     @contextmanager
     def loading(self, progress: Progress) -> Iterator[None]:
@@ -132,17 +119,3 @@ class StageWeights:
                 setattr(module, leaf, nn.Parameter(places[VALUES], requires_grad=False))
             else:
                 parameter.data = places[VALUES]
-
-
-def read_whole(weights: StageWeights, _blocks: Sequence[str] = ()) -> None:
-    """Read all weights to newly allocated memory on the device."""
-    with weights.loading(lambda fraction: None):
-        for target in weights.targets:
-            meta = weights.tensors(target)
-            places = {part: torch.empty_like(tensor, device=weights.device) for part, tensor in meta.items()}
-            weights.read({target: places})
-            weights.move(target, places)
-
-
-def _without_ones(shape: Iterable[int]) -> list[int]:
-    return [size for size in shape if size != 1]

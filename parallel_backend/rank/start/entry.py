@@ -10,7 +10,6 @@ from parallel_backend.wire.rank_settings import RankSettings
 
 from .compiled_code import keep_compiled_code_private
 from .environment import set_rank_environment
-from .import_blocker import light_imports
 from .log import write_log
 from .parent_watch import end_with_parent
 
@@ -30,10 +29,7 @@ def main(settings: RankSettings, connection: Connection, make_worker: "Callable[
         write_log(settings.log, f"rank {settings.rank} ({settings.devices[settings.rank]})")
     set_rank_environment(settings.devices[settings.rank])
     keep_compiled_code_private(scratch=folder)
-    with light_imports():
-        import diffusers.models.transformers  # noqa: F401  # also finds out which packages are installed, once for all
+    from parallel_backend.rank.worker import run
 
-        from parallel_backend.rank.worker import run
-
-    gc.freeze()  # else each collection visits 300,000 objects of torch and diffusers: 0.25 s at each unloading
+    gc.freeze()  # else each collection visits all objects of torch, at each unloading
     run(settings, connection, make_worker)

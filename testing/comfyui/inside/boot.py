@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import patch
 
 PACK = Path(__file__).resolve().parents[3]
@@ -87,17 +87,6 @@ def sharing_small_lists() -> AbstractContextManager:
     """Context in which a trial takes bands of lists with any share of the blocks: small files have few blocks beside their
     refiners."""
     return patch("parallel_backend.families.own_class.trial.LEAST_SHARE", 0.0)
-
-
-def by_own_class(load: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What `load` gives for a file by ComfyUI's own class, as if no family took the file."""
-    loader = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__]
-
-    def no_family(path: Path, _conversion: Any) -> NoReturn:
-        raise loader.UnknownModel(f"model_name: {path.name} is taken by no family")
-
-    with patch.object(loader, "open_checkpoint", no_family):
-        return load(*arguments, **named)
 
 
 def sequence(ulysses: int = 1, ring: int = 1, patch_mode: str = "none", patch: int = 1, patch_warmup_steps: int = 1) -> Any:

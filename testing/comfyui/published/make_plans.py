@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import comfy.nested_tensor
 import comfy.supported_models
-from boot import BASE, Results, by_own_class, ksampler, nodes, parallel, torch
+from boot import BASE, Results, ksampler, nodes, parallel, torch
 from native_files import native_shapes, write_hole
 from published import PUBLISHED, Published
 
@@ -65,7 +65,7 @@ def captured(name: str, published: Published) -> tuple[Any, Call, Sizes]:
     path = BASE / "models" / "diffusion_models" / f"{name}.safetensors"
     kind = getattr(comfy.supported_models, published.kind)
     write_hole(path, native_shapes(kind, published.arguments), dict(published.header))
-    model = by_own_class(parallel, path.name)
+    model = parallel(path.name)
     calls: list[tuple[Call, Sizes]] = []
     assert type(model.model.model_config) is kind, f"{name} is taken for {type(model.model.model_config).__name__}"
 
@@ -77,7 +77,7 @@ def captured(name: str, published: Published) -> tuple[Any, Call, Sizes]:
     latent = {"samples": latents[0] if len(latents) == 1 else comfy.nested_tensor.NestedTensor(tuple(latents))}
     prompts = [[[torch.randn(1, *published.text), dict(entries(published.more))]] for _ in range(2)]
     try:
-        with patch.object(own_class.OwnClassModel, "_proven", note):
+        with patch.object(own_class, "proven", note):
             ksampler(model, prompts, latent, steps=2)
     except Captured:
         pass

@@ -195,5 +195,19 @@ PUBLISHED = {
     "seedvr2-7b-image": one_frame("SeedVR2", *SHARPENED, SEEDVR2_7B, condition=(17, 1, *IMAGE)),
     "seedvr2-7b-sharp": video("SeedVR2", *SHARPENED, SEEDVR2_SHARP, condition=(17, *VIDEO)),
     "seedvr2-7b-sharp-image": one_frame("SeedVR2", *SHARPENED, SEEDVR2_SHARP, condition=(17, 1, *IMAGE)),
+    "wan-animate-2-14b": Published(
+        "WAN_Animate2",
+        WORDS,
+        ((16, *VIDEO),),
+        WAN_14B | {"in_dim": 36},
+        {
+            **CHANNELS,
+            **CLIP,
+            "clip_vision_output_pose.penultimate_hidden_states": (257, 1280),
+            "cross_attn_pose": WORDS,
+            "pose_video_latent": (16, 4, 32, 32),
+        },
+        {"model_type": "animate2"},
+    ),
 }
 """By name, the most used ones first."""

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from testing.comfyui.scripted import ComfyUI, Inside
 from tests.comfyui.conftest import SCRIPTS
-from tests.comfyui.test_families import CASES, save_case
 
 from .settings import SETTINGS
 from .verdict import MODES, NATIVE, Verdict, judge
@@ -47,15 +46,12 @@ def save_models(base: Path, comfyui: ComfyUI) -> None:
     """Of each family a model, `<case>.safetensors`, another with other weights, `-2`, and a LoRA."""
     for folder in ("models/diffusion_models", "models/loras", "input", "output", "user"):
         (base / folder).mkdir(parents=True, exist_ok=True)
-    cases = {case.name: case for case in CASES}
     inside = Inside(comfyui, base, SCRIPTS)
     try:
-        inside.run("small_files", names=[name for name in FAMILIES.values() if name not in cases])
+        inside.run("small_files", names=list(FAMILIES.values()))
     finally:
         inside.close()
     for name in FAMILIES.values():
-        if name in cases:
-            save_case(cases[name], base)
         path = base / "models/diffusion_models" / f"{name}.safetensors"
         weights, g = load_file(path), torch.Generator().manual_seed(7)
         other = {key: value + 0.1 * value.std() * torch.randn(value.shape, generator=g) for key, value in weights.items()}

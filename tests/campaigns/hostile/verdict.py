@@ -13,8 +13,8 @@ from parallel_backend.client.not_finite import NotFiniteError
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.processes.pool import Pool
+from testing.mini import relative
 from testing.models import on_ranks
-from testing.tiny import relative
 
 MOST_LETTERS = 1500
 """Of an error's text."""

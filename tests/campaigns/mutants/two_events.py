@@ -72,10 +72,10 @@ TABLES = (
         ("tests/nodes",),
     ),
     Mutant(
-        "an unknown entry of transformer_options is let pass",
+        "an entry of transformer_options that cannot be sent is let pass",
         "nodes/model/patches/reach.py",
-        "elif name not in READ_BY or (_is_read",
-        "elif name in READ_BY and (_is_read",
+        "if name not in told and not isinstance",
+        "if name in told and not isinstance",
         ("tests/nodes",),
     ),
     Mutant(

@@ -10,7 +10,6 @@ from parallel_backend.client.call import ModelCall, PostedCall, TokenLayout
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import sample_in_bands
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.patching import latents_of
 from parallel_backend.processes.pool import Pool
 from testing.models import on_ranks
 
@@ -24,27 +23,25 @@ def nothing() -> None:
 
 
 def exact(model: RemoteTransformer, subject: Subject, given: Given, time: float) -> Tensors:
-    return latents_of(model.predict(subject.call(given, time), nothing))
+    return (model.predict(subject.call(given, time), nothing),)
 
 
 def banded(model: RemoteTransformer, subject: Subject, given: Given) -> Tensors:
     """A sampling run in bands."""
-    return latents_of(sample_in_bands(model, subject.latent(), SIGMAS, subject.prompt(given), BANDS, 1, nothing)[0])
+    return (sample_in_bands(model, subject.latent(), SIGMAS, subject.prompt(given), BANDS, 1, nothing)[0],)
 
 
 def in_run(model: RemoteTransformer, subject: Subject, given: Given, run: int, number: int) -> Tensors:
     """The run's call of this number: the first one of the whole latent, then in two bands with the run's keys."""
     call: ModelCall = subject.call(given, TIMES[number])
-    latents, patching = latents_of(call.x), model.family.patching
-    shapes = tuple(tuple(latent.shape) for latent in latents)
-    layout = TokenLayout(patching.grid(shapes[0]), companion_tokens=patching.companion_tokens(shapes))
-    conditioning = model.conditioning(call, layout)
-    rows = shapes[0][patching.band_dim] // patching.band_size
+    latent, patching = subject.latent(), model.family.patching
+    conditioning = model.conditioning(call, TokenLayout(patching.grid(tuple(latent.shape))))
+    rows = latent.shape[patching.band_dim] // patching.band_size
     cuts = [Span(0, rows)] if number == 0 else [Span(0, rows // 2), Span(rows // 2, rows)]
     posted = []
     for cut in cuts:
         span = Span(cut.start * patching.band_size, cut.stop * patching.band_size)
-        tokens, part = conditioning.token_order.of_rows(cut), patching.pack_all(patching.band(latents, span))
+        tokens, part = conditioning.token_order.of_rows(cut), patching.pack(patching.rows(latent, span))
         posted.append(PostedCall(part, call.timestep, conditioning, tokens, with_text=not cut.start, run=run))
         model.post(posted[-1])
     return tuple(each.future.result(timeout=60) for each in posted)

@@ -95,7 +95,7 @@ GIVEN = st.sampled_from([Given(prompt, skips) for prompt in (0, 1) for skips in 
 ADDED, TIME = st.sampled_from(ADDITIONS), st.sampled_from(TIMES)
 CHANGE = st.one_of(st.none(), ADDED)
 SHARES = st.sampled_from((0.1, 0.5, 1.0, 1000.0))
-WHICH = st.integers(0, 2)
+WHICH = st.integers(0, 1)
 LOOK = st.one_of(st.none(), st.tuples(WHICH, GIVEN))
 """A call of a model, behind the rule: which model, and with what."""
 LAST = Given(skips=True)

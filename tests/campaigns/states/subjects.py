@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.sampling import Prompt
@@ -14,19 +14,13 @@ from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from testing import mini
-from testing.cases import all_cases
 
 CONFIG = mini.CONFIG | {"double_blocks": 2, "single_blocks": 4}
 TIMES = (0.9, 0.6, 0.3)
 SIGMAS = torch.tensor([0.9, 0.6, 0.3, 0.0])
 BANDS = 2
-KEEPS = "qwen-image-2.1"
 EVERY = {"lora": 4, "full": 9, "merge": 7}
 """Of which weights, in the file's order, one is added to."""
-
-
-PROMPT = "txt_in"
-"""In the names of weights whose layers' outputs are kept as long as the prompt is the same. They are always added to."""
 
 
 @dataclass(frozen=True)
@@ -71,39 +65,31 @@ class Given:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model of `path` at `degrees`. `case`: of the tiny models; None: the mini class."""
+    """A model of the mini class, of `path` at `degrees`."""
 
     name: str
     path: Path
     degrees: Degrees
-    case: str | None = None
     _factors: dict[tuple[str, int], list[Delta]] = field(default_factory=dict, compare=False, repr=False)
 
     def opened(self) -> Checkpoint:
-        return (mini.opened if self.case is None else open_checkpoint)(self.path)
+        return mini.opened(self.path)
 
     def setup(self, devices: tuple[str, ...]) -> Setup:
-        made = mini.setup if self.case is None else Setup
-        return made(self.path, "fp32", devices, self.degrees, "sdpa", "even")
+        return mini.setup(self.path, "fp32", devices, self.degrees, "sdpa", "even")
 
     def tensors(self, given: Given) -> dict[str, torch.Tensor]:
         """The conditioning's tensors."""
-        if self.case is None:
-            return mini.inputs(CONFIG, batch=1, height=8, width=8, seed=given.prompt)[2]
-        case, generator = _case(self.case), torch.Generator().manual_seed(given.prompt)
-        words = torch.randn(1, 7, case.config["context_in_dim"], generator=generator)
-        return case.row.inputs.conditioning(case.config, {"context": words})
+        return mini.inputs(CONFIG, batch=1, height=8, width=8, seed=given.prompt)[2]
 
     def latent(self) -> torch.Tensor:
-        channels = 16 if self.case is None else _case(self.case).latent[0]
-        return torch.randn(1, channels, 8, 8, generator=torch.Generator().manual_seed(7))
+        return torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(7))
 
     def call(self, given: Given, time: float) -> ModelCall:
         return ModelCall(self.latent(), torch.tensor([time]), self.tensors(given), changes=self.changes(given))
 
     def changes(self, given: Given) -> BlockChanges:
-        block_list = "double_blocks" if self.case is None else "transformer_blocks"
-        return BlockChanges(skipped=(f"{block_list}.1",)) if given.skips else UNCHANGED
+        return BlockChanges(skipped=("double_blocks.1",)) if given.skips else UNCHANGED
 
     def prompt(self, given: Given) -> Prompt:
         tensors = self.tensors(given)
@@ -122,8 +108,7 @@ class Subject:
     def _made(self, kind: str, seed: int):
         generator = torch.Generator().manual_seed(seed)
         shapes = [(key, shape) for key, shape in self._shapes.items() if kind != "lora" or len(shape) == 2]
-        chosen = [*shapes[seed :: EVERY[kind]], *(each for each in shapes if PROMPT in each[0])]
-        for number, (key, shape) in enumerate(dict(chosen).items()):
+        for number, (key, shape) in enumerate(shapes[seed :: EVERY[kind]]):
             if kind == "lora":
                 up, down = (torch.randn(size, generator=generator) for size in ((shape[0], 2), (2, shape[1])))
                 yield Delta(key, up, down, 0.05, group=number % 2)
@@ -135,16 +120,7 @@ class Subject:
         return self.opened().original_shapes
 
 
-def _case(name: str):
-    return next(case for case in all_cases() if case.name == name)
-
-
 def make_subjects(folder: Path) -> tuple[Subject, ...]:
-    """Two models of equal sizes at different degrees, and one that keeps what it makes of a prompt."""
+    """Two models of equal sizes at different degrees."""
     one, other = (mini.save(mini.random_model(CONFIG, seed=seed), folder / f"mini {seed}.safetensors") for seed in (0, 5))
-    case = _case(KEEPS)
-    return (
-        Subject("in stages", one, Degrees(pipe=2)),
-        Subject("under Ulysses", other, Degrees(ulysses=2)),
-        Subject("keeping its prompt", case.save(case.model(), folder / "keeping.safetensors"), Degrees(pipe=2), KEEPS),
-    )
+    return Subject("in stages", one, Degrees(pipe=2)), Subject("under Ulysses", other, Degrees(ulysses=2))

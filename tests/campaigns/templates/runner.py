@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from testing.comfyui.scripted import Inside
-from tests.comfyui.test_families import CASES, save_case
 from tests.comfyui.test_own_classes import CLASSES
 
 from .conversion import Template
@@ -16,8 +15,6 @@ from .files import case_of, what_it_is
 LIMIT, TIMES = 5e-5, 10.0
 """Largest difference of a latent, of its largest value: this, or so many times what the native model differs from itself
 when it attends by another of ComfyUI's kernels."""
-MODELS = {case.name: case for case in CASES}
-"""Those that ComfyUI can build small, by name."""
 LORAS = ("LoraLoaderModelOnly", "LoraLoader")
 EQUAL, DIFFERS, REFUSED, FAILED, NOT_OURS, NOT_RUN = "equal", "differs", "refused", "failed", "not ours", "not run"
 
@@ -44,9 +41,7 @@ def run_all(templates: Iterable[Template], inside: Inside, base: Path) -> Iterat
     saved: set[str] = set()
     for template in templates:
         files = {file: case_of(file) for file in template.files()}
-        others = [
-            f"{file}: {what_it_is(file)}" for file, case in files.items() if case not in MODELS and case not in CLASSES
-        ]
+        others = [f"{file}: {what_it_is(file)}" for file, case in files.items() if case not in CLASSES]
         if others:
             yield Verdict(*about(template), NOT_OURS, "; ".join(others))
             continue
@@ -73,9 +68,7 @@ def compare(template: Template, inside: Inside, files: dict[str, str]) -> Verdic
 def save_files(files: dict[str, str], base: Path, inside: Inside, saved: set[str]) -> None:
     """A template's diffusion models, by the cases that they are of. `saved`: the cases that the base directory has."""
     for file, name in files.items():
-        if name not in saved and name in MODELS:
-            save_case(MODELS[name], base)
-        elif name not in saved:
+        if name not in saved:
             inside.run("small_files", names=[name])
         saved.add(name)
         link_model(base / "models", file, name)

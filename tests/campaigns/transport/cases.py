@@ -1,4 +1,4 @@
-"""What runs on the strict transport: every mode and product, every family, and what happens to a run from outside."""
+"""What runs on the strict transport: every mode and product, and what happens to a run from outside."""
 
 import contextlib
 import itertools
@@ -11,16 +11,13 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import AXES, Degrees
-from parallel_backend.families.base.patching import latents_of
 from parallel_backend.wire import messages as m
 from testing import mini
-from testing.cases import all_cases
-from testing.cases.case import Case as Family
 from testing.models import on_ranks
 from testing.vaes import OnRanks, made_of, small_vae
 
@@ -42,9 +39,6 @@ class Files:
             return mini.opened(mini.save(mini.random_model(config), path))
 
         return self._get(f"mini of {config['double_blocks']} and {config['single_blocks']} blocks", make)
-
-    def family(self, case: Family) -> Checkpoint:
-        return self._get(case.name, lambda path: open_checkpoint(case.save(case.model(), path)))
 
     def _get(self, name: str, make: Callable[[Path], Checkpoint]) -> Checkpoint:
         if name not in self._made:
@@ -108,20 +102,6 @@ def naive() -> Case:
         return [sample_whole(load(files.mini(), degrees), noise, linear_sigmas(2), Prompt(tensors, tensors, 1.0))]
 
     return Case("naive patches", run)
-
-
-def family(case: Family) -> Case:
-    """With a batch on two ranks, and in bands if it can be sampled."""
-
-    def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
-        x, timestep, tensors = case.inputs()
-        found = [load(files.family(case), Degrees(batch=2)).predict(ModelCall(x, timestep, tensors), nothing)]
-        if case.sampled:
-            model, sigmas = load(files.family(case), Degrees(pipe=2)), linear_sigmas(2) * case.timestep / 0.7
-            found.append(sample_in_bands(model, x, sigmas, Prompt(tensors, {}, 1.0), case.bands, 1)[0])
-        return [part for each in found for part in latents_of(each)]
-
-    return Case(f"family {case.family}", run)
 
 
 def packed(kind: str) -> Case:
@@ -257,8 +237,6 @@ def all_of_them() -> Iterator[Case]:
     yield naive()
     for degrees in (Degrees(ring=3), Degrees(ulysses=3), Degrees(tensor=3)):
         yield product(degrees)
-    families = {case.family: case for case in reversed(all_cases())}
-    yield from map(family, sorted(families.values(), key=lambda case: case.family))
     yield from map(packed, ("int8", "fp8"))
     yield changes()
     yield from map(without_overlap, (Degrees(pipe=2), Degrees(patch=2, patch_mode="displaced"), Degrees(pipe=2, ulysses=2)))

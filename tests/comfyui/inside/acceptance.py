@@ -4,7 +4,7 @@ import json
 from unittest.mock import patch
 
 import torch
-from boot import BASE, Results, by_own_class, ksampler, node, nodes, outputs_of, parallel
+from boot import BASE, Results, ksampler, node, nodes, outputs_of, parallel
 
 FILE = "tiny.safetensors"
 CHECKS = ("system", "model file")
@@ -34,7 +34,7 @@ def main(results: Results) -> None:
 
     def own_class() -> dict:
         """Before its first call, and after it."""
-        model = by_own_class(parallel, FILE, 1, devices="cpu")
+        model = parallel(FILE, 1, devices="cpu")
         try:
             look(model)
         except ValueError as refusal:

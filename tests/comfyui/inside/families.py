@@ -1,10 +1,9 @@
-"""Every family's MODEL against ComfyUI's own for the same file. Run by serve.py.
+"""Conditioning of small files that small_files.py writes, and ComfyUI's detection of models smaller than published ones.
 
-The test process has put, for each case, `<name>.safetensors` into models/diffusion_models, and the conditioning into
-`<name>.inputs.safetensors` of the base directory: tensors `positive.*`, `negative.*` and `latent`, lists of
-tensors as `<name>/<index>`, a tensor that is an object's attribute as `<name>.<attribute>`, other values as JSON, in which
-{"tensor": name} stands for a tensor. Of a nested latent `companion` is the second part; `mask` and `mask_companion` are
-its masks.
+For each case there is `<name>.safetensors` in models/diffusion_models, and the conditioning in `<name>.inputs.safetensors`
+of the base directory: tensors `positive.*`, `negative.*` and `latent`, lists of tensors as `<name>/<index>`, a tensor that
+is an object's attribute as `<name>.<attribute>`, other values as JSON, in which {"tensor": name} stands for a tensor. Of a
+nested latent `companion` is the second part; `mask` and `mask_companion` are its masks.
 """
 
 import json
@@ -17,7 +16,7 @@ from unittest.mock import patch
 
 import comfy
 import torch
-from boot import BASE, MODELS, Results, difference, ksampler, masking, native_model, node, parallel, parts_of
+from boot import BASE, ksampler
 from safetensors import safe_open
 
 
@@ -96,44 +95,3 @@ def detecting(entries: dict):
             yield
     finally:
         comfy.model_detection.detect_unet_config = detect
-
-
-def native(name: str, expected: dict[str, torch.Tensor]) -> dict:
-    """ComfyUI's own model; its samples are noted in `expected`. Ranks could take its place."""
-    model = native_model(f"{name}.safetensors")
-    expected[name] = sample(masking(model) if read(name)[-1]["boolean_masks"] else model, name)
-    parts = parts_of(expected[name])
-    ours = node("ParallelizeModel", model, 1, "ring").model
-    assert ours.diffusion_model.checkpoint.path == MODELS / f"{name}.safetensors"
-    names, ours_names = (comfy.lora.model_lora_keys_unet(each, {}) for each in (model.model, ours))
-    return {
-        "other LoRA names": [
-            each
-            for each in names.keys() | ours_names.keys()
-            # Natively a parameter that is no layer's has a name too, such as PixArt's empty prompt, which nothing computes.
-            if names.get(each) != ours_names.get(each)
-            and (each in ours_names or each.endswith(".bias") or names[each] != each)
-        ],
-        "largest": min(float(part.abs().max()) for part in parts),
-        "finite": all(bool(part.isfinite().all()) for part in parts),
-    }
-
-
-def compare(name: str, expected: torch.Tensor) -> dict:
-    model = node("ApplyPipeFusion", parallel(f"{name}.safetensors", stage_split="even"), 2, 1000, True)
-    found = difference(expected, sample(model, name))
-    pipefusion = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
-    reports = [wrapper.last for wrapper in pipefusion]
-    return {
-        "difference": found,
-        "whole because": [last.reason for last in reports],
-        "cut along": [last.along for last in reports],
-    }
-
-
-def main(results: Results, names: list[str]) -> None:
-    expected = {}
-    for name in names:
-        with detecting(read(name)[-1]["detected"]):
-            results.case(f"{name}, native", partial(native, name, expected))
-            results.case(name, lambda name=name: compare(name, expected[name]))

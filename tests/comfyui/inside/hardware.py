@@ -46,28 +46,14 @@ def comfyuis_choice(supported: list[torch.dtype], stored: torch.dtype) -> str:
 def main(results: Results) -> None:
     from parallel_backend.core import device_choice
     from parallel_backend.core.dtypes import HALVES, compute_name, native_halves, resolve_dtype
-    from parallel_backend.families import FAMILIES
 
     fake = stand_in()
     package = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
     devices = sys.modules[f"{package}.ui.devices"]
     cards = {name: card for name, card in vars(fake).items() if isinstance(card, fake.Card)}
-    kinds = {
-        f"{family.name} {name}": (
-            list(getattr(comfy.supported_models, name).supported_inference_dtypes),
-            family.half_dtypes({"in_channels": 64}),
-        )
-        for family in FAMILIES.values()
-        for name in family.native_classes
-        if hasattr(comfy.supported_models, name)
-    }
-    results.case(
-        "supported",
-        lambda: {
-            kind: [[NAMES[dtype] for dtype in theirs if NAMES[dtype] in HALVES], list(ours)]
-            for kind, (theirs, ours) in kinds.items()
-        },
-    )
+    lists = {tuple(kind.supported_inference_dtypes) for kind in comfy.supported_models.models}
+    halves = {theirs: tuple(NAMES[dtype] for dtype in theirs if NAMES[dtype] in HALVES) for theirs in lists}
+    kinds = {", ".join(NAMES[dtype] for dtype in theirs): (list(theirs), ours) for theirs, ours in halves.items()}
 
     def choices(card) -> dict[str, object]:
         found: dict[str, object] = {}

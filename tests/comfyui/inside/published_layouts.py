@@ -5,21 +5,18 @@ The test process has put the files into models/diffusion_models.
 
 import logging
 import sys
-from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import folder_paths
 from boot import BASE, PACK, Results, comfy, native_model, nodes, torch
-from families import detecting
-from safetensors.torch import save_file
 
 sys.path.insert(0, str(PACK))
 from parallel_backend.checkpoints.gguf_file import GgufFile
 
 sys.path.remove(str(PACK))
 LOADER = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__]
+LOADING = f"{LOADER.__package__}.model.loading"
 LISTS = {"unet missing": "missing", "unet unexpected": "unexpected"}
 """Beginnings of lines in ComfyUI's log."""
 
@@ -61,11 +58,10 @@ def by_comfyui(path: Path) -> dict:
 
 
 def by_pack(path: Path) -> dict:
-    """{"kinds": classes of ComfyUI's supported_models, "unused": ...} or {"refused": words}."""
+    """{"kind": class of ComfyUI's supported_models, "unused": ...} or {"refused": words}."""
     try:
-        checkpoint, own = LOADER.opened(path, ("cpu",))
-        kinds = checkpoint.family.native_classes if own is None else (own.kind,)
-        return {"kinds": kinds, "unused": list(checkpoint.unused)}
+        file = LOADER.open_file(path, "cpu")
+        return {"kind": file.own.kind, "unused": list(file.checkpoint.unused)}
     except ValueError as error:
         return {"refused": str(error)}
 
@@ -90,9 +86,8 @@ def is_comfyuis_conversion() -> bool:
     """Whether rows, taken as `conversion_of` says, are ComfyUI's conversion of the same tensors."""
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in names_of_diffusers().items()}
-    path = BASE / "unet.safetensors"
-    save_file(tensors, path)
-    rows = LOADER.conversion_of(path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    rows = sys.modules[f"{LOADING}.diffusers_layout"].conversion_of(shapes)
     ours = {key: torch.cat([tensors[each][start:stop] for each, start, stop in parts]) for key, parts in rows}
     config = comfy.model_detection.model_config_from_diffusers_unet(tensors)
     names = comfy.utils.unet_to_diffusers(config.unet_config)
@@ -100,16 +95,11 @@ def is_comfyuis_conversion() -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def main(results: Results, layouts: Iterable[dict]) -> None:
-    """`layouts`: {"name", "file", "case", "detected"}."""
-    for each in layouts:
-        path = BASE / "models" / "diffusion_models" / each["file"]
-
-        def measure(each=each, path=path) -> dict:
-            with detecting(each["detected"]):
-                return {"comfyui": by_comfyui(path), "pack": by_pack(path)}
-
-        results.case(each["name"], partial(measure))
+def main(results: Results, files: dict[str, str]) -> None:
+    """`files`: by layout."""
+    for name, file in files.items():
+        path = BASE / "models" / "diffusion_models" / file
+        results.case(name, lambda path=path: {"comfyui": by_comfyui(path), "pack": by_pack(path)})
     results.case("conversion of unet", is_comfyuis_conversion)
     results.case(
         "listed",

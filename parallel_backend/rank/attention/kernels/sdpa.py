@@ -13,20 +13,6 @@ def attend(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
     return F.scaled_dot_product_attention(q_BHQD, k_BHKD, v_BHKD, attn_mask=mask_B11K, scale=scale).transpose(1, 2)
 
 
-ROWS = 1024
-"""Queries of one call with a mask of its own for each query: kernels widen the mask to a bias in the compute dtype."""
-
-
-def attend_rows(q_BQHD, k_BKHD, v_BKHD, mask_QK, scale):
-    """As `attend`, with a mask [Q, K] bool of the keys that each query sees."""
-    k_BHKD, v_BHKD = (x.transpose(1, 2) for x in (k_BKHD, v_BKHD))
-    parts = [
-        F.scaled_dot_product_attention(q_BqHD.transpose(1, 2), k_BHKD, v_BHKD, attn_mask=mask_qK, scale=scale)
-        for q_BqHD, mask_qK in zip(q_BQHD.split(ROWS, dim=1), mask_QK.split(ROWS), strict=True)
-    ]
-    return torch.cat(parts, dim=2).transpose(1, 2)
-
-
 def attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
     """Calls torch's kernels by name, since torch's public function does not return the log-sum-exp."""
     q_BHQD, *kv_BHKD = (x.transpose(1, 2) for x in (q_BQHD, k_BKHD, v_BKHD))

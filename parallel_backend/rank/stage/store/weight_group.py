@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from parallel_backend.rank.stage.weights import PACKED, VALUES, StageWeights
+from parallel_backend.rank.stage.weights import VALUES, StageWeights
 
 ENDS = "ends"
 """Name of the group of all weights outside of the stage's blocks."""
@@ -35,13 +35,9 @@ class WeightGroup:
 
     def __init__(self, name: str, weights: StageWeights, targets: Iterable[str]):
         self.name, self.nbytes, self._weights = name, 0, weights
-        tensors = {target: weights.tensors(target) for target in targets}
-        self._slots: dict[str, dict[str, _WeightSlot]] = {target: {} for target in tensors}
-        for target, parts in tensors.items():
-            in_a_row = [(member, PACKED) for member in weights.joined.get(target, ()) if member in tensors]
-            for member, part in (*in_a_row, *((target, part) for part in parts)):
-                if part not in self._slots[member]:
-                    self._slots[member][part] = self._take(tensors[member][part])
+        self._slots: dict[str, dict[str, _WeightSlot]] = {}
+        for target in targets:
+            self._slots[target] = {part: self._take(tensor) for part, tensor in weights.tensors(target).items()}
         self._apart: set[str] = set()
 
     def _take(self, tensor: torch.Tensor) -> _WeightSlot:

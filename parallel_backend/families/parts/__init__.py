@@ -1,1 +1,0 @@
-"""Code that several families share: key maps, conditioning, kinds of blocks."""
