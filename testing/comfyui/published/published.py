@@ -15,8 +15,7 @@ class Published:
     """`kind`: class of ComfyUI's supported_models. `text`: [tokens, width]. `latents`: [C, (T,) H, W], and a companion's.
 
     `more`: entries of the conditioning: shapes of tensors, lists of them, {"ones": shape}, or {"is": value}. Names with a
-    point are an attribute of an object. `header`: of the file. `cfg`: 1 for a call
-    of the positive prompt alone.
+    point are an attribute of an object. `header`: of the file. `cfg`: 1 for a call of the positive prompt alone.
     """
 
     kind: str
