@@ -77,7 +77,7 @@ class OwnClassFamily:
     parameters: frozenset[str]
     """Names of the class's parameters. Its other tensors are computed where a file lacks them."""
     exact: frozenset[str]
-    """Parameters that the class keeps in float32 when it is built in another dtype."""
+    """Parameters and tables that the class keeps in float32 when it is built in another dtype."""
     call: Call | None = None
     """The call that a trial was made for, see example.py. None: there was none in this process."""
 
@@ -310,10 +310,10 @@ def _numbers(step: StepInputs) -> torch.Tensor | None:
 def own_class_family(own: OwnClass) -> OwnClassFamily:
     """What is known about a class. Imports and builds it, without memory for weights."""
     model = build(own, torch.bfloat16)
-    parameters = dict(model.named_parameters())
+    tensors = model.state_dict()
     return OwnClassFamily(
         own,
-        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
-        frozenset(parameters),
-        frozenset(name for name, each in parameters.items() if each.dtype == torch.float32),
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        frozenset(name for name, _ in model.named_parameters()),
+        frozenset(name for name, each in tensors.items() if each.dtype == torch.float32),
     )

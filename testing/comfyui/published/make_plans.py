@@ -78,7 +78,7 @@ def captured(name: str, published: Published) -> tuple[Any, Call, Sizes]:
     prompts = [[[torch.randn(1, *published.text), dict(entries(published.more))]] for _ in range(2)]
     try:
         with patch.object(own_class, "proven", note):
-            ksampler(model, prompts, latent, steps=2)
+            ksampler(model, prompts, latent, steps=2, cfg=published.cfg)
     except Captured:
         pass
     finally:

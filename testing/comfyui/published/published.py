@@ -1,7 +1,7 @@
 """Published models: arguments of ComfyUI's class beside those of native_files.ARGUMENTS, and the inputs of a call."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from testing.ltx_headers import LTX_2, LTX_23
@@ -15,7 +15,7 @@ class Published:
     """`kind`: class of ComfyUI's supported_models. `text`: [tokens, width]. `latents`: [C, (T,) H, W], and a companion's.
 
     `more`: entries of the conditioning: shapes of tensors, lists of them, {"ones": shape}, or {"is": value}. Names with a
-    point are an attribute of an object. `header`: of the file.
+    point are an attribute of an object. `header`: of the file. `cfg`: 1 for a call of the positive prompt alone.
     """
 
     kind: str
@@ -24,6 +24,7 @@ class Published:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
     header: Mapping[str, Any] = field(default_factory=dict)
+    cfg: float = 3.0
 
 
 def image(kind: str, text: tuple[int, int], channels: int, arguments: Mapping[str, Any] = {}, **more: Any) -> Published:
@@ -191,8 +192,8 @@ PUBLISHED = {
     ),
     "seedvr2-3b": video("SeedVR2", *SHARPENED, condition=(17, *VIDEO)),
     "seedvr2-3b-image": one_frame("SeedVR2", *SHARPENED, condition=(17, 1, *IMAGE)),
-    "seedvr2-7b": video("SeedVR2", *SHARPENED, SEEDVR2_7B, condition=(17, *VIDEO)),
-    "seedvr2-7b-image": one_frame("SeedVR2", *SHARPENED, SEEDVR2_7B, condition=(17, 1, *IMAGE)),
+    "seedvr2-7b": replace(video("SeedVR2", *SHARPENED, SEEDVR2_7B, condition=(17, *VIDEO)), cfg=1.0),
+    "seedvr2-7b-image": replace(one_frame("SeedVR2", *SHARPENED, SEEDVR2_7B, condition=(17, 1, *IMAGE)), cfg=1.0),
     "seedvr2-7b-sharp": video("SeedVR2", *SHARPENED, SEEDVR2_SHARP, condition=(17, *VIDEO)),
     "seedvr2-7b-sharp-image": one_frame("SeedVR2", *SHARPENED, SEEDVR2_SHARP, condition=(17, 1, *IMAGE)),
     "wan-animate-2-14b": Published(
