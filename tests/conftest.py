@@ -74,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsNoTestPackage())
     config.pluginmanager.register(TimeLimit())
     config.pluginmanager.register(Starts(config.getoption("starts")))
+    config.addinivalue_line("markers", "xdist_group(name): tests of one process of `pytest -n`, see groups_of")
     config.stash[FIGURES] = {}
     hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")  # to processes of pytest -n
     if (cards := config.getoption("emulated_gpus")) and not hands_out:
