@@ -344,7 +344,7 @@ def test_a_model_read_again_in_a_prompt_is_that_of_its_beginning(registry, loade
 def test_a_file_replaced_by_a_model_of_another_kind_is_refused(registry, loaded, monkeypatch):
     key, model = loaded("a")
     monkeypatch.setattr(FakeCheckpoint, "on_disk", "new kind")
-    with pytest.raises(ValueError, match=r"^model_name: a has been replaced on disk by a model of another kind"):
+    with pytest.raises(ValueError, match=r"^model_name: a was replaced on disk by another model"):
         registry.checkpoint("one", key, model.checkpoint)
     other = FakeCheckpoint(Path("a"))  # by its loader, which was run again
     assert registry.checkpoint("two", key, other) is other
