@@ -166,7 +166,7 @@ LAYOUTS = (
         "animate reference",
         "wan-animate-2",
         with_more("ref_conv.weight", shape=(2, 16, 2, 2)),
-        refused="holds ref_conv",
+        refused="has ref_conv",
         by_comfyui=True,
         native=False,
     ),

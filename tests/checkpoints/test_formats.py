@@ -384,7 +384,7 @@ BROKEN = {
     "new, a scale missing": (NEW, drop("txt_in.weight_scale"), "lacks the scale of txt_in.weight"),
     "a scaled weight missing": (OLD, drop("single_blocks.0.linear2.weight"), "lacks single_blocks.0.linear2.weight"),
     "a scale by column": (OLD, put("txt_in.scale_weight", torch.ones(256)), r"txt_in.scale_weight as fp32 of shape \[256\]"),
-    "a second scale": (NEW, put("txt_in.weight_scale_2", torch.ones(1)), "holds txt_in.weight_scale_2"),
+    "a second scale": (NEW, put("txt_in.weight_scale_2", torch.ones(1)), "has txt_in.weight_scale_2"),
     "another format": (NEW, put("txt_in.comfy_quant", says(b'{"format": "awq"}')), "txt_in.weight in the format awq"),
     "no JSON": (NEW, put("txt_in.comfy_quant", says(b"???")), "damaged"),
 }
