@@ -23,7 +23,7 @@ def check_left_over(checkpoint: Checkpoint) -> None:
         mark, used = _marks_and_used(checkpoint)
     except Exception as error:  # of any kind: ComfyUI's code may ask for what a damaged file has not
         mark, used = f"{next(iter(checkpoint.unused))} ({type(error).__name__})", ""
-    said, name = f"model_name: {short(checkpoint.path.name)} holds", checkpoint.family.name
+    said, name = f"model_name: {short(checkpoint.path.name)} has", checkpoint.family.name
     if mark:
         raise ValueError(f"{said} {short(mark)}, which makes it another model than {name} in ComfyUI. {INSTEAD}")
     if used:
