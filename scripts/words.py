@@ -28,7 +28,9 @@ HABITS = {
     "'is no' for 'is not a'": r"(?<!there )\b(?:is|are) no (?!longer|larger|more|rounding)[a-z]",
     "'anew', 'nobody', 'at hand'": r"\banew\b|\bnobody\b|\bat hand\b",
 }
-CHINESE_HABITS = {"Chinese: not one of the glossary's words": r"画面|图块|您|块(?:显卡|卡)|代替 KSampler"}
+CHINESE = "Chinese: not one of the list's words"
+CHINESE_FORM = r"画面|图块|您|块(?:显卡|卡)|代替 KSampler"
+"""See CONTRIBUTING.md, Style."""
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -48,23 +50,23 @@ def texts() -> Iterator[tuple[str, str]]:
                 yield path.relative_to(ROOT).as_posix(), node.value
 
 
+def habits_of(text: str) -> Iterator[tuple[str, str]]:
+    """(habit, sentence) of an English text. Code and links do not count."""
+    for sentence in re.split(r"(?<=[.:;!?])\s+", re.sub(r"`[^`]*`|\]\([^)]*\)", "x", text)):
+        if len(re.findall(r"[A-Za-z][\w'-]*", sentence)) > LONGEST:
+            yield f"sentences above {LONGEST} words", sentence
+        yield from ((habit, sentence) for habit, form in HABITS.items() if re.search(form, sentence))
+
+
 def found() -> Iterator[tuple[str, str, str]]:
     """(habit, file, sentence)."""
     for file, text in texts():
-        for sentence in re.split(r"(?<=[.:;!?])\s+", re.sub(r"`[^`]*`|\]\([^)]*\)", "x", text)):
-            if len(re.findall(r"[A-Za-z][\w'-]*", sentence)) > LONGEST:
-                yield f"sentences above {LONGEST} words", file, sentence
-            yield from ((habit, file, sentence) for habit, form in HABITS.items() if re.search(form, sentence))
-    for path in [
-        *ROOT.glob("*zh.md"),
-        *ROOT.glob("docs/*zh.md"),
-        *ROOT.glob("web/docs/*/zh.md"),
-        *ROOT.glob("locales/zh/*.json"),
-    ]:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            for habit, form in CHINESE_HABITS.items():
-                if re.search(form, line):
-                    yield habit, path.relative_to(ROOT).as_posix(), line
+        yield from ((habit, file, sentence) for habit, sentence in habits_of(text))
+    for pattern in ("*zh.md", "docs/*zh.md", "web/docs/*/zh.md", "locales/zh/*.json"):
+        for path in ROOT.glob(pattern):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                if re.search(CHINESE_FORM, line):
+                    yield CHINESE, path.relative_to(ROOT).as_posix(), line
 
 
 def main() -> int:

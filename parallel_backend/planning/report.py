@@ -183,8 +183,9 @@ def _advice(plan: Plan) -> str:
             reasons += [
                 f"the best of the others, {other.mode}, takes {other.seconds:.2f} s: a gain below "
                 f"{100 * (AS_GOOD - 1):.0f} %",
-                f"a model call has {tokens} tokens, too few for several {kind}s and these links: computing alone, shared "
-                f"evenly, would take {share:.2f} s of the {other.seconds:.2f}; more {kind}s do not shorten the rest",
+                f"a model call has {tokens} tokens, too few for several {kind}s and these links: computation alone, "
+                f"split evenly, would take {share:.2f} s of the {other.seconds:.2f}; more {kind}s do not shorten the "
+                "other part",
             ]
     else:
         reasons = [f"advice: {mode}, {best.seconds:.2f} s"]

@@ -20,8 +20,8 @@ KILLED = "was killed by signal 9"
 FILE_GONE = f"was killed by signal {int(getattr(signal, 'SIGBUS', 0))}"
 """Linux and macOS send SIGBUS to a process that reads beyond the end of a mapped file, which was cut after mapping."""
 LESS_MEMORY = (
-    "raise pipefusion_degree or tensor_parallel_degree, so that each device holds less of the weights (ulysses_degree does "
-    "not change that), set weight_dtype to fp8_e4m3fn, or use a smaller latent or batch."
+    "raise pipefusion_degree or tensor_parallel_degree, so that each device has less of the weights (ulysses_degree "
+    "does not change that), set weight_dtype to fp8_e4m3fn, or use a smaller latent or batch."
 )
 """How a model needs less memory, by widgets and inputs; the end of a sentence."""
 RESTART = "Queue the prompt again, which starts new ranks."

@@ -128,7 +128,7 @@ def place(ray: Any, job: RayJob) -> tuple[Any, dict[int, Node], list[int]]:
         available = ray.available_resources()
         raise Refused(
             f"devices: {_short(job, wanted)}. The Ray cluster has {_counted(available)} free of {_counted(total)}, and "
-            f"found no room within {job.patience:.0f} s. End what else runs there, or name fewer devices."
+            f"found no room within {job.patience:.0f} s. End other jobs there, or name fewer devices."
         )
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     node_ids = ray.util.placement_group_table(group)["bundles_to_node_id"]

@@ -361,7 +361,7 @@ def test_a_gguf_tensor_of_another_shape_than_its_own(files, whole, tmp_path):
     tensors[key] = encode(whole[key].view(64, 256), "Q4_K"), "Q4_K"
     path = write_gguf(tmp_path / "reshaped.gguf", tensors, {key: (256, 64)})
     assert torch.equal(loaded(path).img_in.weight, decode(*tensors[key]).view(256, 64))
-    with pytest.raises(ValueError, match=r"^model_name: other.gguf holds img_in.weight of the shape .* class MiniFlux has "):
+    with pytest.raises(ValueError, match=r"^model_name: other.gguf has img_in.weight in the shape .* class MiniFlux has "):
         loaded(write_gguf(tmp_path / "other.gguf", tensors))
 
 
@@ -384,7 +384,7 @@ BROKEN = {
     "new, a scale missing": (NEW, drop("txt_in.weight_scale"), "lacks the scale of txt_in.weight"),
     "a scaled weight missing": (OLD, drop("single_blocks.0.linear2.weight"), "lacks single_blocks.0.linear2.weight"),
     "a scale by column": (OLD, put("txt_in.scale_weight", torch.ones(256)), r"txt_in.scale_weight as fp32 of shape \[256\]"),
-    "a second scale": (NEW, put("txt_in.weight_scale_2", torch.ones(1)), "holds txt_in.weight_scale_2"),
+    "a second scale": (NEW, put("txt_in.weight_scale_2", torch.ones(1)), "has txt_in.weight_scale_2"),
     "another format": (NEW, put("txt_in.comfy_quant", says(b'{"format": "awq"}')), "txt_in.weight in the format awq"),
     "no JSON": (NEW, put("txt_in.comfy_quant", says(b"???")), "damaged"),
 }
@@ -407,7 +407,7 @@ def foreign_type(path, files):
 
 def test_a_gguf_file_of_an_unknown_type_is_refused_by_name(files, tmp_path):
     foreign_type(tmp_path / "broken.gguf", files)
-    with pytest.raises(ValueError, match=r"^model_name: broken.gguf .*holds txt_in.weight as TQ1_0, .* cannot read. .*Q4_K"):
+    with pytest.raises(ValueError, match=r"^model_name: broken.gguf .*has txt_in.weight as TQ1_0, .* cannot read. .*Q4_K"):
         opened(tmp_path / "broken.gguf")
 
 

@@ -248,17 +248,17 @@ def half(leaf: str):
 INT8, FP4, FP8, W4A4, W4A8, W4A16 = "int8, rotated", "nvfp4", "mxfp8", "w4a4", "w4a8", "w4a16"
 BROKEN = {
     "int8, no scale": (INT8, drop("weight_scale"), "lacks .*qkv.weight_scale"),
-    "int8, half of the scales": (INT8, half("weight_scale"), r"holds .*weight_scale as fp32 of shape \[384, 1\]"),
+    "int8, half of the scales": (INT8, half("weight_scale"), r"has .*weight_scale as fp32 of shape \[384, 1\]"),
     "int8, another rotation": (INT8, says(INT8, convrot_groupsize=32), "has convrot_groupsize 32"),
     "int8, a rotation that is a list": (INT8, says(INT8, convrot_groupsize=[64]), r"has convrot_groupsize \[64\]"),
     "nvfp4, no scale of all": (FP4, drop("weight_scale_2"), "lacks .*qkv.weight_scale_2"),
-    "nvfp4, half of the scales": (FP4, half("weight_scale"), r"holds .*weight_scale as fp8_e4m3fn of shape \[384, 16\]"),
+    "nvfp4, half of the scales": (FP4, half("weight_scale"), r"has .*weight_scale as fp8_e4m3fn of shape \[384, 16\]"),
     "mxfp8, no scales": (FP8, drop("weight_scale"), "lacks .*qkv.weight_scale"),
     "w4a4, another product": (W4A4, says(W4A4, linear_dtype="int2"), "linear_dtype int2"),
-    "w4a8, other groups": (W4A8, says(W4A8, group_size=32), "holds .*weight_s_rel as fp8_e4m3fn"),
-    "w4a8, a codebook of eight": (W4A8, put("weight_codebook", torch.ones(8)), "holds .*weight_codebook as fp32"),
+    "w4a8, other groups": (W4A8, says(W4A8, group_size=32), "has .*weight_s_rel as fp8_e4m3fn"),
+    "w4a8, a codebook of eight": (W4A8, put("weight_codebook", torch.ones(8)), "has .*weight_codebook as fp32"),
     "w4a16, no scales": (W4A16, drop("weight_scale"), "lacks .*qkv.weight_scale"),
-    "w4a16, other groups": (W4A16, says(W4A16, group_size=128), r"holds .*weight_scale as fp32 of shape \[4, 768\]"),
+    "w4a16, other groups": (W4A16, says(W4A16, group_size=128), r"has .*weight_scale as fp32 of shape \[4, 768\]"),
     "a format that is no text": (INT8, put("comfy_quant", marked({"format": ["int8_tensorwise"]})), "in the format \\["),
     "an unknown format": (INT8, put("comfy_quant", marked({"format": "svdquant_w4a4"})), "in the format svdquant_w4a4"),
 }

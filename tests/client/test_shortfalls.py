@@ -132,7 +132,7 @@ def test_a_second_failure_is_an_error_and_the_next_prompt_streams_still_more(reg
 
     runs_out(0, too_many, "1.00 MiB")
     first = Sampling(registry, setup)
-    with pytest.raises(DeviceFull, match=r"It would fit with|use more devices|set offload to"):
+    with pytest.raises(DeviceFull, match=r"It would fit with|Use more devices|set offload to"):
         first.run()
     assert (first.tries, len(first.told), len(kept)) == (2, 1, 2)
     following = Sampling(registry, setup)

@@ -39,5 +39,5 @@ def test_guidance_of_a_pipelined_model(found, measured, name):
 
 def test_a_function_that_is_not_known_runs_whole_and_says_so(found):
     got = found["unknown, on ranks"]
-    assert "since Centred's sampler_post_cfg_function may need the whole latent" in got["warnings"][0]
+    assert "because Centred's sampler_post_cfg_function may need the whole latent" in got["warnings"][0]
     assert got["stale"] == 0

@@ -39,9 +39,9 @@ def test_attention_auto_is_what_comfyui_was_started_with(found):
     }
     assert {name for name, words in said.items() if words} == {"sage", "split", "sub_quad", "new"}
     assert said["sage"][0].startswith(
-        "Parallel DiT: ComfyUI computes attention by SageAttention, but ranks take torch's SDPA"
+        "Parallel DiT: ComfyUI computes attention by SageAttention, but ranks use torch's SDPA"
     )
-    assert said["split"][0] == "Parallel DiT: the ranks do not have ComfyUI's attention 'split': they take torch's SDPA"
+    assert said["split"][0] == "Parallel DiT: the ranks do not have ComfyUI's attention 'split' and use torch's SDPA"
 
 
 def test_what_this_comfyui_runs_on_and_how_it_was_started(found):

@@ -18,7 +18,7 @@ SAID = {
     "refusal none fits": "this LoRA is for another model: its only layer does not fit (double_blocks.0.img_attn.proj.weight "
     "is [256, 256], the tensors for it are [256, 4], [4, 128])",
     "refusal enlarging": "a LoRA that enlarges double_blocks.0.img_attn.proj.weight to [256, 512] cannot run on ranks: "
-    "ComfyUI has no class Flux of that size",
+    "ComfyUI's class Flux does not exist in that size",
     "refusal factors of a LoKr": "ComfyUI cannot compute with the LOKR for double_blocks.0.img_attn.proj.weight (",
     "refusal making smaller": "(it makes [256, 128] of the weight)",
     "refusal weight wrapper": "a wrapper around the weight a",

@@ -63,4 +63,4 @@ def test_a_wrapper_that_only_a_parents_forward_runs_is_refused(found):
 
 
 def test_a_file_whose_header_was_lost_is_refused(found):
-    assert "header of lost.safetensors does not say its rope_type" in found["lost header"]["error"]
+    assert "header of lost.safetensors lacks its rope_type" in found["lost header"]["error"]

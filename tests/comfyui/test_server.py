@@ -81,7 +81,7 @@ def test_quickstart_gives_a_picture_its_report_and_progress(server):
     assert shapes and all(height == width for height, width in shapes)  # of the whole latent, not of a band
     (report,) = (text for shown in outcome.outputs.values() for text in shown.get("text", ()))
     assert "pipefusion_degree 2, 1 model call exact" in report
-    assert re.search(r"19 pipelined in [248] bands", report)  # by the block times that the ranks measured
+    assert re.search(r"19 pipelined in [248] patches", report)  # by the block times that the ranks measured
 
 
 def test_pipefusion_sampler_equals_ksampler_with_apply_pipefusion(server):

@@ -197,7 +197,9 @@ def test_a_long_skip_in_the_last_step_is_seen():
 
 def test_a_class_that_does_not_run_is_refused_with_its_error():
     given = call()
-    with pytest.raises(ValueError, match=r"positive, negative: .*class Right does not run with .* text has width 3: other"):
+    with pytest.raises(
+        ValueError, match=r"positive, negative: .*class Right does not run with .* text has width 3. Try another"
+    ):
         trial(own("Right"), Call(given.x, given.timestep, {"context": given.named["context"][..., :3]}), ())
 
 

@@ -151,7 +151,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(ranks, mini_file
     assert rank.stage.compiler.graphs == 0
     assert doing == [f"compiling ({rank.engine.stage.heartbeat.doing})"]  # and not from there on
     (said,) = [record.getMessage() for record in caplog.records if record.name == "parallel_backend.rank.stage.compile"]
-    assert said.endswith("since torch.compile failed: no such instruction")
+    assert said.endswith("because torch.compile failed: no such instruction")
 
 
 def load(ranks: Pool, path, degrees: Degrees, compile: bool = True, dtype: str = "fp32") -> RemoteTransformer:

@@ -91,7 +91,7 @@ def test_what_is_above_a_folder_counts_where_all_can_write(tmp_path, shared, mon
     (shared / "link").symlink_to(inner.parent)
     assert not_private(shared / "link" / "mine") is None
     shared.chmod(0o777)
-    assert "everybody can rename" in not_private(inner)
+    assert "other users can rename" in not_private(inner)
     shared.chmod(0o1777)
     lstat = Path.lstat
 

@@ -151,10 +151,10 @@ const LINES = [
         /^(.*) ran out of memory\. One more try with new ranks: ([\d.]+) GB more of rank (\d+)'s weights are streamed from host memory$/,
         "$1 显存不足。现在用新的进程再试一次，进程 $3 的权重再有 $2 GB 用到时才从内存复制",
     ],
-    [new RegExp(`^${P2P_OFF}$`), "P2P 已关闭：显卡直连时 NCCL 的链路自检没有通过，所以数据经内存传输"],
+    [new RegExp(`^${P2P_OFF}$`), "P2P 已关闭：显卡直连时 NCCL 的互联自检没有通过，所以数据经内存传输"],
     [
         new RegExp(`^${NCCL_OFF}$`),
-        "NCCL 已关闭：无论显卡是否直连，NCCL 的链路自检都没有通过，所以由 Gloo 传输，每次都在两端经内存复制，较慢，也不能与计算同时进行",
+        "NCCL 已关闭：无论显卡是否直连，NCCL 的互联自检都没有通过，所以由 Gloo 传输，每次都在两端经内存复制，较慢，也不能与计算同时进行",
     ],
     [
         /^left out, as in ComfyUI, because no part of the model uses them: (\d+) tensors \((.*)\)$/,

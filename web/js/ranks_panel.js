@@ -76,7 +76,7 @@ const CHINESE = {
     share: (rank, percent) => `进程 ${rank} 的计算时间占 ${percent} %`,
     openTrace: "添加时间线节点",
     openTraceTip: "在工作流中放入“并行时间线”节点，它显示上次运行中每张卡计算和等待了多久。",
-    links: "测得的链路",
+    links: "测得的互联",
     link: (one, two, rate, latency) => `${one} – ${two}：${rate} GB/s，${latency} µs`,
     slowest: "最慢",
     fastest: "最快",

@@ -61,7 +61,7 @@ def not_private(folder: Path) -> str | None:
             if here.st_mode & stat.S_IWOTH and place != path:
                 open_to_all = True
                 if not here.st_mode & stat.S_ISVTX:
-                    return f"everybody can rename what is in {place}"
+                    return f"other users can rename files in {place}"
     status = folder.stat()
     if not stat.S_ISDIR(status.st_mode):
         return f"{folder} is no folder"

@@ -1,6 +1,7 @@
 """Runs templates in a booted ComfyUI, native and ours, and judges what came out."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -97,7 +98,7 @@ def judge(about: tuple, found: dict[str, Any]) -> Verdict:
     """By what inside/templates.py found."""
     for kind in ("native", "native itself", "ours"):
         if "error" in (result := found.get(kind, {})):
-            text = result["error"].strip().splitlines()[-1]
+            text = re.sub(r"/\S*/parallel-dit-[\w-]+/", "", result["error"].strip().splitlines()[-1])  # the run's own folder
             refused = kind == "ours" and ": ValueError " in text
             return Verdict(*about, REFUSED if refused else FAILED if kind == "ours" else NOT_RUN, text)
     itself, ours = max(found["native itself"]), max(found["ours"])
