@@ -414,6 +414,6 @@ def test_a_gguf_file_of_an_unknown_type_is_refused_by_name(files, tmp_path):
 def test_without_the_gguf_package_its_name_is_given(files, monkeypatch):
     path, other = files("GGUF Q8_0")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"^model_name: .*\.gguf is a GGUF file, .* pip install gguf"):
+    with pytest.raises(ValueError, match=r"^model_name: .*\.gguf is a GGUF file\. .* pip install gguf"):
         opened(path)
     opened(other)

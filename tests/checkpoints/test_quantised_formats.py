@@ -287,7 +287,7 @@ def test_a_scale_that_is_not_finite_is_named_before_anything_is_loaded(files, tm
     path, pool = tmp_path / "broken.safetensors", mock.Mock(devices=("cpu",))
     check_scales(opened(files(kind)[0]))
     save_file(put(leaf, scale)(load_file(files(kind)[0])), path)
-    with pytest.raises(ValueError, match=rf"^model_name: broken\.safetensors holds {LAYER}\.{leaf}, a "):
+    with pytest.raises(ValueError, match=rf"^model_name: broken\.safetensors has {LAYER}\.{leaf}, a "):
         load_model(pool, opened(path), mini.setup(path, "fp32", ("cpu",), Degrees(), "sdpa", "even"), lambda: None)
     assert not pool.method_calls, "a rank has heard of it"
 

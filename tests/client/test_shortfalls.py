@@ -81,10 +81,10 @@ def runs_out(monkeypatch) -> Callable[..., None]:
     def plant(rank: int, while_: Callable[[WeightStore], bool], asked: str = "2.00 MiB") -> None:
         compute = Engine._compute
 
-        def computed(engine, step):
+        def computed(engine, *steps):
             if engine.rank == rank and while_(engine.stage.store):
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has 1 GiB.")
-            return compute(engine, step)
+            return compute(engine, *steps)
 
         monkeypatch.setattr(Engine, "_compute", computed)
 

@@ -183,6 +183,6 @@ def test_a_file_that_has_changed_is_not_read(mini_model, tmp_path):
         if name in ("overwritten", "replaced"):
             again = mini.opened(file)
             again.check_unchanged()
-            with pytest.raises(ValueError, match="has changed"):
+            with pytest.raises(ValueError, match="was overwritten, replaced or cut"):
                 again.check_unchanged(checkpoint.file_state)
             checkpoint = again

@@ -217,7 +217,7 @@ def test_a_capture_that_fails_costs_a_warning(pools, mini_file, expected, monkey
     assert torch.equal(found, expected)
     assert counts(stats) == {(0, 0)}
     (record,) = caplog.records  # once, for the model
-    assert record.getMessage().endswith("since a micro-step was not captured: the driver says no")
+    assert record.getMessage().endswith("because a micro-step was not captured: the driver says no")
 
 
 class Elsewhere(RecordedCaptures):

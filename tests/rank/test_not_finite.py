@@ -97,7 +97,7 @@ def said(answers, degrees=PIPE, dtype="bf16", adapted=False, controlled=False) -
 
 def test_the_explanation_says_what_to_change():
     assert "weights are not finite in a, b: the file is damaged" in said(found(None, 4, weights1=("a", "b")))
-    assert "too small for them, use bf16 or fp32; or the file" in said(found(None, 4, weights1=("a",)), dtype="fp16")
+    assert "too small for them: use bf16 or fp32; or the file" in said(found(None, 4, weights1=("a",)), dtype="fp16")
     assert "The LoRA's own values are not finite in a: remove it" in said(found(4, 4, adapters1=("a",)), adapted=True)
     twice = found(4, 4, adapters0=("q.weight",), adapters1=("q.weight",))
     assert "The LoRA's own values are not finite in to_q: remove it" in said(twice, Degrees(tensor=2))
@@ -214,7 +214,7 @@ def test_inputs_are_refused_by_name_before_they_are_sent(remote, what, bad, band
     nonfinite.view(-1)[-1] = bad
     sent, send = [], model.pool.send
     model.pool.send = lambda rank, message, *asked: (sent.append(type(message)), send(rank, message, *asked))
-    name = {"x": "latent_image: the latent", "time": "sigmas: "}.get(
+    name = {"x": "latent_image: the sampler gave the model a latent", "time": "sigmas: "}.get(
         what, f"positive, negative: the conditioning's '{what}'"
     )
     try:

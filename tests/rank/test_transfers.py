@@ -147,9 +147,9 @@ def test_a_stage_with_collectives_receives_for_no_micro_step_but_its_own(remote,
     model = remote(degrees)
     posted: dict[int, int] = {}
 
-    def compute(engine, step, of_product=Engine._compute):
+    def compute(engine, *steps, of_product=Engine._compute):
         posted[engine.rank] = max(posted.get(engine.rank, 0), len(engine._link._posted))
-        return of_product(engine, step)
+        return of_product(engine, *steps)
 
     def upcoming(worker, of_product=Worker._upcoming):
         time.sleep(0.02)  # the next micro-step is there, if it is going to come at all

@@ -46,7 +46,9 @@ class ModelFile:
         if not names:
             return ""
         shown = ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
-        return f"Parallel DiT: left out, as in ComfyUI, since no part of the model uses them: {len(names)} tensors ({shown})"
+        return (
+            f"Parallel DiT: left out, as in ComfyUI, because no part of the model uses them: {len(names)} tensors ({shown})"
+        )
 
 
 def open_file(path: Path, device: str, enlarged: TensorSizes = ()) -> ModelFile:
