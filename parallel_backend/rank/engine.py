@@ -155,9 +155,8 @@ class Engine:
         began = clock.now()
         recorder.step = label = self._label(step)
         self._traffic.mark(began)
-        decided = self._with_words(step)
-        self.stage.own_link.begin_step(decided, None if upcoming is None else self._with_words(upcoming))
-        output = self._compute(step, decided)
+        self.stage.own_link.begin_step(self._decided(step), None if upcoming is None else self._decided(upcoming))
+        output = self._compute(step)
         self._finite.note(step.seq, step.run, output)
         self._micro_steps += 1
         ended = clock.now()
@@ -184,14 +183,14 @@ class Engine:
         weights, adapters = bad_weights(model, self.stage.store, changed), bad_adapters(model, changed)
         return NotFiniteFound(self.rank, seq, weights, adapters)
 
-    def _with_words(self, step: Step) -> Step:
+    def _decided(self, step: Step) -> Step:
         """The micro-step, without its words if they need not run again."""
         return step if self.conditionings[step.conditioning].words is None else self._words.of(step)
 
-    def _compute(self, step: Step, decided: Step) -> torch.Tensor:
-        """`decided`: see _with_words. A run's buffer is told when a call begins."""
+    def _compute(self, step: Step) -> torch.Tensor:
         self.stage.store.begin_step()
         conditioning = self.conditionings[step.conditioning]
+        decided = self._decided(step)
         is_new = decided.form not in self._measured  # others take as much: torch's statistics cost some 0.1 ms
         if is_new:
             self.stage.copies.begin_measuring()

@@ -14,15 +14,15 @@ class WordsOnce:
 
     def __init__(self) -> None:
         self._have: dict[tuple[int, int], set[int]] = {}  # by run and conditioning, batch entries whose words have run
-        self._upcoming: tuple[int, Step] | None = None  # one that has been looked at before it is computed, by its `seq`
+        self._decided: dict[int, Step] = {}  # by `seq`, the newest two: one is looked at before it is computed
 
     def of(self, step: Step) -> Step:
         """The micro-step, without its words if they have run. A control may add to them: they then hold for this call alone,
         and are those in the K/V buffer of its run."""
         if not step.with_text:
             return step
-        if self._upcoming is not None and self._upcoming[0] == step.seq:
-            return self._upcoming[1]
+        if step.seq in self._decided:
+            return self._decided[step.seq]
         key = step.run, step.conditioning
         have, entries = self._have.setdefault(key, set()), set(range(step.entries.start, step.entries.stop))
         decided = replace(step, with_text=False) if entries <= have and not step.residuals else step
@@ -30,7 +30,7 @@ class WordsOnce:
             have |= entries
         elif step.run:
             have -= entries
-        self._upcoming = step.seq, decided
+        self._decided = dict([*list(self._decided.items())[-1:], (step.seq, decided)])
         return decided
 
     def close_run(self, run: int) -> None:
@@ -45,5 +45,5 @@ class WordsOnce:
         self._drop(lambda _key: True)
 
     def _drop(self, which: Callable[[tuple[int, int]], bool]) -> None:
-        self._upcoming = None  # a micro-step that has been looked at comes before any other message
+        self._decided.clear()  # a micro-step that has been looked at comes before any other message
         self._have = {key: have for key, have in self._have.items() if not which(key)}
