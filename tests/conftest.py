@@ -7,11 +7,12 @@ from one test into the next is a defect that test_requests.py looks for.
 import functools
 import json
 import multiprocessing
+import re
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import hypothesis
@@ -50,6 +51,8 @@ class RootIsNoTestPackage:
 
 
 FIGURES = pytest.StashKey[dict[str, float]]()
+SCRIPTS, SERVER, BROWSER = "comfyui scripts", "comfyui server", "browser"
+"""Groups of files that share a started ComfyUI, see group_of."""
 LONG = (
     *("system/test_transport.py", "system/test_exactness.py", "rank/test_compile.py", "comfyui/test_on_cards.py"),
     *("processes/test_links.py", "comfyui/test_package.py", "emulated/test_own_class.py", "emulated/test_modes.py"),
@@ -74,7 +77,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsNoTestPackage())
     config.pluginmanager.register(TimeLimit())
     config.pluginmanager.register(Starts(config.getoption("starts")))
-    config.addinivalue_line("markers", "xdist_group(name): tests of one process of `pytest -n`, see groups_of")
     config.stash[FIGURES] = {}
     hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")  # to processes of pytest -n
     if (cards := config.getoption("emulated_gpus")) and not hands_out:
@@ -89,23 +91,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         if "process_pools" in fixtures or ("pools" in fixtures and not item.get_closest_marker("threads")):
             item.add_marker("processes")
-    groups = groups_of(items)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
-    first = ("comfyui scripts", "comfyui server", "browser server", *LONG)
-    items.sort(key=lambda item: first.index(group) if (group := groups[item.path]) in first else len(first))
+    first = (SCRIPTS, SERVER, BROWSER, *LONG)
+    items.sort(key=lambda item: first.index(group) if (group := group_of(item.path)) in first else len(first))
 
 
-def groups_of(items: list[pytest.Item]) -> dict[Path, str]:
-    """What one process of `pytest -n` runs, by file: files that share a ComfyUI together, each other file by itself."""
-    fixtures: defaultdict[Path, set[str]] = defaultdict(set)
-    for item in items:
-        fixtures[item.path].update(getattr(item, "fixturenames", ()))
-    groups = {}
-    for path, names in fixtures.items():
-        shared = "server" if "session_server" in names else "scripts" if "inside" in names else None
-        groups[path] = f"{path.parent.name} {shared}" if shared else str(path.relative_to(ROOT / "tests"))
-    return groups
+@functools.cache
+def group_of(path: Path) -> str:
+    """What one process of `pytest -n` runs: the files that share a ComfyUI together, each other file by itself."""
+    text, folder = path.read_text(encoding="utf-8"), path.parent.name
+    if folder == "browser":
+        return BROWSER
+    if folder == "comfyui" and "Inside(" not in text:  # which starts a ComfyUI of its own
+        return SERVER if re.search(r"[(,] ?(session_)?server\b", text) else SCRIPTS
+    return str(path.relative_to(ROOT / "tests"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `--dist loadfile`, with groups of files for its files."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByGroup(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(ROOT / nodeid.split("::")[0])
+
+    return ByGroup(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -128,7 +140,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:
-    seed(item.nodeid.rpartition("@")[0] if item.nodeid.rfind("@") > item.nodeid.rfind("]") else item.nodeid)
+    seed(item.nodeid)
 
 
 @pytest.hookimpl(wrapper=True)
