@@ -87,8 +87,8 @@ class Contents:
         )
         usual = "If ComfyUI's Load Diffusion Model loads it, use that node, on one GPU."
         return ValueError(
-            f"model_name: {self.name} is not a diffusion transformer that this version knows. {next(is_kind, usual)} Its first "
-            f"keys: {', '.join(map(short, list(self.entries)[:3])) or 'none'}."
+            f"model_name: {self.name} is not a diffusion transformer that this version knows. {next(is_kind, usual)} "
+            f"Its first keys: {', '.join(map(short, list(self.entries)[:3])) or 'none'}."
         )
 
 
