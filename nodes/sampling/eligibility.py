@@ -152,12 +152,12 @@ def why_not_banded(sampling: Sampling) -> str | None:
     if (reason := why_not_displaced(sampling)) is not None:
         return reason
     if fun_controls(sampling.stub.own.kind, options.get("transformer_options", {})):
-        return "Z-Image's Fun control looks at the whole latent"
+        return "Z-Image's Fun control needs the whole latent"
     if len(sampling.shapes) > 1 and any("mask" in cond for cond in sampling.conds):
         return "the conditioning has its own mask"
     patching, shape, own = sampling.stub.checkpoint.family.patching, sampling.shapes[0], sampling.stub.own
     if own.latent is not None and not own.latent.pads and patching.whole(patching.grid(shape)) != tuple(shape[2:]):
-        return "the latent's height or width is no multiple of the model's patch size"
+        return "the latent's height or width is not a multiple of the model's patch size"
     if name_of(type(guider)) not in PIXEL_WISE_GUIDERS | WHOLE_GUIDERS:
         return f"the guider {type(guider).__name__} may need the whole latent"
     if (reason := why_global(sampler)) is not None:

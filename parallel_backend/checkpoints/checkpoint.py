@@ -203,13 +203,13 @@ def checked(checkpoint: Checkpoint) -> Checkpoint:
         dtype = entries[key].dtype
         if entries[key].lacks_scale:
             raise ValueError(
-                f"model_name: {name} holds scaled weights, but lacks the scale of {short(key)}. The file is damaged, "
-                "or its conversion was stopped; use another copy."
+                f"model_name: {name} has scaled weights, but lacks the scale of {short(key)}. The file is damaged, or "
+                "its conversion was stopped. Use another copy."
             )
         if dtype not in READABLE:
             among = f" Of GGUF's types it can: F32, F16, BF16, {', '.join(GGUF_BLOCKS)}."
             raise ValueError(
-                f"model_name: {name} holds {short(key)} as {short(dtype)}, which this version cannot read."
+                f"model_name: {name} has {short(key)} as {short(dtype)}, which this version cannot read."
                 + among * (entries[key].file.suffix.lower() in GGUF)
             )
     return replace(checkpoint, entries={key: entry for key, entry in entries.items() if key in used}, unused=unused)

@@ -37,7 +37,7 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
     except Exception as error:  # of any kind: its code is not known
         raise ValueError(
             f"model_name: {contents.name}: ComfyUI's class {own.name} cannot be built on ranks ({type(error).__name__}: "
-            f"{error}). Load it with ComfyUI's own loader, on one card."
+            f"{error}). Load it with ComfyUI's own loader, on one GPU."
         ) from error
     # Tables that the class computes may be missing, or be there as a marker without values.
     entries = {key: entry for key, entry in contents.entries.items() if 0 not in entry.shape}

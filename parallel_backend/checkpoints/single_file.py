@@ -78,7 +78,7 @@ class Contents:
         """Of a file that ranks cannot run: what it is, and what to do with it."""
         if (other := self.other) is not None:
             return ValueError(
-                f"model_name: {self.name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one card."
+                f"model_name: {self.name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one GPU."
             )
         is_kind = (
             f"It is {what}: use {node}."
@@ -104,7 +104,7 @@ def refusals(path: Path) -> Iterator[None]:
         name, said = short(path.name), str(error)
         if not isinstance(error, ValueError) or not said.startswith(NAMED):
             said = (
-                f"{name} is not what its names promise: its tensors or settings do not fit each other "
+                f"{name} does not match its tensor names: its tensors or settings do not fit each other "
                 f"({type(error).__name__}: {short(said)})."
             )
         said = said.removeprefix(NAMED) if name in said else f"{name}: {said.removeprefix(NAMED)}"

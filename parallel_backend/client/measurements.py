@@ -17,9 +17,9 @@ Reply = TypeVar("Reply", Probed, LinksProbed)
 
 
 def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple[Probe, tuple[int, int]] | None:
-    """What has blocks timed, and the tokens of the longer and the shorter sequence. `rows`: numbers of token rows of the
-    two, or so many as the call has that the class was tried for; 32 rows are a picture of 512 x 512. None: there is no call,
-    or it cannot be cut so."""
+    """The message that has blocks timed, and the tokens of the longer and the shorter sequence. `rows`: numbers of token
+    rows of the two, or so many as the call has that the class was tried for; 32 rows are a picture of 512 x 512. None:
+    there is no call, or it cannot be cut so."""
     family = checkpoint.family
     timed = timed_calls(family, rows, PROBE_COLUMNS, PROBE_TEXT)
     tokens = tuple(math.ceil(counts.states / family.hidden) for _, counts in timed)

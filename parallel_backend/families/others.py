@@ -6,10 +6,10 @@ From ComfyUI 0.33: model_detection.py, supported_models.py. Read only if a file 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-UNET = "a UNet, and ComfyUI's class of it does not run on ranks as this file has it"
-SOUND = "a model of sound, which one card computes in seconds"
-SOLID = "a model of 3D shapes, which one card computes in seconds"
-PICTURE_TOOL = "no model that a sampler runs"
+UNET = "a UNet whose class in ComfyUI does not run on ranks"
+SOUND = "an audio model, which one GPU computes in seconds"
+SOLID = "a 3D model, which one GPU computes in seconds"
+PICTURE_TOOL = "not a model for samplers"
 NOT_RUN = "a diffusion transformer whose class ranks cannot run"
 
 

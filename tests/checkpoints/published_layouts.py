@@ -137,8 +137,8 @@ TRAINING = ("model_ema.decay", "alphas_cumprod", "model_sampling.sigmas", "optim
 LAYOUTS = (
     # prefixes
     *(Layout(f"flux {prefix}", under(prefix)) for prefix in (WHOLE, "model.model.", "net.", "model.")),
-    Layout("flux unknown prefix", under("dit."), refused="no diffusion transformer .*dit", by_comfyui=True, native=False),
-    Layout("auraflow-like model. leftover", with_more("model.a"), refused="no diffusion", by_comfyui=True, native=False),
+    Layout("flux unknown prefix", under("dit."), refused="not a diffusion transformer .*dit", by_comfyui=True, native=False),
+    Layout("auraflow-like model. leftover", with_more("model.a"), refused="not a diffusion", by_comfyui=True, native=False),
     # several parts in one file
     Layout("flux all in one", ALL_IN_ONE),
     Layout("flux with a VAE beside it", with_more(*TRAINING), unused=TRAINING),

@@ -44,9 +44,9 @@ def test_damaged_and_foreign_files_are_refused_by_name(mini_file, tmp_path, name
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"lora_up.weight": torch.zeros(2)}, "no diffusion transformer .*It is a LoRA.* .*lora_up.weight"),
+        ({"lora_up.weight": torch.zeros(2)}, "not a diffusion transformer .*It is a LoRA.* .*lora_up.weight"),
         ({"decoder.conv_in.weight": torch.zeros(2)}, "It is a VAE: use Load VAE"),
-        ({"genre_embedder.weight": torch.zeros(2)}, "a.safetensors is ACE-Step, a model of sound"),
+        ({"genre_embedder.weight": torch.zeros(2)}, "a.safetensors is ACE-Step, an audio model"),
         ({}, "Its first keys: none"),
     ],
 )

@@ -12,7 +12,7 @@ def for_entries(timestep: torch.Tensor, entries: int) -> torch.Tensor:
     if len(timestep) != entries:
         raise ValueError(
             f"model: another node calls it with {entries} latents at a time, and with {len(timestep)} timesteps. Remove "
-            "that node, or load the model with a native loader."
+            "that node, or load the model with ComfyUI's own loader."
         )
     return timestep
 

@@ -187,8 +187,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         value = getattr(self.meta, name)
         if isinstance(value, torch.nn.Module | torch.Tensor) or inspect.ismethod(value):
             raise ValueError(
-                f"model_name: {self.checkpoint.path.name} cannot run on ranks: ComfyUI itself computes with its '{name}'. "
-                "Load it with ComfyUI's own loader, on one card."
+                f"model_name: {self.checkpoint.path.name} cannot run on ranks: ComfyUI itself computes with its "
+                f"'{name}'. Load it with ComfyUI's own loader, on one GPU."
             )
         return value
 
@@ -351,9 +351,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         name = self.checkpoint.path.name
         if (degrees := self.setup.degrees).patch > 1:
             return f"patch_degree: {name} cannot run in {degrees.patch_mode} patches: {reason}. Set it to 1."
-        return (
-            f"model: {name} cannot run in PipeFusion's patches: {reason}. Leave Apply PipeFusion out, and it runs by stages."
-        )
+        return f"model: {name} cannot run in PipeFusion's patches: {reason}. Remove Apply PipeFusion to run it in stages."
 
 
 def _refuse_inside(name: str) -> None:

@@ -163,7 +163,7 @@ def answered(
     given = NativeArguments(latents, of_latents, {"context": context, **extra}, options)
     if of_all := stub.controls_here.of_all_tokens(given, stub.run, is_carried):
         if band is not None:
-            raise NotLocal("a Fun control looks at the whole latent")
+            raise NotLocal("a Fun control needs the whole latent")
         residuals |= of_all
     sizes = tuple(latents[0].shape[2:]) if band is None else family.patching.whole(band.run.layout.grid)
     check_call(stub.own.kind, sizes, extra)

@@ -127,7 +127,7 @@ class SequenceControl:
         keys = {name: in_file.get(name, name) for name in layers.state_dict()}
         if missing := [key for key in keys.values() if key not in checkpoint.entries]:
             refuse(
-                f"a Fun ControlNet ({checkpoint.path.name} has no {missing[0]})", "Take the model's file as ComfyUI has it."
+                f"a Fun ControlNet ({checkpoint.path.name} has no {missing[0]})", "Use the model's file in ComfyUI's layout."
             )
         values = values_of(checkpoint, keys.values())
         state = {name: values[keys[name]].to(tensor.dtype) for name, tensor in layers.state_dict().items()}

@@ -96,8 +96,8 @@ def _own_class(contents: Contents, tensors: dict[str, torch.Tensor], config: Any
         raise contents.refusal()
     if entry := unstated(type(config).__name__, stated):
         raise ValueError(
-            f"model_name: the header of {name} does not say its {entry}, as the model's own files do. Whoever wrote the "
-            "file lost it: even ComfyUI would compute something else than the model. Get it from another source."
+            f"model_name: the header of {name} lacks its {entry}, which the model's own files have. Without it ComfyUI "
+            "too would compute another model. Get the file from another source."
         )
     stated_arguments = {argument: value for argument, value in config.unet_config.items() if argument in stated}
     check_own_arguments(name, stated_arguments, [tuple(tensor.shape) for tensor in tensors.values()])

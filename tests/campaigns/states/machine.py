@@ -25,7 +25,7 @@ from .alone import Alone, Tensors, banded, exact, in_run, nothing
 from .subjects import ADDITIONS, NOTHING, TIMES, Added, Given, Subject, make_subjects
 
 DEVICES = ("cpu:0", "cpu:1")
-ROOMS = {"for all": 64 << 20, "for two": 17 << 20, "for one": 12 << 20, "for a part": 6 << 20}
+ROOMS = {"for all": 64 << 20, "for two": 17 << 20, "for one": 12 << 20, "for a part": 7 << 20}
 """Bytes of each device. Without room for all a call may be refused, if models are in use that give up no more. With room for
 a part the mini models stream blocks."""
 RATE = 1e10
