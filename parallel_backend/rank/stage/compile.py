@@ -140,7 +140,7 @@ class Compiler:
         for name, module in block.named_modules():
             if not name or not self._stays_outside(module):
                 continue
-            form = _between
+            form: Any = _between
             if isinstance(module, (RankLinear, SharedRMSNorm)):
                 form, traced[name] = _outside, module
                 module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
