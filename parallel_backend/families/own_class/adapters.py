@@ -18,7 +18,7 @@ from .animate2_forms import animate2_arguments, animate2_block, animate2_model
 from .attention_calls import attention_of
 from .ltx_forms import LTX2_FORMS, Indexed, ltx_arguments, ltx_model
 from .minimax_forms import GATE, minimax_h3_block, minimax_h3_model, minimax_h3_segments
-from .qwen_forms import qwen_image21_block
+from .qwen_forms import qwen_image21_block, qwen_image21_model
 from .wan_forms import (
     FREQUENCY,
     name_of_face,
@@ -316,7 +316,7 @@ ADAPTERS: Mapping[str, Adapter] = {
     ),
     "WAN_Animate2": Adapter("blocks", {"": animate2_block}, model=animate2_model, arguments=animate2_arguments),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
-    "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}, steady=True),
+    "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}, model=qwen_image21_model, steady=True),
     "Krea2": Adapter("blocks", {"": krea2_block}),
     **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", {"": cosmos_predict2_block})),
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), PIXART),
