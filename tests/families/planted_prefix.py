@@ -58,8 +58,8 @@ class Prefixed(nn.Module):
         words, parts, segments, stop = self.text(context), [], [], 0
         ends = (*image_slots, words.shape[1])
         for begin, end, picture in zip((0, *image_slots), ends, (*ref_latents, x), strict=True):
-            for part in (words[:, begin:end], self.tokens(picture)):
-                start, stop = stop, stop + part.shape[1]
+            for part, count in ((words[:, begin:end], end - begin), (self.tokens(picture), picture[0, 0].numel())):
+                start, stop = stop, stop + count
                 mask = torch.ones(stop - start, stop, dtype=torch.bool, device=x.device).tril(start)
                 segments.append((start, stop, None if len(parts) % 2 else mask))
                 parts.append(part)
