@@ -1,4 +1,5 @@
-"""Wan Animate in a real ComfyUI: layers that ComfyUI's process runs for a call, and modules that ranks have in blocks."""
+"""Wan Animate in a real ComfyUI: layers that ComfyUI's process runs for a call, and modules that ranks have in blocks. And
+Wan Animate 2: a second stream that not every call has."""
 
 import pytest
 
@@ -30,3 +31,28 @@ def test_it_equals_the_native_model(found, case):
 def test_what_would_be_wrong_is_refused(found, case, why):
     with pytest.raises(ValueError, match=why):
         raise ValueError(found[case]["error"])
+
+
+@pytest.fixture(scope="module")
+def of_second(inside):
+    return inside.run("wan_animate_2")[0]
+
+
+@pytest.mark.parametrize(
+    "case", ["LoRA, stages", "LoRA, tensor", "fp8", "no pose", "a pose in some steps", "the pose alone", "WanAnimate2Cache"]
+)
+def test_animate_2_equals_the_native_model(of_second, case):
+    assert of_second[case].get("share", 1.0) <= LIMIT, of_second[case]
+    assert of_second[case].get("moved", 1.0) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("skipped blocks", "skipped blocks: the pose runs through a block that is skipped for the video"),
+        ("other frames", "the pose video, with a frame for the reference image, is made for a latent of 5 x"),
+    ],
+)
+def test_what_would_be_wrong_with_a_pose_is_refused(of_second, case, why):
+    with pytest.raises(ValueError, match=why):
+        raise ValueError(of_second[case]["error"])

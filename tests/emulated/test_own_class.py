@@ -100,6 +100,23 @@ def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees,
         assert (found - whole).abs().max() <= 1e-5 * whole.abs().max(), degrees
 
 
+def test_attention_by_rows_is_captured(both: Both, tmp_path: Path):
+    """Numbers of rows are on the device from the call before."""
+    own, given, path, whole = saved("Windowed", tmp_path)
+    proof = trial(own, given, ())
+
+    def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
+        model = loaded(replace(own, blocks=proof.blocks), path, Degrees(), pools(1), cuda_graphs=True)
+        call = call_of(given, bool(proof.batch))
+        found = [model.predict(call, nothing) for _ in range(4)]
+        graphs = model.close_run(0, nothing)[0]
+        assert graphs.captured and graphs.replayed
+        return found
+
+    for found in both.on_gpu(run):
+        assert (found - whole).abs().max() <= 1e-5 * whole.abs().max()
+
+
 @pytest.mark.parametrize("name", ["Pooled", "AtTheEnd"])
 def test_residuals_of_all_tokens_on_sequence_ranks(both: Both, tmp_path: Path, name: str):
     own, given, path, plain = saved(name, tmp_path)
@@ -141,8 +158,8 @@ def call_of(given: Call, one_batch: bool) -> ModelCall:
     return ModelCall(given.x, given.timestep, tensors, changes=BlockChanges(one_batch=one_batch))
 
 
-def loaded(own: OwnClass, path: Path, degrees: Degrees, pool: Any) -> RemoteTransformer:
-    setup = Setup(path, "fp32", pool.devices, degrees, "sdpa", own_class=own)
+def loaded(own: OwnClass, path: Path, degrees: Degrees, pool: Any, cuda_graphs: bool = False) -> RemoteTransformer:
+    setup = Setup(path, "fp32", pool.devices, degrees, "sdpa", own_class=own, cuda_graphs=cuda_graphs)
     return load_model(pool, open_own_class(path, own), setup, nothing)
 
 

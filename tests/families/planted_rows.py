@@ -1,10 +1,12 @@
 """Small classes in the form of ComfyUI's that attend by rows: each token sees those of its window."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from parallel_backend.families.own_class.row_attention import attention_by_rows
+from parallel_backend.core.device_copies import to_device
+from parallel_backend.families.own_class.row_attention import attention_by_rows, kept_with
 from tests.families.planted_tokens import Mixing, TwoStreams
 
 SIZE = 7
@@ -19,11 +21,14 @@ class Windows:
         return numbers // self.size
 
     def __call__(self, attend, q_BQHD, k_BKHD, v_BKHD, queries_Q, keys_K):
-        out, of_queries, of_keys = torch.zeros_like(q_BQHD), self.windows(queries_Q), self.windows(keys_K)
-        for window in of_queries.unique():
-            queries, keys = ((each == window).nonzero()[:, 0].to(q_BQHD.device) for each in (of_queries, of_keys))
+        out, numbers = torch.zeros_like(q_BQHD), (queries_Q, keys_K)
+        for window in self.windows(queries_Q).unique().tolist():
+            queries, keys = (kept_with(each, window, partial(self.rows, each, window, out.device)) for each in numbers)
             out[:, queries] = attend(q_BQHD[:, queries], k_BKHD[:, keys], v_BKHD[:, keys])
         return out
+
+    def rows(self, numbers, window, device):
+        return to_device((self.windows(numbers) == window).nonzero()[:, 0], device)
 
 
 class Counted(Windows):

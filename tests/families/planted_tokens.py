@@ -68,7 +68,8 @@ class Tokens(Right):
 
 def rows(tokens: int, like: torch.Tensor) -> torch.Tensor:
     """[1, tokens, SIZE]"""
-    return torch.sin(torch.arange(tokens)[:, None] * torch.arange(1, SIZE + 1) / 3)[None].to(like)
+    tokens_S, sizes_D = torch.arange(tokens, device=like.device), torch.arange(1, SIZE + 1, device=like.device)
+    return torch.sin(tokens_S[:, None] * sizes_D / 3)[None].to(like)
 
 
 class SharedKeys(Tokens):

@@ -105,9 +105,9 @@ OPTIONS = rows(
     computed="wrappers callbacks",
     refused="patches patches_replace optimized_attention_override",
     # Notes of the call, and of a native model for the patches inside it.
-    harmless="activations_shape animate2_cache block block_index block_type cond_or_uncond context_window easycache grid_sizes img_slice "
-    "minimax_h3_layout model_patch_data multigpu_thread_device original_shape prefetch_dynamic_vbars "
-    "reference_image_num_tokens total_blocks transformer_index uuids",
+    harmless="activations_shape animate2_cache block block_index block_type cond_or_uncond context_window easycache "
+    "grid_sizes img_slice minimax_h3_layout model_patch_data multigpu_thread_device original_shape "
+    "prefetch_dynamic_vbars reference_image_num_tokens total_blocks transformer_index uuids",
     # The class on the ranks reads them itself, as natively.
     passed="transformer_options x_ref_attn_map sample_sigmas sigmas a2v_cross_attn ar_config ar_state "
     "audio_embeds chroma_radiance_options minimax_h3_sigma_shift_audio minimax_h3_sigma_shift_video rope_options run_ax "

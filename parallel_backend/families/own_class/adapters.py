@@ -60,8 +60,9 @@ class Adapter:
     computed: Mapping[str, str] = field(default_factory=dict)
     """Argument of a call -> method of `model` that makes of it, in ComfyUI's process, what ranks get in its place."""
     moves: Callable[[nn.Module], None] | None = None
-    """Puts modules that the class runs between its blocks into these. None of them can be skipped then: the class would run
-    those modules all the same."""
+    """Puts modules that the class runs between its blocks into these."""
+    unskipped: str = ""
+    """Why none of its blocks can be skipped: what the class runs all the same. Empty: a trial says it."""
     own_name: Callable[[str], str] = lambda name: name
     """Name of a parameter, moved or not -> the class's own."""
     options: tuple[str, ...] = ()
@@ -127,10 +128,10 @@ def computed_of(kind: str) -> Mapping[str, str]:
     return adapter.computed if adapter else {}
 
 
-def has_moved(kind: str) -> bool:
-    """See Adapter.moves."""
+def why_not_skipped(kind: str) -> str:
+    """See Adapter.unskipped."""
     adapter = ADAPTERS.get(kind)
-    return adapter is not None and adapter.moves is not None
+    return adapter.unskipped if adapter else ""
 
 
 def own_name(kind: str, parameter: str) -> str:
@@ -311,10 +312,17 @@ ADAPTERS: Mapping[str, Adapter] = {
         here=("motion_encoder", "face_encoder"),
         computed={"face_pixel_values": "face_motion"},
         moves=put_faces_into_blocks,
+        unskipped="between its blocks the class runs modules that are not skipped with them",
         own_name=name_of_face,
         options=(FREQUENCY,),
     ),
-    "WAN_Animate2": Adapter("blocks", {"": animate2_block}, model=animate2_model, arguments=animate2_arguments),
+    "WAN_Animate2": Adapter(
+        "blocks",
+        {"": animate2_block},
+        model=animate2_model,
+        arguments=animate2_arguments,
+        unskipped="the pose runs through a block that is skipped for the video",
+    ),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
     "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}, model=qwen_image21_model, steady=True),
     "Krea2": Adapter("blocks", {"": krea2_block}),

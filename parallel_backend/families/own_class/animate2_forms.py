@@ -142,8 +142,9 @@ def animate2_model(kind: type[nn.Module]) -> type[nn.Module]:
             text = self._text(context if own_text is None else own_text, clip_fea if picture is None else picture)
             pose = Stream(self._time(t, x.dtype), freqs_pose.roll(tokens, dims=1), *text)
             options[BESIDE] = Beside(factors, SameFrame(tokens, pose_strength), pose)
-            known = torch.ones_like(pose_latents[:, :MASK])
-            embedded = self.patch_embedding(torch.cat((pose_latents, known, pose_latents), dim=1).float())
+            posed = pose_latents[:, :, 1:]
+            known = torch.cat((posed, torch.ones_like(posed[:, :MASK]), posed), dim=1)
+            embedded = F.pad(self.patch_embedding(known.float()), (0, 0, 0, 0, 1, 0))
             of_both = self.patch_embedding.register_forward_hook(
                 lambda _layer, _given, out: torch.cat((out, embedded), dim=1)
             )

@@ -14,7 +14,7 @@ from torch import nn
 
 from parallel_backend.core.own_class import OwnBlock, OwnClass
 
-from .adapters import has_moved
+from .adapters import why_not_skipped
 from .band_trial import bare
 from .call_state import held
 from .change_trial import trial_of_change
@@ -58,8 +58,8 @@ def trial_of_skips(
     def failed(why: str) -> Skips:
         return Skips(why=f"it does not run with skipped blocks ({why})")
 
-    if has_moved(own.kind):
-        return Skips(why="between its blocks the class runs modules that are not skipped with them")
+    if why := why_not_skipped(own.kind):
+        return Skips(why=why)
     return trial_of_change(own, proof, call, tried, failed, poll)
 
 

@@ -67,6 +67,12 @@ def cached() -> dict[str, float]:
     return {"share": compare(sample(native(NAME), given()), sample(model, given()))}
 
 
+def skipped() -> None:
+    from comfy_extras import nodes_slg  # once ComfyUI is up
+
+    sample(nodes_slg.SkipLayerGuidanceDiT.execute(parallel(f"{NAME}.safetensors"), 3.0, 0.0, 1.0, "1").args[0], given())
+
+
 def main(results: Results) -> None:
     with detecting(detected(NAME)):
         write(NAME)
@@ -79,5 +85,6 @@ def main(results: Results) -> None:
         results.case("a pose in some steps", partial(equal, in_some_steps(), **ulysses))
         results.case("the pose alone", partial(equal, given(USUAL), **ulysses))
         results.case("WanAnimate2Cache", cached)
+        results.case("skipped blocks", skipped)
         other = torch.zeros(1, 16, 4, 8, 6)
-        results.case("other frames", lambda: equal(given(pose_video_latent=other)))
+        results.case("other frames", lambda: sample(parallel(f"{NAME}.safetensors"), given(pose_video_latent=other)))
