@@ -16,9 +16,9 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.families.base.patching import Latents, latents_of
-from parallel_backend.families.own_class.example import one_entry
 from parallel_backend.families.own_class.proof import Proof
 from parallel_backend.families.own_class.trial import trial
+from parallel_backend.families.own_class.tried_calls import one_entry
 from parallel_backend.wire.sampling import RunStats
 
 from . import tiny_model

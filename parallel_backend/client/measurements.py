@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.families.own_class.example import conditioning, timed_calls
+from parallel_backend.families.own_class.example import timed_calls
+from parallel_backend.families.own_class.tried_calls import conditioning
 from parallel_backend.placement.links import Links, links_of
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.processes.pool_part import SomeRanks

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.own_class import open_own_class
-from parallel_backend.checkpoints.single_file import contents_of, unknown
+from parallel_backend.checkpoints.single_file import contents_of
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.families.own_class.family import own_class_family
@@ -52,7 +52,7 @@ def test_damaged_and_foreign_files_are_refused_by_name(mini_file, tmp_path, name
 )
 def test_a_file_of_another_kind_is_named(tmp_path, tensors, words):
     save_file(tensors, path := tmp_path / "a.safetensors")
-    assert re.search(words, unknown(path.name, contents_of(path).entries))
+    assert re.search(words, str(contents_of(path).refusal()))
 
 
 def without(tensors, *endings):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from parallel_backend.checkpoints.limits import MAX_SETTING, MAX_UNSEEN, check_own_arguments
 from parallel_backend.checkpoints.own_class import open_own_class
 from parallel_backend.checkpoints.safetensors_file import MAX_HEADER_BYTES
-from parallel_backend.checkpoints.single_file import MAX_REFUSAL, contents_of, unknown
+from parallel_backend.checkpoints.single_file import MAX_REFUSAL, contents_of
 from parallel_backend.checkpoints.tensor_files import open_file
 from parallel_backend.families.own_class.building import build
 from testing import mini
@@ -98,7 +98,7 @@ def test_names_from_a_file_are_clipped_and_escaped(tmp_path, mini_file, mini_sha
     whole = load_file(mini_file)
     path, zero = tmp_path / "a.safetensors", torch.zeros(1)
     save_file({said: zero}, path)
-    assert unknown("a", contents_of(path).entries).isprintable()
+    assert str(contents_of(path).refusal()).isprintable()
     save_file(
         whole
         | {

@@ -211,7 +211,8 @@ def test_odd_sizes_get_their_own_rows_back(seed):
 def test_a_companion_latent_goes_with_the_first_band(model, exact):
     """And is forecast with it: with times on a line the fourth call is."""
     patching = Patching(video=True, companion=Companion("b c s t -> b (s t) c", (32, 2, 3)))
-    model.family = replace(FAMILY, patching=patching)
+    model.family = replace(FAMILY)
+    vars(model.family)["patching"] = patching
     x, sound = torch.randn(1, 16, 2, 5, 6), torch.randn(1, 32, 2, 3)
     rows, cache = cut_rows(tuple(x.shape), 3, patching), StepCache(0.5, 3)
     run = BandedRun(

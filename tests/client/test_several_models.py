@@ -51,7 +51,7 @@ def two(pools, mini_file, other_file):
 
 def delta(model: RemoteTransformer):
     """Something to add to a weight."""
-    key = next(source.key for source in model.checkpoint.key_map.values() if source.key.endswith("img_in.weight"))
+    key = next(key for key in model.checkpoint.key_map.values() if key.endswith("img_in.weight"))
     return Delta(key, torch.ones(model.checkpoint.original_shapes[key]) * 0.01)
 
 

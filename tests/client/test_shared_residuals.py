@@ -32,7 +32,7 @@ from parallel_backend.wire.shared_memory import make_segment, sharing_possible
 from tests.emulated.test_own_class import saved
 from tests.families.planted_classes import WIDTH
 from tests.support import fake_cuda
-from tests.support.planted_comfyui import planted_comfyui
+from tests.support.planted_comfyui import as_folder, planted_comfyui
 
 pytestmark = [
     pytest.mark.threads,
@@ -190,13 +190,14 @@ def test_without_room_to_spare_it_goes_over_the_pipes(shared, monkeypatch):
     assert not is_shared(shared.place(0, 2, [LARGE, LARGE]))
 
 
-def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, controlled, monkeypatch):
+def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, controlled, monkeypatch, tmp_path):
     """Neither in this process nor under a name anywhere."""
     monkeypatch.setattr(shared_residuals, "LEAST_BYTES", 1)
     before, names = maps(), set(os.listdir("/dev/shm"))
     given, residuals = controlled.given, {f"{kind}.0": torch.ones(2, 2 * 4 * 6, WIDTH) for kind in KINDS}
     call = ModelCall(given.x, given.timestep, controlled.tensors, residuals=residuals)
-    model = process_pools.load(controlled.path, Degrees(pipe=2), controlled.own, fresh=True)
+    own = replace(controlled.own, folder=as_folder(controlled.own.module, tmp_path))
+    model = process_pools.load(controlled.path, Degrees(pipe=2), own, fresh=True)
     model.predict(call, nothing)
     assert maps() > before
     os.kill(model.pool.pids[1], signal.SIGKILL)

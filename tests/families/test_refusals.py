@@ -2,14 +2,13 @@
 
 import pytest
 
-from parallel_backend.checkpoints.single_file import unknown
+from parallel_backend.checkpoints.single_file import Contents
 from parallel_backend.checkpoints.tensor_files import Entry
 from parallel_backend.families.others import OTHERS
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.keys[0])
 def test_another_model_is_refused_by_its_name(other, tmp_path):
-    entries = {key: Entry(tmp_path, key, (1,), "fp32") for key in other.keys}
-    assert unknown("other.safetensors", entries).startswith(
-        f"model_name: other.safetensors is {other.name}, {other.what}. Load it"
-    )
+    path = tmp_path / "other.safetensors"
+    contents = Contents(path, {key: Entry(path, key, (1,), "fp32") for key in other.keys}, None, {})
+    assert str(contents.refusal()).startswith(f"model_name: other.safetensors is {other.name}, {other.what}. Load it")

@@ -20,9 +20,9 @@ from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.vae import banded_layers as banded
 from parallel_backend.rank.vae.part import VAEPart, free_bytes
 from parallel_backend.wire import messages as m
-from testing import mini, tiny
+from testing import mini
 from testing.vae_class import PooledVAE, SmallVAE, WideVAE
-from testing.vaes import OnRanks, made_of, small_vae
+from testing.vaes import OnRanks, made_of, randomise, small_vae
 
 LIMIT = 1e-5
 """Of the largest difference in fp32, as a part of the largest pixel."""
@@ -223,7 +223,7 @@ def test_each_exchange_is_needed(threads, without, equal, measured):
 @pytest.mark.parametrize("offset", [0, 300])
 def test_a_group_norm_loses_no_digits_to_a_large_mean(threads, offset):
     """Bands of very different means too: as near to float64 as torch's own is."""
-    rows, norm = (3, 1, 2), tiny.randomise(nn.GroupNorm(4, 8, eps=1e-6), seed=2).requires_grad_(False)
+    rows, norm = (3, 1, 2), randomise(nn.GroupNorm(4, 8, eps=1e-6), seed=2).requires_grad_(False)
     x = latent(2, 8, sum(rows), 5) + offset + 20 * torch.arange(6.0)[:, None]
     exact = nn.functional.group_norm(x.double(), 4, norm.weight.double(), norm.bias.double(), 1e-6)
 

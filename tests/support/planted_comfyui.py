@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
@@ -54,6 +55,13 @@ def planted_comfyui() -> Iterator[None]:
         yield
     imported.cache_clear()
     own_class_family.cache_clear()
+
+
+def as_folder(module: str, folder: Path) -> str:
+    """`folder`, in which ranks that are processes find this module of planted classes."""
+    (package := folder / "comfy" / "ldm").mkdir(parents=True)
+    (package / f"{module.rpartition('.')[2]}.py").write_text(f"from {MODULES[module].__name__} import *\n")
+    return str(folder)
 
 
 def planted(name: str) -> OwnClass:

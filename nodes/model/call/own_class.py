@@ -5,12 +5,15 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import NotLocal
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.core.setup import Setup
 from parallel_backend.families.base.patching import Latents, latents_of
 from parallel_backend.families.own_class.adapters import carries, computed_of, is_steady, sent, takes_one_entry
 from parallel_backend.families.own_class.block_order import block_lists
@@ -35,13 +38,14 @@ from parallel_backend.families.own_class.tried_calls import (
 from ...ui.host import folder
 from ...ui.loading_bar import Elapsed
 from ...ui.node_text import say
+from ..controls.controls_here import ControlsHere
 from ..loading.kept_proofs import is_of_sizes, kept_proof
 from ..loading.own_degrees import shared_out
 from ..loading.shipped_plans import shipped_proof
-from ..native.native_call import NativeArguments
+from ..native.native_call import NativeArguments, NativeClass
 from ..patches.reach import OURS, Unread, refuse_unread
-from ..run.band import BAND_KEY, NotTried
-from ..run.sampling_run import CallShape, steps_of, tokens_of, why_not_in_bands
+from ..run.band import BAND_KEY, Band, NotTried
+from ..run.sampling_run import CallShape, SamplingRun, steps_of, tokens_of, why_not_in_bands
 from .call_checks import check_latents, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation, tell_if_together
 from .own_calls import (
@@ -63,9 +67,6 @@ from .own_calls import (
     widths_of,
 )
 from .own_changes import OTHER_CALL, OwnChanges, whole_call
-
-if TYPE_CHECKING:
-    from .diffusion_model import RemoteDiffusionModel
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +96,33 @@ class Proofs:
         return self.kept(with_bands, numbers, sizes) if found is None and key != with_bands else found
 
 
+class Stub(Protocol):
+    """RemoteDiffusionModel, as far as its calls are tried and answered here."""
+
+    checkpoint: Checkpoint
+    setup: Setup
+    run: SamplingRun
+
+    @property
+    def own(self) -> OwnClass: ...
+    @property
+    def native(self) -> NativeClass: ...
+    @property
+    def meta(self) -> torch.nn.Module: ...
+    @property
+    def proofs(self) -> Proofs: ...
+    @property
+    def controls_here(self) -> ControlsHere: ...
+
+    def computed(self, method: str, *arguments: Any, **named: Any) -> torch.Tensor: ...
+    def choose_heads(self, timestep: torch.Tensor, options: Mapping[str, Any]) -> None: ...
+    def band_of(self, latents: Latents, options: dict[str, Any]) -> Band | None: ...
+    def without_bands(self, reason: str) -> str: ...
+    def predict(self, call: ModelCall, shape: CallShape, steps: int, evaluation: Evaluation) -> torch.Tensor | Latents: ...
+
+
 def answered(
-    stub: "RemoteDiffusionModel",
+    stub: Stub,
     x: torch.Tensor | Sequence[torch.Tensor],
     timestep: torch.Tensor | Sequence[torch.Tensor],
     context: torch.Tensor | None = None,
@@ -187,7 +213,7 @@ def answered(
     return returned(latents_of(out))
 
 
-def _may_forecast(stub: "RemoteDiffusionModel", latents: Latents, options: dict[str, Any], is_whole: bool) -> bool:
+def _may_forecast(stub: Stub, latents: Latents, options: dict[str, Any], is_whole: bool) -> bool:
     cache = stub.run.cache
     if cache is not None and is_whole:
         cache.see(latents, options)
@@ -195,7 +221,7 @@ def _may_forecast(stub: "RemoteDiffusionModel", latents: Latents, options: dict[
 
 
 def _changed(
-    stub: "RemoteDiffusionModel", asked: NodeChanges, proof: Proof, call: Call, sizes: tuple[int, ...], is_whole: bool
+    stub: Stub, asked: NodeChanges, proof: Proof, call: Call, sizes: tuple[int, ...], is_whole: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """See OwnChanges.of. A band's are those of the whole latent's call."""
     call = with_tensors_told(call) if proof.options else call
@@ -208,13 +234,13 @@ def _changed(
     return found
 
 
-def _times(stub: "RemoteDiffusionModel") -> tuple[float, ...]:
+def _times(stub: Stub) -> tuple[float, ...]:
     patcher = stub.run.patcher()
     return () if patcher is None else times_of(patcher.model.model_sampling)
 
 
 def _of_band(
-    stub: "RemoteDiffusionModel",
+    stub: Stub,
     call: Call,
     sizes: tuple[int, ...],
     tensors: dict[str, torch.Tensor],
@@ -233,7 +259,7 @@ def _of_band(
     return proof
 
 
-def _key(stub: "RemoteDiffusionModel", call: Call, sizes: tuple[int, ...]) -> Key:
+def _key(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Key:
     """What a trial is for. Bands are tried only for a run in bands, since that takes many calls of the model, and for words
     that run once; and a plan is made of all modes."""
     degrees = stub.setup.degrees
@@ -241,7 +267,7 @@ def _key(stub: "RemoteDiffusionModel", call: Call, sizes: tuple[int, ...]) -> Ke
     return structure(call, sizes), degrees.sequence > 1 or bool(stub.setup.planned), bands, degrees.tensor
 
 
-def proven(stub: "RemoteDiffusionModel", call: Call, sizes: tuple[int, ...]) -> Proof:
+def proven(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Proof:
     """The proof for such calls, from now on that of `setup`. ValueError if the degrees are not proven."""
     own = stub.own
     name, degrees, numbers = stub.checkpoint.path.name, stub.setup.degrees, numbers_of(call)

@@ -23,13 +23,12 @@ from .call_arguments import LATENT, OPTIONS, STRUCTURE, from_tensors, structure_
 from .call_form import LATENTS, pack, unpack
 from .call_form import run as run_in_form
 from .counts import counted, counts_of
-from .example import conditioning, one_entry
 from .guided_attention import GUIDED, Guided, own_sums
 from .residuals import CONTROL, by_kind
 from .second_text import ADD_UP, SECOND, WHOLE_HEADS
 from .stages import StageBlocks
 from .token_cut import entries_of
-from .tried_calls import Call
+from .tried_calls import Call, conditioning, one_entry
 
 NAME = "ComfyUI's own class"
 NUMBERS = "numbers"

@@ -176,6 +176,18 @@ def copied(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
 
 
+def one_entry(call: Call) -> Call:
+    """The call's first entry, in host memory, without what ranks do not get and without a ControlNet."""
+    one = entry_of(dataclasses.replace(call, named={**call.named, CONTROL: None}), 0)
+    named = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(one.named))
+    return dataclasses.replace(one, x=one.x.cpu(), timestep=one.timestep.cpu(), named=named, options={})
+
+
+def conditioning(call: Call) -> dict[str, torch.Tensor]:
+    """The conditioning tensors of a call of the whole latent."""
+    return to_tensors(call.named, call.timestep, () if LATENTS in call.named else call.x.shape[1:])
+
+
 def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
     """The call with at most `side` latent rows, columns and frames and `words` tokens of text, in all tensors that have
     them. A sequence: by axis of the first latent, and the most of them in others. If each cell of the latent has a time,

@@ -64,7 +64,8 @@ def _check_rank(worker: Worker, rank: int, models: list[RemoteTransformer], runs
         assert engine.runs._runs.keys() == opened, f"rank {rank} has runs {[*engine.runs._runs]}, of {opened}"
         left = {key for key in engine.runs.buffers if key[0] not in opened or key[1] not in kept}
         assert not left, f"rank {rank} has keys and values of {left}"
-        cached = {key[0] for outputs in engine.stage.module_cache._kept.values() for key in outputs}
+        cache = engine.stage.module_cache
+        cached = {cache._call[0]} if cache.outputs and cache._call is not None else set()
         assert cached <= kept, f"rank {rank} has modules' outputs of conditionings {cached - kept}"
         assert store.host_bytes == model.resident.host_bytes[rank]
         assert bool(engine.stage.adapters.nbytes) <= model._adaptation.present, f"rank {rank} has additions to weights"
