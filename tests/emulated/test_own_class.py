@@ -218,7 +218,7 @@ def test_steady_words_run_once(both: Both, tmp_path: Path, monkeypatch: pytest.M
     rank that stands in for words. Of two entries in two stages each is computed by itself."""
     own, given, path, _ = saved("Prefixed", tmp_path)
     reference = torch.randn(2, 4, 2, 2, 3, generator=torch.Generator().manual_seed(1))
-    given = replace(given, named=given.named | {"reference": reference})
+    given = replace(given, named=given.named | {"ref_latents": [reference], "image_slots": [2]})
     proof = trial(own, given, (900.0, 1.0), bands=True, tensor=degrees.tensor)
     own = replace(own, blocks=proof.blocks, latent=proof.latent)
     model, call = build(own), call_of(given, bool(proof.batch))

@@ -43,7 +43,7 @@ def seen(q, k, v, heads, mask):
 
 
 class Prefixed(nn.Module):
-    """Latent [B, 4, T, H, W] -> the same. Two words, `reference` [B, 4, T, h, w] if there is one, and the other words."""
+    """Latent [B, 4, T, H, W] -> the same. `ref_latents` [B, 4, T, h, w] stand in front of the words number `image_slots`."""
 
     kind = "QwenImage21"
     block: Any = Block
@@ -54,18 +54,20 @@ class Prefixed(nn.Module):
         self.inp, self.out, self.time, self.text = (operations.Linear(*side) for side in sides)
         self.transformer_blocks = nn.ModuleList(self.block(operations) for _ in range(4))
 
-    def forward(self, x, timestep, context=None, reference=None, transformer_options=None, **_extra):
-        words = self.text(context)
-        parts = [(words[:, :2], True), (words[:, 2:], True), (self.tokens(x), False)]
-        if reference is not None:
-            parts.insert(1, (self.tokens(reference), False))
-        segments, stop = [], 0
-        for part, is_text in parts:
-            start, stop = stop, stop + part.shape[1]
-            mask = torch.ones(stop - start, stop, dtype=torch.bool, device=x.device).tril(start) if is_text else None
-            segments.append((start, stop, mask))
-        h = torch.cat([part for part, _ in parts], 1)
-        prefix, pe = h.shape[1] - x[0, 0].numel(), rows(h.shape[1], h)[:, :, None]
+    def build_sequence(self, x, context, ref_latents, image_slots):
+        words, parts, segments, stop = self.text(context), [], [], 0
+        ends = (*image_slots, words.shape[1])
+        for begin, end, picture in zip((0, *image_slots), ends, (*ref_latents, x), strict=True):
+            for part, count in ((words[:, begin:end], end - begin), (self.tokens(picture), picture[0, 0].numel())):
+                start, stop = stop, stop + count
+                mask = torch.ones(stop - start, stop, dtype=torch.bool, device=x.device).tril(start)
+                segments.append((start, stop, None if len(parts) % 2 else mask))
+                parts.append(part)
+        return torch.cat(parts, 1), rows(stop, x)[:, :, None], [each for each in segments if each[0] < each[1]]
+
+    def forward(self, x, timestep, context=None, ref_latents=(), image_slots=(), transformer_options=None, **_extra):
+        h, pe, segments = self.build_sequence(x, context, ref_latents, image_slots)
+        prefix = h.shape[1] - x[0, 0].numel()
         mod = self.modulation(timestep / 1000.0)
         for block in self.transformer_blocks:
             h = block(h, mod, pe, causal_attention(segments), prefix, transformer_options)

@@ -161,3 +161,12 @@ def test_bands_of_a_single_row_are_not_proven():
     found = trial(planted("Tokens"), single, (), sequence=False, bands=True)
     assert found.latent is None
     assert found.bands == "its latent has a single row of tokens"
+
+
+def test_pictures_among_steady_words_may_be_at_any_places():
+    """A trial has fewer words than the call, and in another prompt they are elsewhere."""
+    given, pictures = call(), [torch.randn(1, 4, 1, side, 3) for side in (2, 3)]
+    named = given.named | {"ref_latents": pictures, "image_slots": [1, 5]}
+    found = trial(planted("Prefixed"), replace(given, named=named), (1.0,), bands=True)
+    assert (found.sequence, found.bands, found.latent.layout) == ("", "", ())
+    assert found.numbers == ("image_slots/0", "image_slots/1")

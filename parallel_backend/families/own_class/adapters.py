@@ -18,7 +18,7 @@ from .animate2_forms import animate2_arguments, animate2_block, animate2_model
 from .attention_calls import attention_of
 from .ltx_forms import LTX2_FORMS, Indexed, ltx_arguments, ltx_model
 from .minimax_forms import GATE, minimax_h3_block, minimax_h3_model, minimax_h3_segments
-from .qwen_forms import qwen_image21_block
+from .qwen_forms import qwen_image21_block, qwen_image21_model
 from .seedvr_forms import check_condition, seedvr2_attention, seedvr2_block, seedvr2_model
 from .wan_forms import (
     FREQUENCY,
@@ -340,7 +340,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         check=check_condition,
     ),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
-    "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}, steady=True),
+    "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}, model=qwen_image21_model, steady=True),
     "Krea2": Adapter("blocks", {"": krea2_block}),
     **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", {"": cosmos_predict2_block})),
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), PIXART),

@@ -76,6 +76,18 @@ def causal_of(attend: Callable[..., torch.Tensor]) -> Causal:
 
 
 @functools.cache
+def qwen_image21_model(kind: type[nn.Module]) -> type[nn.Module]:
+    """Takes pictures at any places among the words. A call has them in order; a trial has others, and fewer words."""
+
+    class AtAnyPlaces(kind):  # type: ignore[valid-type, misc]
+        def build_sequence(self, x, context, ref_latents, image_slots):
+            places = sorted(min(place, context.shape[1]) for place in image_slots)
+            return super().build_sequence(x, context, ref_latents, places)
+
+    return AtAnyPlaces
+
+
+@functools.cache
 def qwen_image21_block(kind: type[nn.Module]) -> type[nn.Module]:
     """The number of words, which are modulated for time 0, becomes a row for each token: whether it is one. Attention is by
     rows."""

@@ -173,7 +173,7 @@ class Compiler:
             except Exception as error:
                 self._failed = True
                 reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-                log.warning("Parallel DiT: compile: the model runs uncompiled, since torch.compile failed: %s", reason)
+                log.warning("Parallel DiT: compile: the model runs uncompiled, because torch.compile failed: %s", reason)
         return graph.forward
 
 
