@@ -27,7 +27,8 @@ def served(name: str) -> dict[str, object]:
     own, times = stub.setup.own_class, own_calls.times_of(model.model.model_sampling)
     lists = block_lists(build(own))
     with patch.object(own_class, "kept_proof", side_effect=AssertionError("it is tried")):
-        found: dict[str, object] = {"blocks": sum(map(len, lists.values())), "run": len(stub._proven(call, sizes).blocks)}
+        proof = own_class.proven(stub, call, sizes)
+        found: dict[str, object] = {"blocks": sum(map(len, lists.values())), "run": len(proof.blocks)}
     for sequence, bands, tensor in product((False, True), (False, True), (1, 2, 4)):
         asked = own_calls.asked(call, sizes, times, sequence, bands, tensor)
         proof, how = shipped_plans.shipped_proof(own, asked, lists)
