@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -136,15 +136,14 @@ class Compiler:
     def _prepare(self, block_name: str, block: nn.Module) -> Modules:
         """Take modules that torch cannot trace out of the block's graphs. Returns those behind operations."""
         traced: dict[str, nn.Module] = {}
-        module: Any
         for name, module in block.named_modules():
             if not name or not self._stays_outside(module):
                 continue
-            form: Any = _between
+            form, layer = _between, cast(Any, module)
             if isinstance(module, (RankLinear, SharedRMSNorm)):
                 form, traced[name] = _outside, module
-                module.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
-            module.__class__ = form(type(module))
+                layer.outside = OutsideModule(type(module), name, self._order, self._width(f"{block_name}.{name}", module))
+            layer.__class__ = form(type(module))
         return traced
 
     def _width(self, name: str, module: nn.Module) -> int | None:
