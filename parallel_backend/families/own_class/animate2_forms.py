@@ -133,14 +133,15 @@ def animate2_model(kind: type[nn.Module]) -> type[nn.Module]:
                 factors = torch.ones(1, math.prod(sizes), 1, 1, device=x.device)
                 factors[:, :tokens] = reference_strength
                 options[BESIDE] = Beside(factors)
-            forward = functools.partial(super(kind, self).forward_orig, x, t, context, clip_fea, freqs, options)
+            of_wan = super(kind, self).forward_orig  # type: ignore[misc]
+            forward = functools.partial(of_wan, x, t, context, clip_fea, freqs, options)
             if pose_latents is None:
                 return forward()
             if pose_latents.shape[2:] != x.shape[2:]:
                 raise ValueError(why_not_posed(pose_latents.shape[2:], x.shape[2:]))
             own_text, picture = context_pose, clip_fea_pose
             text = self._text(context if own_text is None else own_text, clip_fea if picture is None else picture)
-            pose = Stream(self._time(t, x.dtype), freqs_pose.roll(tokens, dims=1), *text)
+            pose = Stream(self._time(t, x.dtype), freqs_pose, *text)
             options[BESIDE] = Beside(factors, SameFrame(tokens, pose_strength), pose)
             posed = pose_latents[:, :, 1:]
             known = torch.cat((posed, torch.ones_like(posed[:, :MASK]), posed), dim=1)
@@ -151,6 +152,11 @@ def animate2_model(kind: type[nn.Module]) -> type[nn.Module]:
             of_video = self.head.register_forward_pre_hook(lambda _head, given: (given[0][..., : self.dim], *given[1:]))
             with of_both, of_video:
                 return forward()
+
+        def rope_encode_pose(self, t, h, w, w_patches, **named):
+            """Of as many frames as the video's, at the same times, to the right of it."""
+            beside = {"rope_options": {"shift_x": float(w_patches)}}
+            return self.rope_encode(t, h, w, transformer_options=beside, **named)
 
         def _time(self, t, dtype):
             """[B, 1, 6, D]: of time 1 for every entry of t [B]."""
