@@ -18,7 +18,7 @@ SAID = {
     "refusal none fits": "this LoRA is for another model: its only layer does not fit (double_blocks.0.img_attn.proj.weight "
     "is [256, 256], the tensors for it are [256, 4], [4, 128])",
     "refusal enlarging": "a LoRA that enlarges double_blocks.0.img_attn.proj.weight to [256, 512] cannot run on ranks: "
-    "ComfyUI's class Flux does not exist in that size",
+    "ComfyUI has no class Flux of that size",
     "refusal factors of a LoKr": "ComfyUI cannot compute with the LOKR for double_blocks.0.img_attn.proj.weight (",
     "refusal making smaller": "(it makes [256, 128] of the weight)",
     "refusal weight wrapper": "a wrapper around the weight a",
@@ -27,8 +27,8 @@ SAID = {
     "refusal of another size in bypass mode": "a LoRA in bypass mode for",
     "refusal of enlarging in a hook": "LORA that enlarges the weight in a conditioning (a hook)",
     "refusal of DoRA in a hook": "LORA in a conditioning (a hook)",
-    "refusal of saving": "load the model with ComfyUI's own loader",
-    "refusal of merging": "load the model with ComfyUI's own loader",
+    "refusal of saving": "Load the model with ComfyUI's own loader",
+    "refusal of merging": "Load the model with ComfyUI's own loader",
 }
 
 

@@ -8,7 +8,7 @@ LIMIT = 2e-5
 """fp32 rounding of a whole run: weights in a file's map may begin at other addresses, for which a CPU has other kernels."""
 SAID = {
     "written": "a node has changed the weights of ComfyUI's model (double_blocks.1.img_mlp.0.weight)",
-    "other_forward": "a node has replaced 'single_blocks.0' of ComfyUI's model by main.<locals>.other_forward",
+    "other_forward": "a node has replaced 'single_blocks.0' of ComfyUI's model by parallelize.main.<locals>.other_forward",
     "inner_patch": "model: another 'diffusion_model.single_blocks.0' (Identity of torch.nn.modules.linear) cannot be",
     "other_gpus": "model: ComfyUI's MultiGPU CFG Split",
     "GGUF, loader not known": "model: this MODEL's file is unknown",

@@ -30,8 +30,8 @@ def main(results: Results) -> None:
     from tests.support.emulated_gpu.machine import machine
 
     pack = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelizeModel"].__module__]
-    load_model = pack.load_model  # with stages by number: by measured times they would be others on each pool
-    pack.load_model = lambda path, values: load_model(path, values | {"stage_split": "even"})
+    model_of = pack.model_of  # with stages by number: by measured times they would be others on each pool
+    pack.model_of = lambda *given: model_of(*given[:4], given[4] | {"stage_split": "even"}, *given[5:])
     results.case("device", lambda: str(comfy.model_management.get_torch_device()))
 
     def taken(mode: str, change: Callable = lambda model: model):
