@@ -45,7 +45,7 @@ def check(got, limit=LIMIT):
 def test_parts_equal_comfyuis_node(found, measured, case):
     text = check(found[case])
     measured(f"VAE on ranks, largest difference, {case}", found[case]["difference"])
-    what = "tiles" if "tiles" in case else f"{3 if 'three' in case else 2} bands"
+    what = "tiles" if "tiles" in case else f"{3 if 'three' in case else 2} parts"
     assert text.startswith(f"{'Encoded' if case.startswith('encode') else 'Decoded'} in {what} on cpu, cpu")
 
 
