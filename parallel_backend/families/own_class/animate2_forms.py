@@ -18,7 +18,8 @@ from torch import nn
 from parallel_backend.core.device_copies import to_device
 
 from .attention_calls import attention_of
-from .row_attention import Attend, attention_by_rows, kept_with
+from .row_attention import attention_by_rows, kept_with
+from .row_rule import Attend
 
 BESIDE = "parallel_dit_beside"
 """Option of its blocks: Beside. Missing: there is no pose, and the video sees the character as it is."""

@@ -8,16 +8,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from parallel_backend.core.own_class import PACKAGES, ROOTS
 
+from .row_rule import RowRule
 from .unproven import Unproven
-
-if TYPE_CHECKING:
-    from .row_attention import RowRule
 
 FUNCTIONS = {package.attention: package.functions for package in PACKAGES}
 """Module -> beginning of the names of its attention functions."""
@@ -183,7 +181,7 @@ class AttentionCall:
     """Others, by name."""
     shares_keys: bool = False
     """Several heads of queries share one of keys, which is repeated here."""
-    rule: "RowRule | None" = None
+    rule: RowRule | None = None
     """Says which queries see which keys. None: all see all."""
 
     @property
@@ -234,7 +232,7 @@ def attention_call(
     attn_precision: Any = None,
     skip_reshape: bool = False,
     skip_output_reshape: bool = False,
-    rule: "RowRule | None" = None,
+    rule: RowRule | None = None,
     **others: Any,
 ) -> AttentionCall:
     """The call of a function with ComfyUI's signature. Heads of keys that queries share are repeated."""

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .row_attention import Attend, attention_by_rows, kept_with
+from .row_attention import attention_by_rows, kept_with
+from .row_rule import Attend
 
 
 @dataclass(frozen=True)

@@ -5,35 +5,17 @@ numbers.
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from .attention_calls import attend_now
+from .row_rule import RowRule
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""([B, q, H, D], [B, k, H, D], [B, k, H, D]) -> [B, q, H, D]: all of these queries see all of these keys."""
 KEPT = "parallel_dit_kept"
 """Attribute of a tensor of numbers: see `kept_with`."""
 Kept = TypeVar("Kept")
-
-
-class RowRule(Protocol):
-    """A frozen dataclass, hashable and picklable, of the facts of a call, such as a grid of tokens."""
-
-    def __call__(
-        self,
-        attend: Attend,
-        q_BQHD: torch.Tensor,
-        k_BKHD: torch.Tensor,
-        v_BKHD: torch.Tensor,
-        queries_Q: torch.Tensor,
-        keys_K: torch.Tensor,
-    ) -> torch.Tensor:
-        """[B, Q, H, D]. `queries_Q`, `keys_K`: int64 in host memory, the number of each row among all tokens of the call's
-        queries, or keys, in the class's order. The rows may be any of them, in any order: a rank's, or a band's. H may be
-        some of the heads. `attend` computes by the user's kernel."""
 
 
 @torch.compiler.disable  # it decides by numbers on the host

@@ -18,7 +18,8 @@ from torch import nn
 
 from parallel_backend.core.device_copies import to_device
 
-from .row_attention import Attend, attention_by_rows, kept_with
+from .row_attention import attention_by_rows, kept_with
+from .row_rule import Attend
 
 CONDITION = "condition"
 """Argument: the video that is to be made sharper [B, 17, T, H, W], as latents and a mask."""
@@ -166,7 +167,7 @@ def seedvr2_model(kind: type[nn.Module]) -> type[nn.Module]:
 
 def as_one(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What a module for videos in a row gives for a batch of videos of one size, which its parent class takes."""
-    one: torch.Tensor = super(type(module), module).forward(x)
+    one: torch.Tensor = super(type(module), module).forward(x)  # type: ignore[misc]
     return one
 
 
