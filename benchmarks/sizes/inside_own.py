@@ -61,7 +61,7 @@ def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
     with tempfile.TemporaryDirectory() as folder:
         path = real.save(Path(folder) / "model.safetensors")
         own = nodes_of_pack.own_class(path, DEVICES, ValueError(f"{name} has no class"))
-        # Of the family's file some of the class's tensors are missing: those that compute on a prompt.
+        # Of the file some of the class's tensors are missing: those that compute on a prompt.
         keys, shapes = dict(own.keys), {name: tuple(each.shape) for name, each in build(own).state_dict().items()}
         write_header(path, {keys.get(name, name): shape for name, shape in shapes.items()})
         x, timestep, form = in_form(real.noise(), torch.full((real.entries,), real.timestep), 5 if own.video else 4)

@@ -19,7 +19,7 @@ class Workload:
     name: str
     """File name of the model."""
     kind: str
-    """Name of its family."""
+    """Name of its class."""
     dtype: str
     shape: tuple[int, ...]
     """Shape of the latent."""

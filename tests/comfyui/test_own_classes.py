@@ -1,4 +1,4 @@
-"""Each class of ComfyUI that no family computes, in every mode on ranks, equals ComfyUI's own MODEL."""
+"""Each class of ComfyUI, in every mode on ranks, equals ComfyUI's own MODEL."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The trial of a class that no family computes: what it proves, and that it sees what would be wrong on ranks."""
+"""The trial of a class: what it proves, and that it sees what would be wrong on ranks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The trial of bands of a class that no family computes: which latents' tokens it finds, and what it sees to be wrong."""
+"""The trial of bands of a class: which latents' tokens it finds, and what it sees to be wrong."""
 
 from dataclasses import replace
 

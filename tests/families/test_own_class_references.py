@@ -1,4 +1,4 @@
-"""Tokens of references in bands of a class that no family computes: each band has its share of them."""
+"""Tokens of references in bands of a class: each band has its share of them."""
 
 from dataclasses import replace
 

@@ -64,7 +64,7 @@ def test_modes_of_streamed_weights(case, files, thread_pools, emulated, streamed
     """A slot's bytes are another block's by the time that the block after it runs, so nothing reads them too late."""
 
     def opened(load: Callable[..., RemoteTransformer]) -> Callable[..., RemoteTransformer]:
-        """`load` of a checkpoint, by its class or its family."""
+        """`load` of a checkpoint, by its class."""
         return lambda checkpoint, degrees: load(
             checkpoint.path, degrees, own=mini.for_tensor(checkpoint, degrees.tensor).family.own
         )

@@ -43,7 +43,7 @@ class Node:
 
 
 def save_models(base: Path, comfyui: ComfyUI) -> None:
-    """Of each family a model, `<case>.safetensors`, another with other weights, `-2`, and a LoRA."""
+    """Of each class a model, `<case>.safetensors`, another with other weights, `-2`, and a LoRA."""
     for folder in ("models/diffusion_models", "models/loras", "input", "output", "user"):
         (base / folder).mkdir(parents=True, exist_ok=True)
     inside = Inside(comfyui, base, SCRIPTS)
@@ -98,7 +98,7 @@ class PackSession:
             self._inside.close()
 
     def run(self, nodes: list[Node], family: str) -> Iterator[Verdict]:
-        """Each node with a family's model, in every mode."""
+        """Each node with a model, in every mode."""
         told: dict[str, dict[str, dict[str, Any]]] = {node.key: {} for node in nodes}
         for mode in (NATIVE, *MODES):
             wanted = [node for node in nodes if mode == NATIVE or _runs(told[node.key][NATIVE])]

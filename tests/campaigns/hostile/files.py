@@ -161,7 +161,7 @@ def proven(name: str) -> tuple[OwnClass, ModelCall, dict[str, torch.Tensor], tor
 
 
 def own_classes(folder: Path) -> Callable[[random.Random], Trial]:
-    """Files of classes that no family computes. To be used within planted_comfyui."""
+    """Files of planted classes. To be used within planted_comfyui."""
 
     def make(rng: random.Random) -> Trial:
         own, call, state, whole = proven(rng.choice(OWN))

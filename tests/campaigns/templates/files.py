@@ -69,7 +69,7 @@ OTHERS = (  # what the rest is
     (r"hidream_o1|pixeldit", "computes on pixels, without a VAE"),
     (r"flux3", "Flux 3 Klein: not supported yet; its keys are in diffusers' converter"),
     (r"moss_image", "MOSS-Image: no source of it has been found"),
-    (r"ming_image|fibo2", "a family to come"),
+    (r"ming_image|fibo2", "a model to come"),
     (r"newbie|void_pass|causal_forcing", "no small model here"),
 )
 HELPERS = (r"sam3|sdpose|rt_?detr|lotus", "finds depth, poses or masks for what the diffusion model is given")

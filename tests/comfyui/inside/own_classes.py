@@ -1,4 +1,4 @@
-"""Classes that no family computes, small, on ranks against ComfyUI's own MODEL of the same file. Run by serve.py."""
+"""Small classes on ranks against ComfyUI's own MODEL of the same file. Run by serve.py."""
 
 import math
 from collections.abc import Collection, Mapping

@@ -60,7 +60,7 @@ def hole() -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A test case of a family: `<name>.inputs.safetensors` in the base directory says what its prompts are like."""
+    """A test case of a model: `<name>.inputs.safetensors` in the base directory says what its prompts are like."""
 
     name: str
 
