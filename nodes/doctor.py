@@ -106,7 +106,7 @@ class ParallelDoctor:
         if positive is not None:
             text_tokens = max(cond[0].shape[1] for cond in positive)
         shape = tuple(latent_image["samples"].shape)
-        if checkpoint.family.patching.video and len(shape) == 4:  # an image for a model of videos, as samplers take it
+        if checkpoint.built.patching.video and len(shape) == 4:  # an image for a model of videos, as samplers take it
             shape = (*shape[:2], 1, *shape[2:])
         entries = shape[0] * (1 if cfg == 1.0 else 2)
         run = (shape, entries, steps, text_tokens, setup.transfer_dtype)

@@ -19,7 +19,7 @@ from parallel_backend.placement.residency import offload_of
 from parallel_backend.quickstart.model import WEIGHTS
 
 from .model.early_start import start_ranks_of
-from .model.loading.own_class_file import ModelFile, open_file
+from .model.loading.model_file import ModelFile, open_file
 from .model.loading.own_degrees import check_own_class
 from .model.patcher import RemoteModelPatcher, make_model
 from .parallel_config import ParallelConfig

@@ -14,9 +14,9 @@ from .model.call.concurrent_conds import WRAPPER_KEY as CONDS_KEY
 from .model.call.diffusion_model import RemoteDiffusionModel
 from .model.carry_over import carry_over
 from .model.early_start import start_ranks_of
+from .model.loading.model_file import open_file
 from .model.loading.native_source import NativeSource, native_source
 from .model.loading.native_weights import check_not_rewritten, give_back_memory, unload
-from .model.loading.own_class_file import open_file
 from .model.patcher import RemoteModelPatcher
 from .parallel_config import ParallelConfig, config_of
 from .run_on_several_gpus import model_file

@@ -23,7 +23,7 @@ from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.planning.before_running import Cards, why_pipefusion
 
 from .loader import CHECKPOINTS, FOLDER, file_path
-from .model.loading.own_class_file import open_file
+from .model.loading.model_file import open_file
 from .ui.devices import half_dtypes, possible_devices, why_hidden
 from .ui.host import prompt_server
 from .ui.long_work import Busy, LongWork

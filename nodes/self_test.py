@@ -94,7 +94,7 @@ class ParallelSelfTest:
 def own_model(model: RemoteModelPatcher) -> OwnModel:
     """How a MODEL is called. ValueError if it has not been called yet."""
     stub = remote_stub(model)
-    if (call := stub.checkpoint.family.call) is None:
+    if (call := stub.checkpoint.built.call) is None:
         raise ValueError(
             f"model: {stub.checkpoint.path.name} runs as ComfyUI's own class, and its test repeats the last call. Sample "
             "with it once before, or leave this input empty."

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel_backend.core.kept_file import digest
-from parallel_backend.families.own_class.plan import NAME, PLANS
+from parallel_backend.own_class.plans.plan import NAME, PLANS
 from scripts.comfyui_server import find_python
 from testing.comfyui.published.published import PUBLISHED
 from testing.comfyui.scripted import ComfyUI, Inside

@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel_backend.checkpoints.own_class import open_own_class  # noqa: E402
+from parallel_backend.checkpoints.open_model import open_own_class  # noqa: E402
 from parallel_backend.client.loading import load_model  # noqa: E402
 from parallel_backend.client.proven_class import call_of, prompt_for_class, proven  # noqa: E402
 from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole  # noqa: E402
@@ -81,7 +81,7 @@ def tried() -> OwnClass:
 def run(pool: Pool, own: OwnClass, mode: Mode, steps: int, cfg: float) -> Result:
     """Sample the four prompts once, after two steps that warm the ranks up."""
     checkpoint = open_own_class(WEIGHTS, own)
-    dtype = resolve_dtype("default", checkpoint.dtype, pool.devices, checkpoint.family.own.halves)
+    dtype = resolve_dtype("default", checkpoint.dtype, pool.devices, checkpoint.built.own.halves)
     setup = Setup(checkpoint.path, dtype, pool.devices, mode.degrees, "auto", "even", own_class=own)
     model = load_model(pool, checkpoint, setup, lambda: None)
     noise, digits = given(cfg)

@@ -16,18 +16,18 @@ from parallel_backend.acceptance.tiny_model import TINY, Call
 from parallel_backend.acceptance.tiny_model import relative as relative
 from parallel_backend.acceptance.tiny_model import save as save
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.own_class import open_own_class, with_class
+from parallel_backend.checkpoints.open_model import open_own_class, with_class
 from parallel_backend.checkpoints.single_file import contents_of
 from parallel_backend.client import proven_class
 from parallel_backend.client.proven_class import call_of
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Conversion, Setup
-from parallel_backend.families.own_class.building import build
-from parallel_backend.families.own_class.call_arguments import from_tensors, structure_of, to_tensors
-from parallel_backend.families.own_class.narrow import widened
-from parallel_backend.families.own_class.proof import Proof
-from parallel_backend.families.own_class.tried_calls import Call as TriedCall
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.calls.call_arguments import from_tensors, structure_of, to_tensors
+from parallel_backend.own_class.calls.tried_calls import Call as TriedCall
+from parallel_backend.own_class.plans.proof import Proof
+from parallel_backend.own_class.trials.narrow import widened
 from parallel_backend.planning.trials import Trials
 from parallel_backend.quickstart.mini_flux import PATCH
 from parallel_backend.quickstart.model import mini_flux
@@ -183,7 +183,7 @@ def with_call(
     checkpoint: Checkpoint, config: Mapping[str, Any] = CONFIG, height: int = 16, width: int = 12, text: int = 7
 ) -> Checkpoint:
     """An opened file of this config, with an example of this size for plans."""
-    return replace(checkpoint, family=replace(checkpoint.family, call=example(config, height, width, text)))
+    return replace(checkpoint, built=replace(checkpoint.built, call=example(config, height, width, text)))
 
 
 def setup(path: Path, dtype: str, devices: tuple[str, ...], degrees: Degrees, *others: Any, **named: Any) -> Setup:
@@ -193,7 +193,7 @@ def setup(path: Path, dtype: str, devices: tuple[str, ...], degrees: Degrees, *o
 
 def for_tensor(checkpoint: Checkpoint, tensor: int) -> Checkpoint:
     """An opened checkpoint, proven for so many tensor ranks. One of another class stays as it is."""
-    own = checkpoint.family.own
+    own = checkpoint.built.own
     return with_class(checkpoint, _proven(own.arguments, tensor)) if own.name == mini_flux().name else checkpoint
 
 

@@ -36,7 +36,7 @@ def on_ranks(
     A checkpoint of the mini class (mini.opened) may be one of other tensor ranks."""
     if "own_class" not in others:
         checkpoint = for_tensor(checkpoint, degrees.tensor)
-        others["own_class"] = checkpoint.family.own
+        others["own_class"] = checkpoint.built.own
     setup = Setup(checkpoint.path, dtype, pool.devices, degrees, attention, stage_split, **others)
     return load_model(pool, checkpoint, setup, poll, progress, make_room, expected, keep_others)
 
@@ -53,6 +53,6 @@ def whole_call(
     model: RemoteTransformer, x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor], run: int = 0
 ) -> PostedCall:
     """A call for the whole latent `x`, not posted yet. `run`: see PostedCall."""
-    patching = model.family.patching
+    patching = model.built.patching
     conditioning = conditioning_of(model, patching.grid(tuple(x.shape)), tensors)
     return PostedCall(patching.pack(x), timestep, conditioning, conditioning.token_order.span, run=run)

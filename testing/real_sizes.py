@@ -8,8 +8,8 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.own_class.building import build
-from parallel_backend.families.own_class.family import OwnClassFamily, own_class_family
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.built.built_class import BuiltClass, built_class
 from parallel_backend.quickstart.model import mini_flux, mini_wan
 from testing import mini
 from testing.files import write_header
@@ -60,8 +60,8 @@ class MiniModel(RealModel):
     """One that ranks run by the mini class. Others are run by ComfyUI's alone."""
 
     @property
-    def family(self) -> OwnClassFamily:
-        return own_class_family(mini.proven(self.config))
+    def built(self) -> BuiltClass:
+        return built_class(mini.proven(self.config))
 
     def opened(self, path: Path) -> Checkpoint:
         _, height, width = self.latent

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel_backend.families.own_class import module_tree
+from parallel_backend.own_class.built import module_tree
 
 module_tree.ROOTS = (*module_tree.ROOTS, __name__)
 SCALE = 4

@@ -9,7 +9,7 @@ from torch import nn
 
 from parallel_backend.client.shared_tensors import shared_output
 from parallel_backend.client.vae import Made, Part, RemoteVAE
-from parallel_backend.families.own_class.module_tree import described
+from parallel_backend.own_class.built.module_tree import described
 from parallel_backend.processes.pool import Poll, Pool
 
 from .vae_class import SCALE, SmallVAE

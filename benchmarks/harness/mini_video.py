@@ -9,14 +9,14 @@ import torch
 from benchmarks.harness import mini_model, moving_digits
 from benchmarks.harness.mini_model import closeness
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.own_class import open_own_class
+from parallel_backend.checkpoints.open_model import open_own_class
 from parallel_backend.client import proven_class
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.own_class.family import OwnClassFamily
-from parallel_backend.families.own_class.tried_calls import Call
+from parallel_backend.own_class.built.built_class import BuiltClass
+from parallel_backend.own_class.calls.tried_calls import Call
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.model import mini_wan
 from testing.models import on_ranks
@@ -36,8 +36,8 @@ def load(degrees: Degrees, transfer_dtype: str = "full") -> RemoteTransformer:
 
 def opened() -> Checkpoint:
     checkpoint = open_own_class(WEIGHTS, proven())
-    assert isinstance(checkpoint.family, OwnClassFamily)
-    return replace(checkpoint, family=replace(checkpoint.family, call=example()))
+    assert isinstance(checkpoint.built, BuiltClass)
+    return replace(checkpoint, built=replace(checkpoint.built, call=example()))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.proven_class import prompt_for_class
 from parallel_backend.client.sampling import Predict, Prompt
 from parallel_backend.core.dtypes import TORCH_DTYPES
-from parallel_backend.families.own_class.building import build
+from parallel_backend.own_class.built.building import build
 from parallel_backend.quickstart.mini_flux import PATCH
 from parallel_backend.quickstart.model import mini_flux
 from testing import mini

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from benchmarks.predictions.bridge import BridgedLinks
-from parallel_backend.families.own_class.family import StreamKeys, pairs_of
+from parallel_backend.own_class.built.built_class import StreamKeys, pairs_of
 from parallel_backend.placement.links import Link, alike
 from parallel_backend.placement.model_sizes import ModelSizes
 from parallel_backend.placement.pipeline_model import HOP_SECONDS

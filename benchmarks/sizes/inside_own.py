@@ -30,15 +30,15 @@ import nodes  # noqa: E402, F401 - ComfyUI's, before a folder of the same name i
 sys.path.append(str(ROOT))
 
 from benchmarks.sizes.trace import Figures, Inputs, traced  # noqa: E402
-from parallel_backend.checkpoints.own_class import open_own_class  # noqa: E402
+from parallel_backend.checkpoints.open_model import open_own_class  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
-from parallel_backend.families.own_class import family  # noqa: E402
-from parallel_backend.families.own_class.adapters import sent  # noqa: E402
-from parallel_backend.families.own_class.building import build  # noqa: E402
-from parallel_backend.families.own_class.call_arguments import OPTIONS, structure_of, to_tensors  # noqa: E402
-from parallel_backend.families.own_class.call_form import in_form  # noqa: E402
-from parallel_backend.families.own_class.trial import trial  # noqa: E402
-from parallel_backend.families.own_class.tried_calls import Call  # noqa: E402
+from parallel_backend.own_class.adapters.adapters import sent  # noqa: E402
+from parallel_backend.own_class.built import built_class  # noqa: E402
+from parallel_backend.own_class.built.building import build  # noqa: E402
+from parallel_backend.own_class.calls.call_arguments import OPTIONS, structure_of, to_tensors  # noqa: E402
+from parallel_backend.own_class.calls.call_form import in_form  # noqa: E402
+from parallel_backend.own_class.calls.tried_calls import Call  # noqa: E402
+from parallel_backend.own_class.trials.trial import trial  # noqa: E402
 from testing.files import write_header  # noqa: E402
 from testing.hollow.ranks import hollow_pool  # noqa: E402
 from testing.models import on_ranks  # noqa: E402
@@ -57,7 +57,7 @@ def load_pack() -> None:
 
 def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
     """By rank, as trace.py has them, of all blocks. What the degrees need is tried first."""
-    nodes_of_pack = importlib.import_module(f"{PACK}.nodes.model.call.own_class")
+    nodes_of_pack = importlib.import_module(f"{PACK}.nodes.model.call.answered_call")
     with tempfile.TemporaryDirectory() as folder:
         path = real.save(Path(folder) / "model.safetensors")
         own = nodes_of_pack.own_class(path, DEVICES, ValueError(f"{name} has no class"))
@@ -77,7 +77,7 @@ def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
         halves = {name: each.bfloat16() if isinstance(each, torch.Tensor) else each for name, each in named.items()}
         tensors = to_tensors(halves, timestep, tuple(x.shape[1:]))
         told = structure_of(tensors)  # no value can be read from a hollow device
-        with hollow_pool(degrees.world) as (pool, accounts), mock.patch.object(family, "structure_of", lambda _: told):
+        with hollow_pool(degrees.world) as (pool, accounts), mock.patch.object(built_class, "structure_of", lambda _: told):
             opened = open_own_class(path, own)
             model = on_ranks(pool, opened, degrees, "bf16", "sdpa", lambda: None, stage_split="even", own_class=own)
             return traced(pool, model, Inputs(x, tensors, real.timestep), accounts)

@@ -19,8 +19,8 @@ from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.families.own_class import family as own_class
-from parallel_backend.families.own_class.call_arguments import structure_of
+from parallel_backend.own_class.built import built_class as own_class
+from parallel_backend.own_class.calls.call_arguments import structure_of
 from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_model import KV_COPIES, MemoryNeed, Request, memory_by_rank
 from parallel_backend.placement.model_sizes import ModelSizes, model_sizes
@@ -79,9 +79,9 @@ def trace(real: MiniModel, degrees: Degrees) -> Trace:
         for figures, nbytes in zip(found, weights, strict=True):
             figures["peak"] -= nbytes
             figures["weights"] = nbytes
-        conditioning = conditioning_of(model, model.family.patching.grid(tuple(real.noise().shape)), tensors)
+        conditioning = conditioning_of(model, model.built.patching.grid(tuple(real.noise().shape)), tensors)
         kept = KV_COPIES if keeps(degrees) else 0
-        return Trace(found, request_of(conditioning, model.family, kept, bands_of(degrees)))
+        return Trace(found, request_of(conditioning, model.built, kept, bands_of(degrees)))
 
 
 @dataclass(frozen=True)

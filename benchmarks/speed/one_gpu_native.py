@@ -77,9 +77,9 @@ def memory(path: Path, real: MiniModel) -> dict[str, float]:
         for _ in range(CALLS):
             model.predict(ModelCall(noise, torch.full((real.entries,), real.timestep), tensors), lambda: None)
         (stats,) = model.close_run(0, lambda: None)
-        patching = model.family.patching
+        patching = model.built.patching
         grid = patching.grid(tuple(noise.shape))
-        request = request_of(conditioning_of(model, grid, tensors), model.family, 0, 1)
+        request = request_of(conditioning_of(model, grid, tensors), model.built, 0, 1)
         need = predicted(real, Degrees(), request)[0][0]
         taken = stats.peak_bytes - sum(model.weight_bytes)
         return {

@@ -14,7 +14,7 @@ from parallel_backend.client.registry import registry
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.setup import Setup
-from parallel_backend.families.own_class.adapters import computed_of
+from parallel_backend.own_class.adapters.adapters import computed_of
 
 from ..ui.host import refuse
 from ..ui.node_text import say
@@ -22,7 +22,7 @@ from ..ui.other_nodes import calling_nodes, named
 from .call.concurrent_conds import add_concurrent_conds
 from .call.diffusion_model import RemoteDiffusionModel
 from .end_of_run import tell_of_run
-from .loading.own_class_file import ModelFile
+from .loading.model_file import ModelFile
 from .lora.bypass import bypass_patches, check_injections
 from .lora.left_out import UNNAMED, fitting, tell
 from .lora.lora import NativeWeights
@@ -172,7 +172,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         if (guidance := text_guidance(name, obj)) is not None:
             options[GUIDANCE_KEY] = guidance
             return
-        if entry := riflex(self.stub.checkpoint.family.options, name, obj):
+        if entry := riflex(self.stub.checkpoint.built.options, name, obj):
             options.update(entry)
             return
         if kernels := wished_of_object(name, obj):
@@ -193,10 +193,10 @@ class RemoteModelPatcher(RankMemoryPatcher):
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
         """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights, and for weights with
         which this process computes what a call brings in: it knows no strengths of calls."""
-        family = self.stub.checkpoint.family
-        for target in patches if computed_of(family.own.kind) else ():
+        built = self.stub.checkpoint.built
+        for target in patches if computed_of(built.own.kind) else ():
             key = target if isinstance(target, str) else target[0]
-            if family.is_elsewhere(key.removeprefix(f"{INSIDE}.")):
+            if built.is_elsewhere(key.removeprefix(f"{INSIDE}.")):
                 refuse(f"a LoRA in a conditioning (a hook) for {key}", "Load it for the whole model.")
         patches = self._fitting(patches, strength_patch, strength_model, hooked=True)
         uuid_before = self.patches_uuid

@@ -20,7 +20,7 @@ from parallel_backend.planning.report import choice
 from parallel_backend.planning.trials import Trials
 from parallel_backend.planning.workload import workload_of
 
-from ..model.loading.own_class_file import ModelFile
+from ..model.loading.model_file import ModelFile
 from ..model.patcher import RemoteModelPatcher, make_model
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed
@@ -42,7 +42,7 @@ def calibrated(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, att
         return _measured(devices, checkpoint, dtype)
 
     def fits(calibration: Calibration) -> bool:
-        lists = {name for name, count in checkpoint.family.counts.items() if count}
+        lists = {name for name, count in checkpoint.built.counts.items() if count}
         return calibration.machine.names == devices and all(set(cost.blocks) == lists for cost in calibration.costs)
 
     def measure() -> Calibration:

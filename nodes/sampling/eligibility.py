@@ -155,7 +155,7 @@ def why_not_banded(sampling: Sampling) -> str | None:
         return "Z-Image's Fun control needs the whole latent"
     if len(sampling.shapes) > 1 and any("mask" in cond for cond in sampling.conds):
         return "the conditioning has its own mask"
-    patching, shape, own = sampling.stub.checkpoint.family.patching, sampling.shapes[0], sampling.stub.own
+    patching, shape, own = sampling.stub.checkpoint.built.patching, sampling.shapes[0], sampling.stub.own
     if own.latent is not None and not own.latent.pads and patching.whole(patching.grid(shape)) != tuple(shape[2:]):
         return "the latent's height or width is not a multiple of the model's patch size"
     if name_of(type(guider)) not in PIXEL_WISE_GUIDERS | WHOLE_GUIDERS:

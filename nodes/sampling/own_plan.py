@@ -11,7 +11,7 @@ import torch
 from parallel_backend.client.measurements import probe_of
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
-from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.own_class.plans.proof import Proof
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.planner import choose, plan
 from parallel_backend.planning.prediction import Prediction

@@ -19,7 +19,7 @@ from parallel_backend.client.vae import Made, NotExact, Part, RemoteVAE, TooLitt
 from parallel_backend.core.devices import device_kind
 from parallel_backend.processes.pool_part import SomeRanks
 
-from ..model.loading.own_class_file import comfyui_folder, import_settings
+from ..model.loading.model_file import comfyui_folder, import_settings
 from ..model.run.make_room import comfyui_gpus
 from ..ui.host import check_cancelled
 from .known import OTHER, Cut, tensors_of

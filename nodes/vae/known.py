@@ -8,7 +8,7 @@ import comfy.sd
 import torch
 
 from parallel_backend.client.vae import Part
-from parallel_backend.families.own_class.module_tree import Tree, described
+from parallel_backend.own_class.built.module_tree import Tree, described
 
 from .rows import KNOWN, Known
 

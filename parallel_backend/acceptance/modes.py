@@ -8,7 +8,7 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import native_halves
 from parallel_backend.core.validate import all_degrees
-from parallel_backend.families.base.patching import Latents
+from parallel_backend.own_class.calls.patching import Latents
 
 from . import tiny_model
 from .session import Findings, SelfTestSession

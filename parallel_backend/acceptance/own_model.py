@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.own_class import open_own_class
+from parallel_backend.checkpoints.open_model import open_own_class
 from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.base.patching import Latents, latents_of
-from parallel_backend.families.own_class.proof import Proof
-from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import one_entry
+from parallel_backend.own_class.calls.patching import Latents, latents_of
+from parallel_backend.own_class.calls.tried_calls import one_entry
+from parallel_backend.own_class.plans.proof import Proof
+from parallel_backend.own_class.trials.trial import trial
 from parallel_backend.wire.sampling import RunStats
 
 from . import tiny_model
@@ -53,15 +53,15 @@ def problem_of(session: SelfTestSession, model: OwnModel) -> Problem:
     proof = trial(model.own, call, model.times, lambda _share: session.poll(), world > 1, world > 1, world)
     own = replace(model.own, blocks=proof.blocks, latent=proof.latent)
     checkpoint = open_own_class(model.path, own)
-    family = replace(checkpoint.family, call=call)
+    built = replace(checkpoint.built, call=call)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        latents = family.noise((1, *model.call.latents[0].shape[1:]))
-    tensors = family.example(0)
+        latents = built.noise((1, *model.call.latents[0].shape[1:]))
+    tensors = built.example(0)
     prompt = Prompt(tensors, tensors, 1.0, model.times[0])
-    dtype = resolve_dtype("default", checkpoint.dtype, session.settings.devices, family.own.halves)
+    dtype = resolve_dtype("default", checkpoint.dtype, session.settings.devices, built.own.halves)
     noise = latents[0] if len(latents) == 1 else latents
-    return Problem(replace(checkpoint, family=family), own, proof, noise, prompt, session.settings.steps, dtype)
+    return Problem(replace(checkpoint, built=built), own, proof, noise, prompt, session.settings.steps, dtype)
 
 
 def modes_of(world: int) -> list[Degrees]:
@@ -77,7 +77,7 @@ def look_at_model(session: SelfTestSession, findings: Findings) -> None:
     name = problem.checkpoint.path.name
     runs: list[dict[str, Any]] = []
     findings.note("file", name)
-    findings.note("family", problem.checkpoint.family.name)
+    findings.note("built", problem.checkpoint.built.name)
     findings.note("weight_dtype", problem.dtype)
     findings.note("latent", list(latents_of(problem.noise)[0].shape))
     findings.note("steps", problem.steps)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.own_class import open_setup
+from parallel_backend.checkpoints.open_model import open_setup
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Predict
@@ -23,7 +23,7 @@ from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.dtypes import HALVES, native_halves
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
-from parallel_backend.families.own_class.tried_calls import Call
+from parallel_backend.own_class.calls.tried_calls import Call
 from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.processes.pool import Poll, Pool, RankError, wait_for
 from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest, StartSettings

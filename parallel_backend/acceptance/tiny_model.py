@@ -1,7 +1,7 @@
 """A tiny random model of the bundled one's class (quickstart/mini_flux.py), its inputs, and its forward in this process.
 
 8 heads, so that up to 8 ranks can share them; the bundled model has 2. Its file is also one of a tiny Flux,
-whose family takes the same conditioning.
+whose built takes the same conditioning.
 """
 
 import functools
@@ -15,9 +15,9 @@ from parallel_backend.client.pipefusion.band_cut import packed
 from parallel_backend.client.proven_class import call_of, proven, tensors_of
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.base.patching import Latents, latents_of
-from parallel_backend.families.own_class.building import build
-from parallel_backend.families.own_class.tried_calls import draw_weights
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.calls.patching import Latents, latents_of
+from parallel_backend.own_class.calls.tried_calls import draw_weights
 from parallel_backend.quickstart.model import mini_flux
 
 Call = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]

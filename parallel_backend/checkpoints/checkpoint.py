@@ -18,8 +18,8 @@ from parallel_backend.core.dtypes import TORCH_DTYPES, compute_name, storage_nam
 from parallel_backend.core.setup import Conversion
 from parallel_backend.core.short_text import short
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.tensor_plan import CutKind, cut_of, cut_side
-from parallel_backend.families.own_class.family import OwnClassFamily
+from parallel_backend.own_class.built.built_class import BuiltClass
+from parallel_backend.own_class.cuts.tensor_plan import CutKind, cut_of, cut_side
 
 from .file_state import check_file_state, has_changed
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
@@ -35,7 +35,7 @@ class Checkpoint:
     """An opened checkpoint."""
 
     path: Path
-    family: OwnClassFamily
+    built: BuiltClass
     key_map: dict[str, str]
     """Parameter of the model -> key in the file, without prefix."""
     entries: dict[str, Entry] = field(repr=False)
@@ -99,11 +99,11 @@ class Checkpoint:
 
     def check_degrees(self, degrees: Degrees) -> None:
         """Raise ValueError, naming the widget, for degrees that the model does not allow."""
-        own = self.family.own
+        own = self.built.own
         check_model(
             degrees,
             heads=own.heads,
-            blocks=self.family.total,
+            blocks=self.built.total,
             key_heads=own.head_units or None,
             tensor_degrees=self.tensor_degrees,
             file=short(self.path.name),
@@ -112,7 +112,7 @@ class Checkpoint:
     @cached_property
     def tensor_degrees(self) -> frozenset[int] | None:
         """The tensor degrees that cut no group of a quantised weight's values apart. None: all, as no weight has groups."""
-        plan = self.family.tensor_plan
+        plan = self.built.tensor_plan
         cuts = {
             (cut, self.shape(target)[1], entry.kept_layer.unit)
             for target, key in self.key_map.items()
@@ -122,7 +122,7 @@ class Checkpoint:
             return None
         return frozenset(
             degree
-            for degree in range(1, self.family.own.heads + 1)
+            for degree in range(1, self.built.own.heads + 1)
             if not any(
                 span.start % unit or span.stop % unit
                 for cut, columns, unit in cuts
@@ -147,7 +147,7 @@ class Checkpoint:
         `dtype_name`: see core/dtypes.py.
         """
         entry = self.entries[self.key_map[target]]
-        if target in self.family.exact or self.is_enlarged(target) or entry.rounded is not None:
+        if target in self.built.exact or self.is_enlarged(target) or entry.rounded is not None:
             return None
         fp8 = dtype_name.startswith("fp8")
         if entry.dtype in {*GGUF_BLOCKS, *KEPT} or (entry.dtype in FP8_KINDS and (entry.scale is not None or fp8)):
@@ -159,7 +159,7 @@ class Checkpoint:
             # A quantised file's 16-bit weights stay packed on ranks that compute in fp32, where they would double.
             return entry.dtype if entry.dtype in HALF_KINDS and compute_name(dtype_name) == "fp32" else None
         if kept == "int8":
-            return "int8_tensorwise" if target.partition(".")[0] in self.family.counts else None
+            return "int8_tensorwise" if target.partition(".")[0] in self.built.counts else None
         return kept if fp8 else None
 
     def nbytes(self, target: str, dtype_name: str) -> int:
@@ -181,7 +181,7 @@ class Checkpoint:
 
     def compute_dtype(self, target: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a model that computes in `dtype` computes this parameter."""
-        return torch.float32 if target in self.family.exact else dtype
+        return torch.float32 if target in self.built.exact else dtype
 
 
 def checked(checkpoint: Checkpoint) -> Checkpoint:
@@ -197,7 +197,7 @@ def checked(checkpoint: Checkpoint) -> Checkpoint:
     if refused := [key for key in unused if _scales_values(key, entries)]:
         raise ValueError(
             f"model_name: {name} has {short(refused[0])}{f' and {len(refused) - 1} more' * (len(refused) > 1)}, which "
-            f"{checkpoint.family.name} does not use. It is not loaded, because the image would be wrong."
+            f"{checkpoint.built.name} does not use. It is not loaded, because the image would be wrong."
         )
     for key in used:
         dtype = entries[key].dtype

@@ -8,7 +8,7 @@ from typing import Any
 
 from parallel_backend.core.setup import Conversion
 from parallel_backend.core.short_text import short
-from parallel_backend.families.others import OtherModel, other_model
+from parallel_backend.own_class.built.others import OtherModel, other_model
 
 from .attention_preferences import take_preferences
 from .conversion import convert

@@ -11,11 +11,11 @@ from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.token_order import TokenOrder
-from parallel_backend.families.base.patching import Latents
+from parallel_backend.own_class.calls.patching import Latents
 from parallel_backend.processes.pool import again
 
 Residuals = dict[str, torch.Tensor]
-"""What a control adds, by its names (families/own_class/residuals.py) -> [B, n, hidden] for the call's n picture tokens, or
+"""What a control adds, by its names (own_class/calls/residuals.py) -> [B, n, hidden] for the call's n picture tokens, or
 for all of the class's tokens (residuals.AROUND). Several may have the same tensor."""
 
 

@@ -39,7 +39,7 @@ class ConditioningCache:
     """`scatter` sends conditionings to the ranks of `replicas` replicas. Not thread-safe: Posting locks."""
 
     def __init__(self, checkpoint: Checkpoint, ranks: ModelRanks, scatter: Scatter, replicas: int):
-        self._family = checkpoint.family
+        self._built = checkpoint.built
         self._ranks, self._scatter, self._replicas = ranks, scatter, replicas
         self._ids = itertools.count(1)
         self._held: deque[Conditioning] = deque()
@@ -83,13 +83,13 @@ class ConditioningCache:
         return [name for name, tensor in tensors.items() if name not in seen or not seen[name].is_still(tensor)]
 
     def _make(self, call: ModelCall, layout: TokenLayout, first_replica: int) -> Conditioning:
-        family, tensors = self._family, call.tensors
-        text_tokens = family.text_tokens(layout.companion_tokens, tensors)
-        references = family.counted(layout.grid, text_tokens, tensors).references
+        built, tensors = self._built, call.tensors
+        text_tokens = built.text_tokens(layout.companion_tokens, tensors)
+        references = built.counted(layout.grid, text_tokens, tensors).references
         return Conditioning(
             id=next(self._ids),
             layout=layout,
-            token_order=family.token_order(layout.grid, references, layout.along),
+            token_order=built.token_order(layout.grid, references, layout.along),
             text_tokens=text_tokens,
             batch=len(next(iter(tensors.values()))),
             tensors={name: tensor.clone() for name, tensor in tensors.items()},  # the caller may overwrite its tensors

@@ -55,7 +55,7 @@ def load_model(
     see MemoryGuard. ValueError, naming the widget, if the model cannot be cut so or the scale of a weight is not finite;
     RankError if a rank fails, NoRoomToLoad if its device has too little memory.
     """
-    degrees, family = setup.degrees, checkpoint.family
+    degrees, built = setup.degrees, checkpoint.built
     check_devices(degrees, pool.devices)
     checkpoint.check_degrees(degrees)
     check_scales(checkpoint)
@@ -64,9 +64,9 @@ def load_model(
         progress(f"starting {len(pool.devices)} ranks", 0.0)
     wait_for(pool.ready, poll)
     progress("loading", 0.0)
-    even = even_stages(family.total, degrees.pipe)
+    even = even_stages(built.total, degrees.pipe)
     check = MemoryCheck(checkpoint, setup, even, devices_for(pool.devices))
-    memory = MemoryGuard(ranks, check, family, make_room, lock, shortfalls)
+    memory = MemoryGuard(ranks, check, built, make_room, lock, shortfalls)
     requests = () if expected is None else (expected,)
     memory.make_room_for(requests, poll)
     cut = balance(pool, checkpoint, setup, poll, expected, memory.copy_rates)
@@ -82,7 +82,7 @@ def load_model(
     scatter = Scatter(degrees, sequence, ranks)
     posting = Posting(
         degrees,
-        family.patching.frames * family.patching.side**2,
+        built.patching.frames * built.patching.side**2,
         scatter,
         ConditioningCache(checkpoint, ranks, scatter, degrees.batch),
         CauseSearch(ranks, setup, adaptation, checkpoint.key_map),

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.families.own_class.example import timed_calls
-from parallel_backend.families.own_class.tried_calls import conditioning
+from parallel_backend.own_class.built.example import timed_calls
+from parallel_backend.own_class.calls.tried_calls import conditioning
 from parallel_backend.placement.links import Links, links_of
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.processes.pool_part import SomeRanks
@@ -20,14 +20,14 @@ def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple
     """The message that has blocks timed, and the tokens of the longer and the shorter sequence. `rows`: numbers of token
     rows of the two, or so many as the call has that the class was tried for; 32 rows are a picture of 512 x 512. None:
     there is no call, or it cannot be cut so."""
-    family = checkpoint.family
-    timed = timed_calls(family, rows, PROBE_COLUMNS, PROBE_TEXT)
-    tokens = tuple(math.ceil(counts.states / family.hidden) for _, counts in timed)
+    built = checkpoint.built
+    timed = timed_calls(built, rows, PROBE_COLUMNS, PROBE_TEXT)
+    tokens = tuple(math.ceil(counts.states / built.hidden) for _, counts in timed)
     if len(set(tokens)) < len(rows):
         return None
     longer, shorter = tokens
     calls = tuple(OwnCall(call.x, call.timestep, conditioning(call)) for call, _ in timed)
-    probe = Probe(str(checkpoint.path), dtype, checkpoint.conversion, own_class=family.own, calls=calls)
+    probe = Probe(str(checkpoint.path), dtype, checkpoint.conversion, own_class=built.own, calls=calls)
     return probe, (longer, shorter)
 
 

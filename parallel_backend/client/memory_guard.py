@@ -13,7 +13,7 @@ import torch
 
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import compute_dtype
-from parallel_backend.families.own_class.family import OwnClassFamily
+from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.placement.device_memory import DeviceMemory, device_memories
 from parallel_backend.placement.gpu_overheads import COPY_RATE
 from parallel_backend.placement.memory_check import MemoryCheck
@@ -54,13 +54,13 @@ class MemoryGuard:
         self,
         ranks: ModelRanks,
         memory_check: MemoryCheck,
-        family: OwnClassFamily,
+        built: BuiltClass,
         make_room: MakeRoom = no_room,
         lock: AbstractContextManager | None = None,
         shortfalls: Shortfalls | None = None,
     ):
         """`lock`: see ResidentWeights. `shortfalls`: those of all models. None: there are none, and no message is shown."""
-        self.ranks, self.memory_check, self.family, self.make_room, self._lock = ranks, memory_check, family, make_room, lock
+        self.ranks, self.memory_check, self.built, self.make_room, self._lock = ranks, memory_check, built, make_room, lock
         self.resident = ResidentWeights(ranks, memory_check.weights(), lock=lock)
         self.copy_rates = [0.0] * len(ranks.devices)
         """By rank, bytes a second from host memory to its device; 0.0 if no weights are streamed."""
@@ -132,7 +132,7 @@ class MemoryGuard:
 
         Ranks are asked for their memory only before a run's first call, since their answer waits for calls under way.
         """
-        request = request_of(conditioning, self.family, timed=timed, added=added)
+        request = request_of(conditioning, self.built, timed=timed, added=added)
         if request in self._admitted:
             return
         if self._free is None:
@@ -153,7 +153,7 @@ class MemoryGuard:
         known = self._runs.get(run)
         if known is None or (conditioning.id in known.requests and not self.resident.parked):
             return
-        known.requests[conditioning.id] = request_of(conditioning, self.family, known.kept, known.bands, timed, added)
+        known.requests[conditioning.id] = request_of(conditioning, self.built, known.kept, known.bands, timed, added)
         for dropped in list(known.requests)[:-CONDITIONINGS_KEPT]:
             del known.requests[dropped]
         self._fit(tuple(known.requests.values()), known.free)
@@ -288,11 +288,11 @@ class _Run:
 
 
 def request_of(
-    conditioning: Conditioning, family: OwnClassFamily, kept: int = 0, bands: int = 1, timed: bool = False, added: int = 0
+    conditioning: Conditioning, built: BuiltClass, kept: int = 0, bands: int = 1, timed: bool = False, added: int = 0
 ) -> Request:
     """The memory model's record of calls with this conditioning. Other arguments: see memory_model.Request."""
     layout = conditioning.layout
-    counted = family.counted(layout.grid, conditioning.text_tokens, conditioning.tensors)
+    counted = built.counted(layout.grid, conditioning.text_tokens, conditioning.tensors)
     return Request(
         counted.grid,
         conditioning.token_order.references,
@@ -301,7 +301,7 @@ def request_of(
         conditioning.first_replica,
         kept,
         bands,
-        family.patching.cut(layout.along).band_dim,
+        built.patching.cut(layout.along).band_dim,
         timed,
         conditioning.changes.together,
         added,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.own_class import open_setup
+from parallel_backend.checkpoints.open_model import open_setup
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup, TensorSizes
 
@@ -38,9 +38,9 @@ class PromptFiles:
             present = next((each for each in known if each is not None and not each.has_changed), None)
             self._seen[key] = present or open_setup(setup)
         seen = self._seen[key]
-        if seen.family.own != own:  # its blocks have been proven since
+        if seen.built.own != own:  # its blocks have been proven since
             seen.check_unchanged()
             self._seen[key] = seen = open_setup(setup)
-        if opened is not None and opened.family.own == own and opened.family is not seen.family:
-            self._seen[key] = seen = replace(seen, family=opened.family)  # it has the call that is about to be made
+        if opened is not None and opened.built.own == own and opened.built is not seen.built:
+            self._seen[key] = seen = replace(seen, built=opened.built)  # it has the call that is about to be made
         return seen

@@ -7,9 +7,9 @@ import torch
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.own_class.call_arguments import to_tensors
-from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import Call
+from parallel_backend.own_class.calls.call_arguments import to_tensors
+from parallel_backend.own_class.calls.tried_calls import Call
+from parallel_backend.own_class.trials.trial import trial
 
 from .sampling import Prompt
 

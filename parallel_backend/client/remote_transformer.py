@@ -16,7 +16,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import SEQUENCE_AXES, WIDGETS
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.setup import Setup
-from parallel_backend.families.base.patching import Latents, latents_of, like
+from parallel_backend.own_class.calls.patching import Latents, latents_of, like
 from parallel_backend.placement.balance import Balance
 from parallel_backend.placement.memory_check import SHARED
 from parallel_backend.placement.pipeline_model import StageCost
@@ -49,7 +49,7 @@ class RemoteTransformer:
         posting: Posting,
         adaptation: Adaptation,
     ):
-        self.checkpoint, self.setup, self.family, self.degrees = checkpoint, setup, checkpoint.family, setup.degrees
+        self.checkpoint, self.setup, self.built, self.degrees = checkpoint, setup, checkpoint.built, setup.degrees
         self.balance, self._memory, self._posting, self._adaptation = balance, memory, posting, adaptation
         self._ranks, self.pool = memory.ranks, memory.ranks.pool
         self.last_run: list[m.RunStats] = []
@@ -185,7 +185,7 @@ class RemoteTransformer:
 
         Exact, except for naive patches and calls that `cache` forecasts. `on_posted`, once posted, may make other calls.
         """
-        latents, patching = latents_of(call.x), self.family.patching
+        latents, patching = latents_of(call.x), self.built.patching
         shapes = [tuple(latent.shape) for latent in latents]
         layout = TokenLayout(patching.grid(shapes[0]), companion_tokens=patching.companion_tokens(shapes))
         conditioning = self.conditioning(call, layout)

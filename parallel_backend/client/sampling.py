@@ -12,7 +12,7 @@ from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows, e
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.step_cache import StepCache
-from parallel_backend.families.base.patching import Latents, latents_of, like
+from parallel_backend.own_class.calls.patching import Latents, latents_of, like
 from parallel_backend.processes.pool import Poll
 from parallel_backend.quickstart.prompt import CELLS, NULL, encode_symbols
 from parallel_backend.wire.sampling import RunStats
@@ -105,10 +105,10 @@ def sample_in_bands(
 
     With displaced patches `bands` is 1, since the model's degrees cut the tokens.
     """
-    patching, latents = model.family.patching.cut(along), latents_of(noise)
+    patching, latents = model.built.patching.cut(along), latents_of(noise)
     shapes = tuple(tuple(latent.shape) for latent in latents)
     companion_tokens = patching.companion_tokens(shapes)
-    text = model.family.text_tokens(companion_tokens, prompt.positive)
+    text = model.built.text_tokens(companion_tokens, prompt.positive)
     cut = BandCut(patching, cut_rows(shapes[0], bands, patching, text), shapes)
     run = BandedRun(model, cut.rows, shapes[0], warm_up > 0, overlap, extrapolate, cache, poll, along, companion_tokens)
     limit = exact_above(sigmas, warm_up)

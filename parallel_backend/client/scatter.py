@@ -5,7 +5,7 @@ import torch
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
-from parallel_backend.families.own_class.residuals import AROUND
+from parallel_backend.own_class.calls.residuals import AROUND
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.wire import messages as m
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from parallel_backend.families.base.patching import Latents
+from parallel_backend.own_class.calls.patching import Latents
 
 FIRST_COMPUTED = 3
 """First calls of a conditioning, which are always computed: two make a line, and the third shows its error."""

@@ -14,11 +14,11 @@ def expected_request(
     Reference images are not counted, as only a model call has their tokens. A companion latent is as long as ComfyUI's
     empty latents have it.
     """
-    family = checkpoint.family
-    image_grid = family.patching.grid(shape)
-    example = family.example(prompt)
-    text = family.text_tokens(family.patching.usual_companion_tokens(shape), example)
-    counted = family.counted(image_grid, text, example)
+    built = checkpoint.built
+    image_grid = built.patching.grid(shape)
+    example = built.example(prompt)
+    text = built.text_tokens(built.patching.usual_companion_tokens(shape), example)
+    counted = built.counted(image_grid, text, example)
     return Request(
         grid=counted.grid,
         references=0,
@@ -27,6 +27,6 @@ def expected_request(
         entries=entries,
         kept=kept,
         bands=bands,
-        band_dim=family.patching.cut(family.patching.best_axis(image_grid)).band_dim,
+        band_dim=built.patching.cut(built.patching.best_axis(image_grid)).band_dim,
         picture=image_grid,
     )

@@ -13,7 +13,7 @@ from itertools import pairwise
 from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes
 from parallel_backend.core.spans import Span, split, split_carrying
-from parallel_backend.families.own_class.family import WHOLE_STATES, StreamKeys
+from parallel_backend.own_class.built.built_class import WHOLE_STATES, StreamKeys
 
 from .model_sizes import ModelSizes, rank_weights, weights_of_blocks
 
@@ -106,7 +106,7 @@ class Request:
     streams: tuple[tuple[int, int], ...] = ()
     """See Counted."""
     picture: tuple[int, ...] = ()
-    """The grid of the latent, the same for each conditioning: `grid` may have other tokens too (OwnClassFamily.counted)."""
+    """The grid of the latent, the same for each conditioning: `grid` may have other tokens too (BuiltClass.counted)."""
 
     @property
     def image(self) -> int:

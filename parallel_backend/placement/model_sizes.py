@@ -10,7 +10,7 @@ from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.spans import Span, split, split_units
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.own_class.family import StreamKeys
+from parallel_backend.own_class.built.built_class import StreamKeys
 
 
 @dataclass(frozen=True)
@@ -107,27 +107,27 @@ class RankWeights:
 
 def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     """The sizes on ranks whose devices are like `device`. `dtype`: of the weights, as Setup has it."""
-    family = checkpoint.family
+    built = checkpoint.built
     computed = compute_dtype(dtype, torch.device("cuda" if "cuda" in device else "cpu")).itemsize
     return ModelSizes(
         tuple(block_bytes(checkpoint, block_lists(checkpoint), dtype, 1)),
         ends_bytes(checkpoint, dtype),
-        family.attention,
-        family.own.heads,
-        family.own.sharing,
-        family.own.head_size,
-        family.hidden,
+        built.attention,
+        built.own.heads,
+        built.own.sharing,
+        built.own.head_size,
+        built.hidden,
         computed,
-        family.own.joint,
+        built.own.joint,
         checkpoint.tensor_degrees,
-        head_units=family.own.head_units,
-        steady=family.own.steady,
+        head_units=built.own.head_units,
+        steady=built.own.steady,
     )
 
 
 def block_lists(checkpoint: Checkpoint) -> list[str]:
     """The name of each block's list."""
-    counts = checkpoint.family.counts
+    counts = checkpoint.built.counts
     return [name for name, count in counts.items() for _ in range(count)]
 
 
@@ -135,15 +135,15 @@ def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: in
     """Bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists."""
     sizes = dict.fromkeys(((name, lists[:place].count(name)) for place, name in enumerate(lists)), 0)
     for target in checkpoint.key_map:
-        if (place := checkpoint.family.place(target)) is not None:
+        if (place := checkpoint.built.place(target)) is not None:
             sizes[place] += checkpoint.nbytes(target, dtype) // tensor
     return list(sizes.values())
 
 
 def ends_bytes(checkpoint: Checkpoint, dtype: str) -> int:
     """Bytes of the weights outside the blocks."""
-    family = checkpoint.family
-    outside = (name for name in checkpoint.key_map if family.place(name) is None and not family.is_elsewhere(name))
+    built = checkpoint.built
+    outside = (name for name in checkpoint.key_map if built.place(name) is None and not built.is_elsewhere(name))
     return sum(checkpoint.nbytes(name, dtype) for name in outside)
 
 

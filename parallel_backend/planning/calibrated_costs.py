@@ -9,7 +9,7 @@ from enum import Enum
 
 from parallel_backend.core.degrees import SEQUENCE_AXES, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes, group_size, ulysses_bytes
-from parallel_backend.families.own_class.family import StreamKeys
+from parallel_backend.own_class.built.built_class import StreamKeys
 from parallel_backend.placement.balance import Balance, stage_ranks
 from parallel_backend.placement.memory_model import head_values
 from parallel_backend.placement.model_sizes import ModelSizes

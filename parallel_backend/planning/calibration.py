@@ -36,13 +36,13 @@ def contexts(device: str) -> int:
 def calibration_key(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, attention: str) -> dict[str, object]:
     """Everything that a calibration depends on: a file with another key is not used. Of a class, nothing that only some of
     its trials note, such as heads: its kind has its sizes."""
-    family = checkpoint.family
+    built = checkpoint.built
     return {
         "version": VERSION,
         "devices": [_device(name) for name in devices],
         "torch": torch.__version__,
-        "family": family.kind,
-        "blocks": [family.hidden, *sorted(family.counts)],
+        "built": built.kind,
+        "blocks": [built.hidden, *sorted(built.counts)],
         "dtype": dtype,
         "packed": sorted({kind for name in checkpoint.key_map if (kind := checkpoint.storage(name, dtype))}),
         "attention": attention,
@@ -78,7 +78,7 @@ def calibration_of(
     tokens: tuple[int, int],
 ) -> Calibration:
     """The ranks' measurements as a calibration. `tokens`: of the longer and the shorter timed sequence."""
-    share = checkpoint.family.attention_share
+    share = checkpoint.built.attention_share
     costs = tuple(
         DeviceCost(
             {name: through(list(zip(tokens, times, strict=True)), share(name)) for name, times in probed.blocks.items()},

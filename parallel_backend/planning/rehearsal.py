@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.own_class import with_class
+from parallel_backend.checkpoints.open_model import with_class
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.setup import Setup
@@ -74,12 +74,12 @@ def _predicted(costs: CalibratedCosts, proposal: Prediction, setup: Setup) -> fl
 
 def _seconds(model: RemoteTransformer, proposal: Prediction, workload: Workload, poll: Poll) -> float:
     """Seconds of a rehearsed run: the median, without the first one if there are several."""
-    family, mode, entries = model.family, proposal.mode, workload.entries
-    example = family.example(workload.prompt)
+    built, mode, entries = model.built, proposal.mode, workload.entries
+    example = built.example(workload.prompt)
     tensors = {name: tensor.repeat(entries, *(1,) * (tensor.ndim - 1)) for name, tensor in example.items()}
     prompt, sigmas = Prompt(tensors, {}, 1.0), linear_sigmas(_steps(workload))
-    noise = family.noise((entries, *workload.shape[1:]))
-    along = family.patching.best_axis(family.patching.grid(workload.shape))
+    noise = built.noise((entries, *workload.shape[1:]))
+    along = built.patching.best_axis(built.patching.grid(workload.shape))
 
     def run() -> float:
         started = time.perf_counter()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from parallel_backend.core.degrees import WIDGETS, Degrees
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.own_class.proof import NOT_TRIED, Proof
+from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.spans import Span, split_carrying
-from parallel_backend.families.own_class.family import StreamKeys
+from parallel_backend.own_class.built.built_class import StreamKeys
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.placement.model_sizes import ModelSizes, model_sizes
@@ -101,8 +101,8 @@ def workload_of(
 
     ValueError if the latent has no frames and the model is for videos.
     """
-    family = checkpoint.family
-    grid = family.patching.grid(shape)
+    built = checkpoint.built
+    grid = built.patching.grid(shape)
     if len(shape) != 2 + len(grid):
         raise ValueError(
             f"latent_image: the latent has {len(shape)} axes, this model needs {2 + len(grid)}. Use the Empty Latent node "
@@ -111,12 +111,12 @@ def workload_of(
     request = expected_request(checkpoint, shape, entries, prompt)
     sizes = replace(model_sizes(checkpoint, dtype, device), transfer_dtype=transfer_dtype)
     kinds: dict[tuple[str, tuple[StreamKeys, ...]], str] = {}
-    blocks = zip(family.block_names, sizes.attention, strict=True)
+    blocks = zip(built.block_names, sizes.attention, strict=True)
     return Workload(
         name=checkpoint.path.name,
-        kind=family.title,
+        kind=built.title,
         dtype=dtype,
-        shape=(shape[0], family.latent_channels, *shape[2:]),
+        shape=(shape[0], built.latent_channels, *shape[2:]),
         entries=entries,
         steps=steps,
         prompt=prompt,

@@ -2,7 +2,7 @@
 ranks can run. Its arithmetic and the names of its tensors are FLUX.1's.
 
 Ranks need of a class: blocks in an nn.ModuleList, layers made by `operations`, and a call of this room's `attention`.
-Nothing here knows of ranks. A trial (families/own_class/trial.py) finds how to split the class over ranks.
+Nothing here knows of ranks. A trial (own_class/trials/trial.py) finds how to split the class over ranks.
 
 B batch, T text tokens, N image tokens, S = T + N, H heads, D features of a head, W = H x D.
 """

@@ -15,8 +15,8 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half
 from parallel_backend.checkpoints.quantised_formats import KEPT, blank, int8_layer
 from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.rank.stage.build_stage import own_class_to_time, own_forward
 from parallel_backend.rank.stage.linear import RankLinear
-from parallel_backend.rank.stage.own_class import own_class_to_time, own_forward
 from parallel_backend.wire.diagnosis import OwnCall, Probed
 
 REPEATS = 5
@@ -75,7 +75,7 @@ def _measure(
 ) -> list[dict[str, float]]:
     """For each call: seconds by block list, and under AROUND those of the forward without the blocks."""
     dtype = compute_dtype(dtype_name, device)
-    model, blocks = own_class_to_time(checkpoint.family, dtype)
+    model, blocks = own_class_to_time(checkpoint.built, dtype)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             values = torch.empty_like(parameter, device=device).normal_(std=0.02)

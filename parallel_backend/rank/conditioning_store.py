@@ -10,7 +10,7 @@ from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
-from parallel_backend.families.own_class.family import OwnClassFamily
+from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.wire.sampling import PutConditioning, Step
 
 from .attention.words import WordKeys
@@ -43,9 +43,9 @@ class RankConditioning:
 class ConditioningStore:
     """Conditioning by the client's id."""
 
-    def __init__(self, family: OwnClassFamily, device: torch.device, keeps_words: bool):
+    def __init__(self, built: BuiltClass, device: torch.device, keeps_words: bool):
         """`keeps_words`: those of a class that has steady ones (OwnLatent)."""
-        self._family, self._device, self._keeps_words = family, device, keeps_words and family.own.steady
+        self._built, self._device, self._keeps_words = built, device, keeps_words and built.own.steady
         self._held: dict[int, RankConditioning] = {}
 
     def __getitem__(self, conditioning: int) -> RankConditioning:
@@ -60,7 +60,7 @@ class ConditioningStore:
     def put(self, message: PutConditioning) -> None:
         self._held[message.id] = RankConditioning(
             message.grid,
-            self._family.token_order(message.grid, message.references, message.along),
+            self._built.token_order(message.grid, message.references, message.along),
             message.batch,
             {name: to_device(tensor, self._device) for name, tensor in message.tensors.items()},
             WordKeys(message.batch) if self._keeps_words and message.changes.guidance is None else None,

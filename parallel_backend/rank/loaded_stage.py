@@ -9,23 +9,23 @@ from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.fingerprint import check_fingerprint
-from parallel_backend.checkpoints.own_class import open_setup
+from parallel_backend.checkpoints.open_model import open_setup
 from parallel_backend.core.attention_kernels import AUTO
 from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.sparse_attention import SparseAttention
-from parallel_backend.families.own_class.adapters import gate_of
+from parallel_backend.own_class.adapters.adapters import gate_of
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.kernel_choice import RankKernel, choose_kernel
 from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.host_memory.host_store import HostStore
+from parallel_backend.rank.stage.build_stage import OwnLink, attend_over_ranks, build_own_stage
 from parallel_backend.rank.stage.linear import PackedLinear, multiply_plain_fp8
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
-from parallel_backend.rank.stage.own_class import OwnLink, attend_over_ranks, build_own_stage
 from parallel_backend.rank.stage.store.device_copies import DeviceCopies, copies_of
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from parallel_backend.rank.stage.tensor_parallel import TensorPlan
@@ -64,8 +64,8 @@ class LoadedStage:
         if load.fingerprint:
             check_fingerprint(checkpoint, load.fingerprint)
         checkpoint.check_unchanged(load.file_state)
-        family, own = checkpoint.family, checkpoint.family.own
-        self.family = family
+        built, own = checkpoint.built, checkpoint.built.own
+        self.built = built
         self.dtype = compute_dtype(setup.dtype, device)
         self._degrees = degrees = setup.degrees
         self.mesh = peers.enter_mesh(degrees)
@@ -83,7 +83,7 @@ class LoadedStage:
         resident = load.resident[rank] if load.resident else None
         self.store = store = WeightStore(self.copies, host, self.traffic, resident)
         read = functools.partial(self._read, store, progress, setup.fp8_products)
-        plan = TensorPlan(family.tensor_plan, self.tensor)
+        plan = TensorPlan(built.tensor_plan, self.tensor)
         stage = build_own_stage(checkpoint, span, device, setup.dtype, plan, read, self.own_link)
         self.model, self.blocks, plan = stage.model, stage.blocks, stage.plan
         plan.apply(self.model, self.traffic)

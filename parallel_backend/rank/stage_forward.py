@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.families.base.step_inputs import StepInputs
+from parallel_backend.own_class.calls.step_inputs import StepInputs
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.sparse import SparseStep
@@ -80,7 +80,7 @@ class StageForward:
         )
         try:
             with stage.blocks.skipping(conditioning.changes.skipped):
-                out = stage.family.run(stage.blocks, step_inputs)
+                out = stage.built.run(stage.blocks, step_inputs)
             # Companion tokens are replicated: the client takes them from one patch rank.
             out = out if stage.cut.gives_companion(stage.place) else out[:, :pictures]
             return (out, *stage.own_link.take_leaving())

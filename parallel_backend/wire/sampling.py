@@ -59,7 +59,7 @@ class Step:
     timestep: torch.Tensor
     """[entries] float32, in the sampler's units, see StepInputs."""
     residuals: dict[str, int]
-    """Name (families/own_class/residuals.py) -> index in `added` of the tensor that a ControlNet adds."""
+    """Name (own_class/calls/residuals.py) -> index in `added` of the tensor that a ControlNet adds."""
     added: tuple[torch.Tensor, ...]
     """[entries, m, hidden] each, for the rank's m picture tokens, or of residuals.AROUND for all tokens."""
     x: torch.Tensor

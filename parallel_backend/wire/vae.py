@@ -31,7 +31,7 @@ class PutVAE:
     """Name of the weights; equal weights have equal names."""
     part: str
     recipe: str
-    """JSON of families.own_class.module_tree: "tree", the module; "folder" and "settings", by which it is imported;
+    """JSON of own_class.built.module_tree: "tree", the module; "folder" and "settings", by which it is imported;
     "constants". And "call", the name of the module's function that computes the part."""
     tensors: dict[str, torch.Tensor]
     """All tensors by their names in the module, in the dtype to compute in."""

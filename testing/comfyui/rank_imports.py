@@ -5,7 +5,7 @@ PARALLEL_DIT_COMFYUI is ComfyUI's folder.
 
 import os
 
-from parallel_backend.families.own_class.building import imported
+from parallel_backend.own_class.built.building import imported
 
 SETTINGS = ("comfy.cli_args", "args.cpu", True), ("comfy.cli_args", "args.use_pytorch_cross_attention", True)
 MODULES = "comfy.utils", "comfy.model_management", "comfy.ops", "comfy.ldm.modules.attention", "comfy.ldm.wan.model"

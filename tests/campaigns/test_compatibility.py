@@ -52,9 +52,9 @@ def test_a_node_is_what_it_is_in_its_worst_mode(changes, outcome):
 def test_comfyuis_own_nodes_do_what_they_do_natively(comfyui, tmp_path):  # noqa: F811
     save_models(tmp_path, comfyui)
 
-    def run(family: str) -> list:
+    def run(built: str) -> list:
         with contextlib.closing(PackSession(comfyui, tmp_path, None)) as session:
-            return list(session.run(session.nodes, family))
+            return list(session.run(session.nodes, built))
 
     with ThreadPoolExecutor(2) as pool:
         verdicts = [verdict for found in pool.map(run, FAMILIES) for verdict in found]

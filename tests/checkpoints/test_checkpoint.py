@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.checkpoints.own_class import open_own_class
+from parallel_backend.checkpoints.open_model import open_own_class
 from parallel_backend.checkpoints.single_file import contents_of
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.own_class.built.built_class import built_class
 from testing import mini
 from tests.support.one_rank import OneRank
 
@@ -96,7 +96,7 @@ def test_fp8_is_a_quarter_in_memory_and_close(pools, mini_file, mini_model, stag
 
 
 def test_torchs_generator_stays_where_it_is(mini_file):
-    own_class_family.cache_clear()
+    built_class.cache_clear()
     torch.manual_seed(1)
     before = torch.get_rng_state()
     open_own_class(mini_file, mini.proven())

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.own_class import open_own_class
+from parallel_backend.checkpoints.open_model import open_own_class
 from parallel_backend.checkpoints.packed_formats import CHUNK_VALUES, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half
 from parallel_backend.checkpoints.reader import reading
 from parallel_backend.client.call import ModelCall
@@ -269,7 +269,7 @@ def test_on_ranks(pools, files, expected, measured, what, degrees):
     path, _ = files(what)
     model = pools.mini(path, degrees, dtype=dtype_of(what))
     output = model.predict(ModelCall(*mini.inputs(CONFIG)), lambda: None)
-    error = mini.relative(model.family.patching.pack(output), expected(what)[1])
+    error = mini.relative(model.built.patching.pack(output), expected(what)[1])
     measured("relative difference of a packed model on 2 ranks", error)
     assert error < LIMIT
     # A half of the heads is half a block of the K types, which is expanded when it is loaded.

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.limits import MAX_SETTING, MAX_UNSEEN, check_own_arguments
-from parallel_backend.checkpoints.own_class import open_own_class
+from parallel_backend.checkpoints.open_model import open_own_class
 from parallel_backend.checkpoints.safetensors_file import MAX_HEADER_BYTES
 from parallel_backend.checkpoints.single_file import MAX_REFUSAL, contents_of
 from parallel_backend.checkpoints.tensor_files import open_file
-from parallel_backend.families.own_class.building import build
+from parallel_backend.own_class.built.building import build
 from testing import mini
 from tests.campaigns.fuzz import files
 from tests.support.planted_comfyui import planted, planted_comfyui

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.own_class import open_own_class
+from parallel_backend.checkpoints.open_model import open_own_class
 from parallel_backend.checkpoints.quantised_formats import (
     FORMATS,
     rotate,

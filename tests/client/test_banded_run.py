@@ -19,12 +19,12 @@ from parallel_backend.client.step_cache import StepCache
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.patching import Companion, Patching
-from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.own_class.built.built_class import built_class
+from parallel_backend.own_class.calls.patching import Companion, Patching
 from parallel_backend.processes.pool import POLL_SECONDS
 from testing import mini
 
-FAMILY = own_class_family(mini.proven())
+FAMILY = built_class(mini.proven())
 SHAPE = (1, 16, 12, 4)  # 6 rows of 2 tokens
 PATCHING = Patching()
 PATIENCE = 10.0
@@ -46,7 +46,7 @@ class FakeModel:
     """Answers a call with `2 * x + timestep` after a random time, calls one after the other, as the ranks do."""
 
     def __init__(self, seed: int = 0, delay: float = 0.002):
-        self.family, self.posted, self.abandoned = FAMILY, [], []
+        self.built, self.posted, self.abandoned = FAMILY, [], []
         self.degrees = Degrees()
         self.error: Exception | None = None
         self.mute = False  # never answer
@@ -66,7 +66,7 @@ class FakeModel:
         for known in self._known:
             if known.matches(call, layout, call.tensors.keys()):
                 return known
-        order = self.family.token_order(layout.grid)
+        order = self.built.token_order(layout.grid)
         number, text_tokens = len(self._known) + 1, 3 + layout.companion_tokens
         self._known.append(Conditioning(number, layout, order, text_tokens, 1, call.tensors))
         return self._known[-1]
@@ -211,8 +211,8 @@ def test_odd_sizes_get_their_own_rows_back(seed):
 def test_a_companion_latent_goes_with_the_first_band(model, exact):
     """And is forecast with it: with times on a line the fourth call is."""
     patching = Patching(video=True, companion=Companion("b c s t -> b (s t) c", (32, 2, 3)))
-    model.family = replace(FAMILY)
-    vars(model.family)["patching"] = patching
+    model.built = replace(FAMILY)
+    vars(model.built)["patching"] = patching
     x, sound = torch.randn(1, 16, 2, 5, 6), torch.randn(1, 32, 2, 3)
     rows, cache = cut_rows(tuple(x.shape), 3, patching), StepCache(0.5, 3)
     run = BandedRun(

@@ -70,7 +70,7 @@ def test_a_call_made_meanwhile_is_under_way_before_the_first_is_waited_for(remot
 def guided_in_bands(model, together: bool, warm_up: int, steps: int = 4, bands: int = 2) -> tuple[torch.Tensor, list[int]]:
     """Euler with guidance, two calls a step, in bands; and the ranks' micro-steps."""
     x, _, (short, long) = prompts()
-    patching, sigmas = model.family.patching, linear_sigmas(steps)
+    patching, sigmas = model.built.patching, linear_sigmas(steps)
     rows = cut_rows(tuple(x.shape), bands, patching)
     micro_steps(model)
     run = BandedRun(model, rows, tuple(x.shape), warm_up > 0)

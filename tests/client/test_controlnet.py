@@ -14,7 +14,7 @@ import torch
 
 from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.client.pipefusion.banded_run import cut_rows
-from parallel_backend.families.base.patching import Patching
+from parallel_backend.own_class.calls.patching import Patching
 
 pytestmark = pytest.mark.threads
 

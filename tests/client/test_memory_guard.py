@@ -14,7 +14,7 @@ from parallel_backend.client.memory_guard import MemoryGuard, request_of
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import ALLOWED, Offload
 from parallel_backend.core.token_order import TokenOrder
-from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.own_class.built.built_class import built_class
 from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
@@ -42,7 +42,7 @@ class Guarded:
         check, self.check.check = self.check.check, self._checked
         self._check = check
         ranks = SimpleNamespace(devices=("cpu",), ask=self._ask)
-        self.guard = MemoryGuard(ranks, self.check, checkpoint.family)
+        self.guard = MemoryGuard(ranks, self.check, checkpoint.built)
         (self.weights,) = self.check.weights()
 
     def load(self) -> None:
@@ -200,7 +200,7 @@ def test_gb_to_leave_free_are_left_free(mini_file):
 
 @pytest.mark.parametrize(("along", "dim"), [("rows", -2), ("frames", -3)])
 def test_a_run_counts_bands_along_the_axis_that_they_cut(along, dim):
-    family, grid = own_class_family(mini_wan()), (6, 4, 4)
+    built, grid = built_class(mini_wan()), (6, 4, 4)
     tensors = {"context": torch.zeros(1, 7, 8)}
-    given = Conditioning(1, TokenLayout(grid, along), family.token_order(grid, 0, along), 7, 1, tensors)
-    assert request_of(given, family).band_dim == dim
+    given = Conditioning(1, TokenLayout(grid, along), built.token_order(grid, 0, along), 7, 1, tensors)
+    assert request_of(given, built).band_dim == dim

@@ -114,7 +114,7 @@ class FakeCheckpoint:
             raise ValueError("does not exist")
         self.path, self.files, self.file_state = path, {path}, self.on_disk
         self.moves, self.refused = "stuck" not in path.name, "large" in path.name
-        self.family = FAMILY
+        self.built = FAMILY
 
     @property
     def has_changed(self):

@@ -53,7 +53,7 @@ class Host:
         spans = even_stages(57, 2)
         self.check = MemoryCheck(flux, mini.setup(flux.path, "bf16", DEVICES, TWO, "auto"), spans, 2)
         pool = SimpleNamespace(devices=DEVICES, ask=self._ask)
-        self.guard = MemoryGuard(pool, self.check, flux.family, self.make_room)
+        self.guard = MemoryGuard(pool, self.check, flux.built, self.make_room)
 
     def load(self) -> None:
         self.guard.make_room_for((), nobody)

@@ -21,16 +21,16 @@ from parallel_backend.client.shared_tensors import shared_output, shared_weights
 from parallel_backend.core import pinned
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.own_class.call_arguments import to_tensors
-from parallel_backend.families.own_class.residuals import CONTROL, for_trial
-from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import Call
+from parallel_backend.own_class.calls.call_arguments import to_tensors
+from parallel_backend.own_class.calls.residuals import CONTROL, for_trial
+from parallel_backend.own_class.calls.tried_calls import Call
+from parallel_backend.own_class.trials.trial import trial
 from parallel_backend.processes.pool import RankError
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.shared_memory import make_segment, sharing_possible
 from tests.emulated.test_own_class import saved
-from tests.families.planted_classes import WIDTH
+from tests.own_class.planted_classes import WIDTH
 from tests.support import fake_cuda
 from tests.support.planted_comfyui import as_folder, planted_comfyui
 

@@ -36,7 +36,7 @@ OTHERS = (
     *("wan-2.2-i2v", "wan-bernini", "wan-2.2-fun-control", "wan-flow-rvs"),
 )
 NEWER = {"qwen-image-2.1": "QwenImage21", "qwen-image-2.1-edit": "QwenImage21"}
-"""Of a ComfyUI newer than the one of these tests -> its class. Planted classes in their form are in tests/families."""
+"""Of a ComfyUI newer than the one of these tests -> its class. Planted classes in their form are in tests/own_class."""
 CLASSES = *DEFAULT, *OTHERS
 AT_FIRST_SIGMA = {"cogvideox-5b": 5e-5, "cogvideox-1.5": 5e-5, "cogvideox-1.5-i2v": 5e-5}
 """Their latents are multiplied by a first sigma of 4518, and a batch of one rounds in another way than one of two."""

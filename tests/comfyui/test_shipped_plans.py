@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from parallel_backend.families.own_class.plan import NAME, PLANS
+from parallel_backend.own_class.plans.plan import NAME, PLANS
 from scripts.make_plans import SCRIPTS, all_made, version_of
 from tests.support.requirements import missing
 

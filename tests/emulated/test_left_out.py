@@ -72,7 +72,7 @@ def with_graphs(both: Both, files: Files) -> list[torch.Tensor]:
 def whole_call_of(model: Any) -> torch.Tensor:
     call = whole_call(model, *GIVEN)
     model.post(call)
-    return model.family.patching.unpack(call.future.result(60), tuple(GIVEN[0].shape))
+    return model.built.patching.unpack(call.future.result(60), tuple(GIVEN[0].shape))
 
 
 # ---- what is left out

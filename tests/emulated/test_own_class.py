@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from parallel_backend.checkpoints.own_class import open_own_class
+from parallel_backend.checkpoints.open_model import open_own_class
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.loading import load_model
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
@@ -22,16 +22,16 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span, split_by_share
 from parallel_backend.core.token_order import class_order
-from parallel_backend.families.base.patching import Patching
-from parallel_backend.families.own_class.attention_calls import attention_by
-from parallel_backend.families.own_class.building import build
-from parallel_backend.families.own_class.call_arguments import to_tensors
-from parallel_backend.families.own_class.residuals import CONTROL, by_kind, for_trial
-from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import Call, draw_weights
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.calls.call_arguments import to_tensors
+from parallel_backend.own_class.calls.patching import Patching
+from parallel_backend.own_class.calls.residuals import CONTROL, by_kind, for_trial
+from parallel_backend.own_class.calls.tried_calls import Call, draw_weights
+from parallel_backend.own_class.cuts.attention_calls import attention_by
+from parallel_backend.own_class.trials.trial import trial
 from tests.campaigns.transport.cases import nothing
-from tests.families import planted_prefix
-from tests.families.planted_classes import WIDTH
+from tests.own_class import planted_prefix
+from tests.own_class.planted_classes import WIDTH
 from tests.support.cpu_and_gpu import Both, devices_of
 from tests.support.planted_comfyui import planted, planted_comfyui
 
@@ -199,7 +199,7 @@ def three_calls(
     model: RemoteTransformer, call: ModelCall, shape: tuple[int, ...], along: str
 ) -> tuple[BandedRun, torch.Tensor]:
     """A run of three calls in three bands, or in displaced patches, and what each of its calls gives."""
-    patching = model.family.patching.cut(along)
+    patching = model.built.patching.cut(along)
     count = 1 if model.degrees.displaced else 3
     bands = BandedRun(model, cut_rows(shape, count, patching), shape, warm_up=True, along=along)
 

@@ -78,7 +78,7 @@ def test_weights_give_way_and_come_back(both: Both, files: Files):
             before()
             model.post(call)
             model.close_run(opened, nothing)
-            return model.family.patching.unpack(call.future.result(60), tuple(GIVEN[0].shape))
+            return model.built.patching.unpack(call.future.result(60), tuple(GIVEN[0].shape))
 
         found = results(model)
         if not on_gpu(ranks):

@@ -22,7 +22,7 @@ def module() -> Iterator[Callable[[str], Any]]:
 def patcher(module, mini_file, monkeypatch) -> Any:
     """A MODEL on ranks, which are not started."""
     checkpoint = mini.opened(mini_file)
-    weights = module("model.lora.lora").NativeWeights(checkpoint, checkpoint.family.own, torch.float32)
+    weights = module("model.lora.lora").NativeWeights(checkpoint, checkpoint.built.own, torch.float32)
     setup = mini.setup(checkpoint.path, "fp32", ("cpu",), Degrees(), "auto")
     model = torch.nn.Module()
     model.model_loaded_weight_memory, model.latent_shapes = 0, None

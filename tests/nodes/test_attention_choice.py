@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from parallel_backend.core.attention_kernels import SAGE_VARIANTS
-from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.own_class.built.built_class import built_class
 from testing import mini
 
-FAMILY = own_class_family(mini.proven())
+FAMILY = built_class(mini.proven())
 BLOCKS = 8
 
 
@@ -129,7 +129,7 @@ def test_what_a_file_asks_for_is_taken_where_all_blocks_have_it_and_the_user_has
     module, layers, loaded, expected
 ):
     attention = {f"layer {index}": "comfy_kitchen" for index in range(layers)}
-    checkpoint = SimpleNamespace(attention=attention, family=FAMILY)
+    checkpoint = SimpleNamespace(attention=attention, built=FAMILY)
     preferred = module("model.patches.attention_choice").preferred_attention(checkpoint, loaded, {})
     assert preferred == expected
     kernel_of_call = module("model.patches.block_patches").kernel_of_call

@@ -50,7 +50,7 @@ def bank(module, monkeypatch):
 @pytest.fixture
 def weights(module, mini_file):
     checkpoint = mini.opened(mini_file)
-    return module("model.lora.lora").NativeWeights(checkpoint, checkpoint.family.own, torch.float32)
+    return module("model.lora.lora").NativeWeights(checkpoint, checkpoint.built.own, torch.float32)
 
 
 def with_head(file, start, stop, path):

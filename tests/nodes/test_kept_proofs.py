@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
-from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.own_class.plans.proof import Proof
 from tests.support.planted_comfyui import planted
 
 BLOCK = OwnBlock("blocks.0", ("0", ""), False, (OwnSlice(1, 1, (0,), True),), (OwnAttention((0,), (), 4, 8),), ((0,), ()))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parallel_backend.checkpoints.own_class import open_own_class
-from parallel_backend.families.own_class.building import build
-from parallel_backend.families.own_class.tried_calls import draw_weights
+from parallel_backend.checkpoints.open_model import open_own_class
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.calls.tried_calls import draw_weights
 from tests.support.planted_comfyui import planted, planted_comfyui
 
 METHOD = "preprocess_text_embeds"

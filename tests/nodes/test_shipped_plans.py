@@ -10,9 +10,9 @@ import pytest
 
 from parallel_backend.core.kept_file import write_kept
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnClass, OwnCut, OwnLatent, OwnSlice
-from parallel_backend.families.own_class import plan as plans
-from parallel_backend.families.own_class.plan import Asked, Plan, key_of, lists_of, of_json, path_of, to_json, without
-from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.own_class.plans import plan as plans
+from parallel_backend.own_class.plans.plan import Asked, Plan, key_of, lists_of, of_json, path_of, to_json, without
+from parallel_backend.own_class.plans.proof import Proof
 
 SLICES = (OwnSlice(1, 1, (0,), True), OwnSlice(2, 1, (1,), False))
 MIDDLE = OwnBlock(

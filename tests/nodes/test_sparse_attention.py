@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from parallel_backend.core.sparse_attention import SparseAttention
-from parallel_backend.families.own_class import adapters
-from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.own_class.adapters import adapters
+from parallel_backend.own_class.built.built_class import built_class
 from testing import mini
 from tests.nodes.test_attention_choice import in_module
 
@@ -52,7 +52,7 @@ def of(module, override, blocks=None, sigma=0.5):
     if blocks is not None:
         options["patches_replace"] = {"dit": {("double_block", index): blocks for index in range(3)}}
         assert module("model.patches.block_patches").skipped_keys(options["patches_replace"]) == ({}, {})
-    checkpoint = SimpleNamespace(family=own_class_family(mini.proven()), config={})
+    checkpoint = SimpleNamespace(built=built_class(mini.proven()), config={})
     return module("model.call.own_calls").sparse_attention(checkpoint, options, (torch.zeros(1, 4, 2, 2),), {}, object)
 
 

@@ -21,7 +21,7 @@ from parallel_backend.core import host_memory as host_memory_module
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.host_memory import LEFT_FREE, group_limits, room_for_weights
 from parallel_backend.core.setup import Setup
-from parallel_backend.families.base.patching import latents_of
+from parallel_backend.own_class.calls.patching import latents_of
 from parallel_backend.placement.balance import even_stages, stages_by_size
 from parallel_backend.placement.device_memory import DeviceMemory, device_memories
 from parallel_backend.placement.memory_advice import Capacity, changes
@@ -54,9 +54,9 @@ def nobody() -> None:
 
 
 def predicted(model: RemoteTransformer, x, tensors, kept: int, bands: int = 1) -> list[int]:
-    patching, shapes = model.family.patching, [tuple(latent.shape) for latent in latents_of(x)]
+    patching, shapes = model.built.patching, [tuple(latent.shape) for latent in latents_of(x)]
     conditioning = conditioning_of(model, patching.grid(shapes[0]), tensors, sound=patching.companion_tokens(shapes))
-    request = request_of(conditioning, model.family, kept, bands)
+    request = request_of(conditioning, model.built, kept, bands)
     return [memory.buffers for memory in model._memory.memory_check.memory((request,))]
 
 
@@ -113,7 +113,7 @@ def test_activations(mini_file, measured):
     rank = OneRank(mini_file)
     rank.put(x, tensors)
     sizes = model_sizes(rank.checkpoint, "fp32", "cpu")
-    request = Request(rank.family.patching.grid(tuple(x.shape)), 0, rank.family.words(tensors), len(x))
+    request = Request(rank.built.patching.grid(tuple(x.shape)), 0, rank.built.words(tensors), len(x))
     estimate = memory_of(sizes, Degrees(), even_stages(len(sizes.block_bytes), 1), 0, (request,))
     for _ in range(2):  # what is made once
         rank.step(x, timestep)
@@ -202,7 +202,7 @@ def fitting(mini_file, degrees: Degrees, more: int = 1, dtype: str = "fp32") -> 
     spans = even_stages(8, degrees.pipe)
     devices = tuple(f"cuda:{rank}" for rank in range(degrees.world))
     return MemoryCheck(
-        checkpoint, Setup(checkpoint.path, dtype, devices, degrees, "auto", own_class=checkpoint.family.own), spans, more
+        checkpoint, Setup(checkpoint.path, dtype, devices, degrees, "auto", own_class=checkpoint.built.own), spans, more
     )
 
 
@@ -263,7 +263,7 @@ def test_weights_are_refused_before_loading(mini_file):
 def ways(mini_file, degrees, requests, capacity, devices=4, dtype="fp32") -> list[str]:
     checkpoint = mini.opened(mini_file)
     sizes, spans = model_sizes(checkpoint, dtype, "cuda:0"), even_stages(8, degrees.pipe)
-    setup = Setup(checkpoint.path, dtype, ("cuda:0",), degrees, "auto", own_class=checkpoint.family.own)
+    setup = Setup(checkpoint.path, dtype, ("cuda:0",), degrees, "auto", own_class=checkpoint.built.own)
     return changes(checkpoint, setup, sizes, spans, requests, capacity, devices)
 
 

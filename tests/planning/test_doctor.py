@@ -14,7 +14,7 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.own_class.family import StreamKeys
+from parallel_backend.own_class.built.built_class import StreamKeys
 from parallel_backend.placement.links import SIZES, Link, Links, alike, fit
 from parallel_backend.placement.model_sizes import ModelSizes
 from parallel_backend.planning import rehearsal
@@ -284,7 +284,7 @@ def rehearsed(found: Plan, mini_file, registry: Registry, monkeypatch, poll=lamb
         yield registry.model(setup, lambda: None, expected=lambda: request, opened=file)
         registry.unload(setup)
 
-    setup = Setup(checkpoint.path, "fp32", ("cpu", "cpu"), Degrees(), "sdpa", own_class=checkpoint.family.own)
+    setup = Setup(checkpoint.path, "fp32", ("cpu", "cpu"), Degrees(), "sdpa", own_class=checkpoint.built.own)
     return rehearsal.rehearse(found, setup, checkpoint, load, lambda _doing: poll, lambda: None), setups
 
 

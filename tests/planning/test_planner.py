@@ -15,7 +15,7 @@ from benchmarks.predictions.published import RUNS, Run, predicted
 from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Offload, Setup
-from parallel_backend.families.own_class.family import pairs_of
+from parallel_backend.own_class.built.built_class import pairs_of
 from parallel_backend.placement.links import SIZES, Link, Links, alike, links_of
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
 from parallel_backend.placement.pipeline_model import StageCost, finish_times
@@ -381,7 +381,7 @@ def test_two_ranks_are_calibrated(calibrated, mini_file):
 
 def test_a_gpu_keeps_some_memory_for_its_processes(mini_file):
     file = mini.opened(mini_file, text=8)
-    times = dict.fromkeys(file.family.counts, (2e-3, 1e-3))
+    times = dict.fromkeys(file.built.counts, (2e-3, 1e-3))
     found = [LinksProbed(0, "a GPU", 9 * GB, 24 * GB, {}, {})]
     memories = [DeviceMemoryReport(0, "a card", 9 * GB, 0, 0, 24 * GB, "here", 64 * GB, 25e9)]
     made = calibration_of(
@@ -392,7 +392,7 @@ def test_a_gpu_keeps_some_memory_for_its_processes(mini_file):
     assert set(made.costs[0].blocks) == set(times)
 
 
-KEY = {"version": 1, "devices": [["cuda:0", "a GPU", 24]], "family": "flux"}
+KEY = {"version": 1, "devices": [["cuda:0", "a GPU", 24]], "built": "flux"}
 
 
 class Measurements:
@@ -412,7 +412,7 @@ def test_a_calibration_is_measured_once(tmp_path):
     first = cached(folder, KEY, measure)
     assert cached(folder, KEY, measure) == first
     assert measure.count == 1
-    other = cached(folder, KEY | {"family": "sd3"}, measure)
+    other = cached(folder, KEY | {"built": "sd3"}, measure)
     assert other != first
     assert cached(folder, KEY, measure) == first  # both are kept
     assert measure.count == 2
@@ -435,7 +435,7 @@ def change(path: tuple, value) -> object:
 DAMAGES = {
     "cut off": lambda text: text[: len(text) // 2],
     "no object": lambda _text: "[1, 2]",
-    "of another machine": change(("key", "family"), "sd3"),
+    "of another machine": change(("key", "built"), "sd3"),
     "an older version": change(("key", "version"), 0),
     "no digest": lambda text: text.replace('"digest"', '"digset"'),
     "another figure": change(("calibration", "hop"), 1.0),

@@ -6,7 +6,7 @@ import pytest
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnBlock, OwnClass, OwnLatent
-from parallel_backend.families.own_class.proof import NOT_TRIED, Proof
+from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 from parallel_backend.planning.modes import possible
 from parallel_backend.planning.trials import Trials
 from tests.planning.test_planner import workload

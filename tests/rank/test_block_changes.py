@@ -8,7 +8,7 @@ from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
-from parallel_backend.families.own_class.family import own_class_family
+from parallel_backend.own_class.built.built_class import built_class
 from testing import mini
 
 GUIDANCE = NormalizedGuidance(5.0, 1.5, 0.5, positive=Span(1, 2), negative=Span(0, 1))
@@ -20,7 +20,7 @@ def test_entries_that_look_at_each_other_are_one_replicas():
     conditioning = Conditioning(1, TokenLayout((2, 3)), order, 0, 3, {}, first_replica=1, changes=GUIDED)
     assert conditioning.shares(2) == (Span(3, 3), Span(0, 3))
     degrees = Degrees(batch=2, pipe=2)
-    request = request_of(conditioning, own_class_family(mini.proven()))
+    request = request_of(conditioning, built_class(mini.proven()))
     assert [request.entries_on(degrees, degrees.coordinate(rank)) for rank in range(4)] == [0, 0, 3, 3]
 
 

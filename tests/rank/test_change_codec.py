@@ -139,7 +139,7 @@ def test_what_it_keeps_is_in_the_memory_model(load):
     found = {}
     for kind in ("full", "residual"):
         model = load(kind)
-        request = request_of(conditioning_of(model, (8, 6), tensors), model.family, 2, 1)
+        request = request_of(conditioning_of(model, (8, 6), tensors), model.built, 2, 1)
         found[kind] = model._memory.memory_check.memory((request,))[0].arriving
     values = 8 * 2 * (8 + 48) * 8 * 16
     assert found["full"] == 4 * values

@@ -23,7 +23,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core import device_copies
 from parallel_backend.core.attention_kernels import KERNELS
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.families.own_class.family import OwnClassFamily
+from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank import micro_step_graphs
 from parallel_backend.rank.micro_step_graphs import MicroStepGraphs
@@ -81,7 +81,7 @@ def sampled(
 
     `seeds`: of the conditionings that are called in turn.
     """
-    whole, patching = mini.inputs(batch=1)[0], model.family.patching
+    whole, patching = mini.inputs(batch=1)[0], model.built.patching
     prompts = [mini.inputs(batch=1, seed=seed)[2] for seed in seeds]
     rows = cut_rows(tuple(whole.shape), BANDS, patching)
     run = BandedRun(model, rows, tuple(whole.shape), warm_up > 0, extrapolate=extrapolate)
@@ -301,13 +301,13 @@ def test_no_other_thread_asks_the_device_anything_during_a_capture(pools, mini_f
 
 def test_a_copy_from_the_host_is_in_no_graph(pools, mini_file, expected, monkeypatch, caplog):
     """The memory that it is from is another's by the time of the replay."""
-    run = OwnClassFamily.run
+    run = BuiltClass.run
 
     def copying(self, model, step):
         device_copies.to_device(torch.zeros(3), step.timestep.device)
         return run(self, model, step)
 
-    monkeypatch.setattr(OwnClassFamily, "run", copying)
+    monkeypatch.setattr(BuiltClass, "run", copying)
     found, stats = sampled(load(pools(1), mini_file, Degrees(), True))
     assert torch.equal(found, expected)
     assert counts(stats) == {(0, 0)}

@@ -25,7 +25,7 @@ class Runs(OneRank):
         self.x, self.timestep, tensors = mini.inputs()
         for number in (1, 2):
             self.put(self.x, tensors | {"context": tensors["context"] * number}, number)
-        rows = self.family.patching.grid(tuple(self.x.shape))[0]
+        rows = self.built.patching.grid(tuple(self.x.shape))[0]
         self.bands = [self.token_order.of_rows(span) for span in split(Span(0, rows), BANDS)]
 
     @property

@@ -16,12 +16,12 @@ from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.sparse_attention import KEYS, KEYS_AND_ROWS, REST, SOUND, VIDEO, SparseAttention
-from parallel_backend.families.own_class import adapters
-from parallel_backend.families.own_class.attention_calls import attention_by
-from parallel_backend.families.own_class.building import build
-from parallel_backend.families.own_class.call_arguments import to_tensors
-from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import Call, draw_weights
+from parallel_backend.own_class.adapters import adapters
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.calls.call_arguments import to_tensors
+from parallel_backend.own_class.calls.tried_calls import Call, draw_weights
+from parallel_backend.own_class.cuts.attention_calls import attention_by
+from parallel_backend.own_class.trials.trial import trial
 from tests.support.planted_comfyui import planted, planted_comfyui
 
 pytestmark = pytest.mark.threads

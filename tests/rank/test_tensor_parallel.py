@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnCut
 from parallel_backend.core.validate import check_model
-from parallel_backend.families.base.tensor_plan import CutKind, cut_side
+from parallel_backend.own_class.cuts.tensor_plan import CutKind, cut_side
 from parallel_backend.rank.loaded_stage import LoadedStage
 
 pytestmark = pytest.mark.threads

@@ -66,7 +66,7 @@ def test_modes_of_streamed_weights(case, files, thread_pools, emulated, streamed
     def opened(load: Callable[..., RemoteTransformer]) -> Callable[..., RemoteTransformer]:
         """`load` of a checkpoint, by its class."""
         return lambda checkpoint, degrees: load(
-            checkpoint.path, degrees, own=mini.for_tensor(checkpoint, degrees.tensor).family.own
+            checkpoint.path, degrees, own=mini.for_tensor(checkpoint, degrees.tensor).built.own
         )
 
     found = case.run(files, opened(streamed), emulated)
@@ -283,7 +283,7 @@ def test_adapters_that_gave_way_are_sent_again_beside_weights_that_come_back(emu
     run = begin_run(model, *given)
     model.give_way("cpu", 1e32, nobody)  # between a call and its first micro-step
     model.post(run)
-    assert mini.relative(model.family.patching.unpack(run.future.result(60), given[0].shape), expected) < 1e-5
+    assert mini.relative(model.built.patching.unpack(run.future.result(60), given[0].shape), expected) < 1e-5
     model.close_run(run.run, nobody)
     model.give_way("cpu", 1e32, nobody)
     model.adapt(None, (), nobody)

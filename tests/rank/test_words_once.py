@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parallel_backend.checkpoints.own_class import open_own_class
+from parallel_backend.checkpoints.open_model import open_own_class
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
-from parallel_backend.families.own_class.building import build
-from parallel_backend.families.own_class.call_arguments import to_tensors
-from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import Call, draw_weights
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.calls.call_arguments import to_tensors
+from parallel_backend.own_class.calls.tried_calls import Call, draw_weights
+from parallel_backend.own_class.trials.trial import trial
 from parallel_backend.placement.memory_model import Request, memory_of
 from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.rank.engine import Engine
@@ -96,7 +96,7 @@ class Rank:
         self.call = Call(torch.randn(2, 4, *GRID, generator=g), torch.full((2,), 700.0), given)
         proof = trial(own, self.call, (900.0,), bands=True)
         self.checkpoint = open_own_class(path, replace(own, blocks=proof.blocks, latent=proof.latent))
-        setup = Setup(path, "fp32", ("cpu",), Degrees(), "sdpa", own_class=self.checkpoint.family.own)
+        setup = Setup(path, "fp32", ("cpu",), Degrees(), "sdpa", own_class=self.checkpoint.built.own)
         load = m.Load(setup, (Span(0, 4),), (1.0,))
         stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat())
         self.engine, self._seq = Engine(0, load, stage), itertools.count()
@@ -107,7 +107,7 @@ class Rank:
         self.engine.put_conditioning(m.PutConditioning(1, GRID, 0, 2, tensors))
 
     def computed(self, time):
-        x = self.checkpoint.family.patching.pack_all((self.call.x * time,))
+        x = self.checkpoint.built.patching.pack_all((self.call.x * time,))
         output = self.engine.step(step(next(self._seq), time=700.0 * time, x=x), None)
         assert output is not None
         return output.value

@@ -30,8 +30,8 @@ class OneRank:
         **settings: Any,
     ):
         self.checkpoint = mini.opened(path)
-        self.family = self.checkpoint.family
-        blocks = (Span(0, self.family.total),)
+        self.built = self.checkpoint.built
+        blocks = (Span(0, self.built.total),)
         setup = mini.setup(path, dtype, ("cpu",), Degrees(), "sdpa", **settings)
         load = m.Load(setup, blocks, (1.0,), resident=resident)
         self.stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat(), copies)
@@ -42,9 +42,9 @@ class OneRank:
         self, x: torch.Tensor, tensors: dict[str, torch.Tensor], number: int = 1, changes: BlockChanges = UNCHANGED
     ) -> None:
         """A conditioning for latents of the shape of `x`."""
-        grid = self.family.patching.grid(tuple(x.shape))
+        grid = self.built.patching.grid(tuple(x.shape))
         self.engine.put_conditioning(m.PutConditioning(number, grid, 0, len(x), tensors, changes=changes))
-        self.token_order = self.family.token_order(grid)
+        self.token_order = self.built.token_order(grid)
 
     def step(
         self,
@@ -57,7 +57,7 @@ class OneRank:
     ) -> torch.Tensor:
         """A micro-step's output: [B, tokens, C]. `tokens`: of the latent's, all of them if None."""
         span = self.token_order.span if tokens is None else tokens
-        packed = self.family.patching.pack_all((x,))[:, span.slice]
+        packed = self.built.patching.pack_all((x,))[:, span.slice]
         step = m.Step(
             next(self._seq), run, conditioning, span, with_text, False, True, Span(0, len(x)), timestep, {}, (), packed
         )

@@ -8,9 +8,9 @@ from types import ModuleType
 from unittest import mock
 
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.own_class.building import imported
-from parallel_backend.families.own_class.family import own_class_family
-from tests.families import (
+from parallel_backend.own_class.built.building import imported
+from parallel_backend.own_class.built.built_class import built_class
+from tests.own_class import (
     planted_bands,
     planted_between,
     planted_classes,
@@ -54,7 +54,7 @@ def planted_comfyui() -> Iterator[None]:
     with mock.patch.dict(sys.modules, modules):
         yield
     imported.cache_clear()
-    own_class_family.cache_clear()
+    built_class.cache_clear()
 
 
 def as_folder(module: str, folder: Path) -> str:

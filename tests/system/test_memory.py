@@ -11,7 +11,7 @@ import torch
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.families.own_class.building import build
+from parallel_backend.own_class.built.building import build
 from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire.lifecycle import Unload, Unloaded
 from testing import mini

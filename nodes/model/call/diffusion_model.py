@@ -18,9 +18,9 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup, TensorSizes
 from parallel_backend.core.short_text import short
-from parallel_backend.families.base.patching import Latents
-from parallel_backend.families.own_class.building import build, class_of
-from parallel_backend.families.own_class.second_text import LAYERS
+from parallel_backend.own_class.built.building import build, class_of
+from parallel_backend.own_class.calls.patching import Latents
+from parallel_backend.own_class.cuts.second_text import LAYERS
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import Request
 
@@ -29,7 +29,7 @@ from ...ui.loading_bar import LoadingBar
 from ...ui.other_nodes import calling_nodes, named
 from ...ui.prompt_graph import present_prompt
 from ..controls.controls_here import ControlsHere
-from ..loading.own_class_file import open_file
+from ..loading.model_file import open_file
 from ..lora.head_bank import BANK_KEYS, BANKED, bank_deltas, heads_of, strengths_in_call
 from ..lora.lora import PREFIX, NativeWeights
 from ..lora.patch_trial import Patch
@@ -47,8 +47,8 @@ from ..run.band import BAND_KEY, Band
 from ..run.long_step import LongStep
 from ..run.make_room import make_room
 from ..run.sampling_run import CallShape, SamplingRun
+from .answered_call import PROVE_KEY, Proofs, answered
 from .concurrent_conds import Evaluation
-from .own_class import PROVE_KEY, Proofs, answered
 from .own_methods import TEXT_METHOD, OwnMethods
 
 log = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         groups = enumerate(self.run.hook_patches.values(), 1)
         heads = self.heads_of(self.run.patches)
         left_out = frozenset() if heads == 1 else BANK_KEYS
-        elsewhere = self.checkpoint.family.is_elsewhere
+        elsewhere = self.checkpoint.built.is_elsewhere
         for group, patches in ((0, self.run.patches), (0, self.run.bypass_patches), *groups):
             of_ranks = (key for key in patches if key not in left_out and not elsewhere(key.removeprefix(PREFIX)))
             yield from self.weights.deltas({key: patches[key] for key in of_ranks}, group)

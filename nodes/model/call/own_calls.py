@@ -14,15 +14,15 @@ from parallel_backend.client.call import Residuals
 from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.sparse_attention import SparseAttention
-from parallel_backend.families.base.patching import Latents, Patching, latents_of
-from parallel_backend.families.own_class.adapters import segments_of
-from parallel_backend.families.own_class.building import build
-from parallel_backend.families.own_class.call_arguments import OPTIONS, STRUCTURE
-from parallel_backend.families.own_class.call_form import LATENTS, TIMES
-from parallel_backend.families.own_class.counts import counted
-from parallel_backend.families.own_class.plan import Asked
-from parallel_backend.families.own_class.residuals import PATCHES, REPLACED, by_name, side_of
-from parallel_backend.families.own_class.tried_calls import Call, numbers_of
+from parallel_backend.own_class.adapters.adapters import segments_of
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.built.counts import counted
+from parallel_backend.own_class.calls.call_arguments import OPTIONS, STRUCTURE
+from parallel_backend.own_class.calls.call_form import LATENTS, TIMES
+from parallel_backend.own_class.calls.patching import Latents, Patching, latents_of
+from parallel_backend.own_class.calls.residuals import PATCHES, REPLACED, by_name, side_of
+from parallel_backend.own_class.calls.tried_calls import Call, numbers_of
+from parallel_backend.own_class.plans.plan import Asked
 
 from ..controls.controlnet import Control, refuse_control
 from ..controls.fun_control import without_fun_controls
@@ -122,16 +122,16 @@ def changes_and_options(
 ) -> tuple[BlockChanges, NodeChanges, dict[str, Any]]:
     """(how a call of so many batch entries attends, what other nodes change in it, what ranks get of its
     transformer_options: see told_to_own_class). `loaded`: see chosen_attention. ValueError for what they do not get."""
-    family, override = checkpoint.family, options.get(OVERRIDE)
+    built, override = checkpoint.built, options.get(OVERRIDE)
     preferred = preferred_attention(checkpoint, loaded, options) if HEEDS_FILES else ""
     kernel, unknown = kernel_of_call(override, loaded, preferred)
     replaced = options.get(REPLACED) or {}
-    skipped, replaced = ({}, replaced) if family.own.unet else skipped_keys(replaced)
-    nag, guidance, patches = normalized_guidance(without_fun_controls(family.own.kind, options), entries)
+    skipped, replaced = ({}, replaced) if built.own.unet else skipped_keys(replaced)
+    nag, guidance, patches = normalized_guidance(without_fun_controls(built.own.kind, options), entries)
     if patches:
-        read = _code_of_calls(replace(family.own, blocks=(), latent=None))
+        read = _code_of_calls(replace(built.own, blocks=(), latent=None))
         patches = {kind: functions for kind, functions in patches.items() if kind in read}
-    told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced, PATCHES: patches}, family.options)
+    told = told_to_own_class({**options, OVERRIDE: unknown, REPLACED: replaced, PATCHES: patches}, built.options)
     return (
         BlockChanges(attention=kernel),
         NodeChanges(skipped, nag, guidance, options.get(GUIDANCE_KEY)),
@@ -143,11 +143,11 @@ def sparse_attention(
     checkpoint: Checkpoint, options: Mapping[str, Any], latents: Latents, arguments: Mapping[str, Any], native: type
 ) -> SparseAttention | None:
     """Model Sparse Attention's settings of a call whose blocks are proven. None: it attends in full. `native`: the class."""
-    family, of_block = checkpoint.family, sparse_blocks(options.get(REPLACED) or {})
-    found = settings_of(options.get(OVERRIDE), of_block, family.counts, options)
+    built, of_block = checkpoint.built, sparse_blocks(options.get(REPLACED) or {})
+    found = settings_of(options.get(OVERRIDE), of_block, built.counts, options)
     if found is None:
         return None
-    segments, grid = segments_of(family.own.kind, latents, arguments, native)
+    segments, grid = segments_of(built.own.kind, latents, arguments, native)
     return replace(found, segments=segments, grid=grid)
 
 

@@ -12,13 +12,13 @@ import torch
 from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.own_class.guided_attention import IMAGE, Guide, Guided
-from parallel_backend.families.own_class.guided_trial import PROMPTS, Guidance, trial_of_guidance
-from parallel_backend.families.own_class.proof import Proof
-from parallel_backend.families.own_class.second_text import SECOND, SETTINGS, TEXT, WHOLE_HEADS
-from parallel_backend.families.own_class.second_text_trial import trial_of_second_text
-from parallel_backend.families.own_class.skip_trial import Skips, trial_of_skips
-from parallel_backend.families.own_class.tried_calls import Call, entry_of, numbers_of
+from parallel_backend.own_class.calls.tried_calls import Call, entry_of, numbers_of
+from parallel_backend.own_class.cuts.guided_attention import IMAGE, Guide, Guided
+from parallel_backend.own_class.cuts.second_text import SECOND, SETTINGS, TEXT, WHOLE_HEADS
+from parallel_backend.own_class.plans.proof import Proof
+from parallel_backend.own_class.trials.guided_trial import PROMPTS, Guidance, trial_of_guidance
+from parallel_backend.own_class.trials.second_text_trial import trial_of_second_text
+from parallel_backend.own_class.trials.skip_trial import Skips, trial_of_skips
 
 from ...ui.loading_bar import Elapsed
 from ..patches.reach import Unread, refuse_unread

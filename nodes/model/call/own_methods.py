@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import Reader, reading
-from parallel_backend.families.own_class.building import build
+from parallel_backend.own_class.built.building import build
 
 from ..lora.lora import PREFIX
 from ..lora.patch_trial import Patch
@@ -49,7 +49,7 @@ class OwnMethods:
     def _compute(
         self, method: str, patches: Mapping[str, list[Patch]], first: torch.Tensor, *more: Any, **named: Any
     ) -> torch.Tensor:
-        model = build(self._checkpoint.family.own, self._dtype)
+        model = build(self._checkpoint.built.own, self._dtype)
         unread = {module: name for name, module in model.named_modules()}
         with reading(self._checkpoint) as reader:
 

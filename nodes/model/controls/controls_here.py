@@ -49,7 +49,7 @@ class ControlsHere:
         run: SamplingRun,
     ) -> Control | None:
         """The outputs of ControlNets, with what a picture's Fun controls in transformer_options add to a native call."""
-        if not (controls := fun_controls(self._checkpoint.family.own.kind, options)):
+        if not (controls := fun_controls(self._checkpoint.built.own.kind, options)):
             return control
         assert context is not None, "calls of these models need a text"
         layers = self._layers(options, run)
@@ -62,7 +62,7 @@ class ControlsHere:
 
     def _needed(self, options: Mapping[str, Any]) -> list[LayersHere]:
         """A model has at most one of the two kinds."""
-        if fun_controls(self._checkpoint.family.own.kind, options):
+        if fun_controls(self._checkpoint.built.own.kind, options):
             return [self._fun_control.layers]
         return [self._sequence_control.layers] if sequence_controls(options) else []
 

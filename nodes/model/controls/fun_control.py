@@ -17,7 +17,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import values_of
-from parallel_backend.families.own_class.residuals import PATCHED
+from parallel_backend.own_class.calls.residuals import PATCHED
 
 from ...ui.other_nodes import is_known
 from ..native.native_call import NativeClass

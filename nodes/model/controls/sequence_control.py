@@ -18,7 +18,7 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import values_of
 from parallel_backend.client.call import Residuals
-from parallel_backend.families.own_class.residuals import AROUND, BLOCKS, REPLACED
+from parallel_backend.own_class.calls.residuals import AROUND, BLOCKS, REPLACED
 
 from ...ui.host import refuse
 from ...ui.other_nodes import is_known
@@ -73,7 +73,7 @@ class SequenceControl:
         call: NativeArguments,
         is_carried: bool,
     ) -> Residuals:
-        """Residuals of all tokens in the class's own order, on the CPU, by the names of families.own_class.residuals.
+        """Residuals of all tokens in the class's own order, on the CPU, by the names of own_class.calls.residuals.
 
         `model`: from `layers`. `call` is one of the native class's `_forward`, or if `is_carried` of its `forward`.
         """
@@ -123,7 +123,7 @@ class SequenceControl:
         blocks = _blocks_of(layers)
         for index in range(len(blocks)):
             blocks[index] = torch.nn.Identity()
-        in_file = dict(checkpoint.family.own.keys)
+        in_file = dict(checkpoint.built.own.keys)
         keys = {name: in_file.get(name, name) for name in layers.state_dict()}
         if missing := [key for key in keys.values() if key not in checkpoint.entries]:
             refuse(

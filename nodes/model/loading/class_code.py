@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel_backend.core.own_class import ROOT, OwnClass
-from parallel_backend.families.own_class.building import class_of
+from parallel_backend.own_class.built.building import class_of
 
 PACKAGE = "comfy"
 UNREAD = frozenset({"comfy.cli_args", "comfy.model_management"})

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from parallel_backend import own_class as own_classes
 from parallel_backend.core.kept_file import UNREADABLE, digest, kept_path, read_kept, write_kept
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families import own_class as own_classes
-from parallel_backend.families.own_class.proof import NOT_TRIED, Proof
+from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 from parallel_backend.wire.encoding import Encoding
 
 from .class_code import class_code, code_digest

@@ -4,8 +4,8 @@ from torch import nn
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.own_class.block_order import block_lists
-from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.own_class.plans.block_order import block_lists
+from parallel_backend.own_class.plans.proof import Proof
 
 
 def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from parallel_backend.core.kept_file import UNREADABLE
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.own_class.plan import Asked, path_of, read_plans
-from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.own_class.plans.plan import Asked, path_of, read_plans
+from parallel_backend.own_class.plans.proof import Proof
 
 from .class_code import class_code, code_digest, deciding_arguments
 

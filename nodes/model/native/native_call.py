@@ -14,7 +14,7 @@ import comfy.model_detection
 import comfy.patcher_extension
 import torch
 
-from parallel_backend.families.base.patching import Latents
+from parallel_backend.own_class.calls.patching import Latents
 
 NativeClass = type[Any]
 """The native model's class, a torch Module with `forward` and mostly `_forward`. ComfyUI has no common base for them."""

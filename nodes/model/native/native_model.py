@@ -10,7 +10,7 @@ import torch
 from parallel_backend.acceptance.session import NotLookedAt
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.sampling import Predict
-from parallel_backend.families.own_class.call_arguments import OPTIONS, from_tensors, structure_of
+from parallel_backend.own_class.calls.call_arguments import OPTIONS, from_tensors, structure_of
 
 READABLE = (".safetensors", ".sft")
 

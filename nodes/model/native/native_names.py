@@ -40,7 +40,7 @@ class NativeNames:
             return self._tensors[whole]
         if any(key.startswith(f"{whole}.") for key in self._tensors):
             return NativeNames(self._checkpoint, self._tensors, self._keys, f"{whole}.")
-        for pattern, value in self._checkpoint.family.native_values.items():
+        for pattern, value in self._checkpoint.built.native_values.items():
             if re.fullmatch(name_pattern(pattern), whole):
                 return value
         raise AttributeError(

@@ -12,8 +12,8 @@ from typing import Any
 
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.spans import Span
-from parallel_backend.families.own_class.guided_attention import OUTPUT
-from parallel_backend.families.own_class.residuals import BLOCKS
+from parallel_backend.own_class.calls.residuals import BLOCKS
+from parallel_backend.own_class.cuts.guided_attention import OUTPUT
 
 from ...ui.other_nodes import is_known
 from ..controls.sequence_control import below_controls

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from parallel_backend.families.own_class.wan_forms import FREQUENCY
+from parallel_backend.own_class.adapters.wan_forms import FREQUENCY
 
 EMBEDDER, CLASS = "diffusion_model.rope_embedder", "EmbedND_RifleX"
 """The object patch that the node sets, and the class of the object that it puts there."""

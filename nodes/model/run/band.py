@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel_backend.client.pipefusion.banded_run import BandedRun, NotLocal
-from parallel_backend.families.base.patching import Latents
+from parallel_backend.own_class.calls.patching import Latents
 from parallel_backend.processes.pool import Poll
 
 from .run_shapes import PART, Shapes, is_for_all

@@ -9,7 +9,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.kept_file import kept_path
 from parallel_backend.core.setup import Setup
-from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.own_class.plans.proof import Proof
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
 from parallel_backend.planning.calibration import calibration_key
 from parallel_backend.planning.calibration_file import NAME, load

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.families.base.patching import Latents
+from parallel_backend.own_class.calls.patching import Latents
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -15,8 +15,8 @@ import torch
 
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.shortfalls import SecondTry
-from parallel_backend.families.own_class.family import Counted, OwnClassFamily
-from parallel_backend.families.own_class.proof import Proof
+from parallel_backend.own_class.built.built_class import BuiltClass, Counted
+from parallel_backend.own_class.plans.proof import Proof
 from parallel_backend.processes.pool import DeviceFull
 
 from ...ui.node_text import say
@@ -41,9 +41,9 @@ class CallShape:
     text_tokens: int
 
 
-def tokens_of(family: OwnClassFamily, latent: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Counted:
+def tokens_of(built: BuiltClass, latent: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Counted:
     """A call's tokens, with those that the class makes itself."""
-    return family.counted(family.patching.grid(latent.shape), family.words(tensors), tensors)
+    return built.counted(built.patching.grid(latent.shape), built.words(tensors), tensors)
 
 
 def why_not_in_bands(proof: Proof, tokens: Counted) -> str:

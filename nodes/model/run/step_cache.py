@@ -8,7 +8,7 @@ import comfy.patcher_extension
 import torch
 
 from parallel_backend.client.step_cache import StepCache
-from parallel_backend.families.base.patching import Latents
+from parallel_backend.own_class.calls.patching import Latents
 
 from .run_shapes import PART, Shapes, is_for_all, shapes_of_run
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from parallel_backend.core.spans import Span
-from parallel_backend.families.base.patching import Latents, Patching
+from parallel_backend.own_class.calls.patching import Latents, Patching
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -18,7 +18,7 @@ from parallel_backend.client.step_cache import Computed, Forecast, StepCache
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.pipefusion_order import MicroStep, call_steps
 from parallel_backend.core.spans import Span, split_carrying
-from parallel_backend.families.base.patching import Latents, Patching, latents_of, like
+from parallel_backend.own_class.calls.patching import Latents, Patching, latents_of, like
 from parallel_backend.processes.pool import Poll, wait_for
 
 
@@ -29,7 +29,7 @@ class NotLocal(Exception):
 def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching, text: int = 0, references: int = 0) -> tuple[Span, ...]:
     """Spans of a latent's rows (or frames) on token borders, one per band; fewer than `bands` if there are too few rows.
 
-    `text`: text tokens (OwnClassFamily.text_tokens), which run with the first band, so that it has fewer rows.
+    `text`: text tokens (BuiltClass.text_tokens), which run with the first band, so that it has fewer rows.
     `references`: tokens of reference pictures, which are spread over all rows.
     """
     size, patch, grid = shape[patching.band_dim], patching.band_size, patching.grid(shape)
@@ -96,7 +96,7 @@ class BandedRun:
         assert len(rows) == 1 or not model.degrees.displaced
         self.model, self.rows, self.overlap = model, rows, overlap
         self.warm_up = warm_up or model.degrees.displaced
-        self.patching = model.family.patching.cut(along)
+        self.patching = model.built.patching.cut(along)
         self.layout = TokenLayout(self.patching.grid(shape), along, companion_tokens)
         self.run = model.open_run(extrapolate)
         try:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parallel_backend.core.attention_kernels import SDPA
-from parallel_backend.families.own_class.attention_calls import AttentionCall, attention_call
+from parallel_backend.own_class.cuts.attention_calls import AttentionCall, attention_call
 
 from .context import AttentionContext
 from .sparse import Layout

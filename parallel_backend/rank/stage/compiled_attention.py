@@ -1,10 +1,10 @@
-"""Attention of a class's own functions (families/own_class/attention_calls.py) inside compiled blocks: one operation."""
+"""Attention of a class's own functions (own_class/cuts/attention_calls.py) inside compiled blocks: one operation."""
 
 from typing import Any
 
 import torch
 
-from parallel_backend.families.own_class.attention_calls import replacement_of, trace_attention_by
+from parallel_backend.own_class.cuts.attention_calls import replacement_of, trace_attention_by
 
 
 @torch.library.custom_op(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from parallel_backend.core.spans import Shard
-from parallel_backend.families.base.tensor_plan import CutKind, LayerCuts, cut_of, cut_side
+from parallel_backend.own_class.cuts.tensor_plan import CutKind, LayerCuts, cut_of, cut_side
 from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic

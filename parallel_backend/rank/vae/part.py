@@ -7,7 +7,7 @@ import torch
 
 from parallel_backend.core.device_copies import to_host
 from parallel_backend.core.spans import in_proportion
-from parallel_backend.families.own_class.module_tree import Importing, built, set_constants
+from parallel_backend.own_class.built.module_tree import Importing, built, set_constants
 from parallel_backend.rank.comm.collectives import start_gather
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic

@@ -86,7 +86,7 @@ def parallel(
 def sharing_small_lists() -> AbstractContextManager:
     """Context in which a trial takes bands of lists with any share of the blocks: small files have few blocks beside their
     refiners."""
-    return patch("parallel_backend.families.own_class.trial.LEAST_SHARE", 0.0)
+    return patch("parallel_backend.own_class.trials.trial.LEAST_SHARE", 0.0)
 
 
 def sequence(ulysses: int = 1, ring: int = 1, patch_mode: str = "none", patch: int = 1, patch_warmup_steps: int = 1) -> Any:

@@ -2,7 +2,7 @@
 
 small_models.json has by name: `kind`, a class of ComfyUI's supported_models; `arguments` of its transformer, as its
 detection gives them for the file; `detected`, names of those that it takes for granted and that are others here, "all" of
-them, or what families.detecting is given; `text`, [tokens, width]; `latent`, [C, (T,) H, W]; `more`, entries of the
+them, or what small_cases.detecting is given; `text`, [tokens, width]; `latent`, [C, (T,) H, W]; `more`, entries of the
 conditioning, as Published has them, {"uniform": shape}, a mask of {"ones": shape} with so many {"zeros"} at its end, or
 {"of": shape} with {"frames"} values, {"whole": shape} numbers {"below"} one, so many {"ids"} or {"weights"} of tokens, or
 other entries' values by name;
@@ -36,7 +36,7 @@ def small_model(name: str) -> dict[str, Any]:
 
 
 def detected(name: str) -> dict[str, Any]:
-    """For families.detecting."""
+    """For small_cases.detecting."""
     row = small_model(name)
     told = row.get("detected", {})
     if isinstance(told, dict):

@@ -22,17 +22,18 @@ from native_files import native_shapes, write_hole
 from published import PUBLISHED, Published
 
 from parallel_backend.core.own_class import OwnBlock, OwnClass
-from parallel_backend.families.own_class.block_order import block_lists
-from parallel_backend.families.own_class.building import build
-from parallel_backend.families.own_class.narrow import narrowed
-from parallel_backend.families.own_class.plan import Plan, key_of, lists_of, path_of, to_json, without
-from parallel_backend.families.own_class.proof import NOT_TRIED, Proof
-from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import Call
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.calls.tried_calls import Call
+from parallel_backend.own_class.plans.block_order import block_lists
+from parallel_backend.own_class.plans.plan import Plan, key_of, lists_of, path_of, to_json, without
+from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
+from parallel_backend.own_class.trials.narrow import narrowed
+from parallel_backend.own_class.trials.trial import trial
 
 PACK = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
 own_calls, own_class, class_code = (
-    importlib.import_module(f"{PACK}.model.{name}") for name in ("call.own_calls", "call.own_class", "loading.class_code")
+    importlib.import_module(f"{PACK}.model.{name}")
+    for name in ("call.own_calls", "call.answered_call", "loading.class_code")
 )
 log = logging.getLogger(__name__)
 

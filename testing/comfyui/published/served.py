@@ -8,8 +8,8 @@ from boot import Results
 from make_plans import PACK, captured, own_calls, own_class
 from published import PUBLISHED
 
-from parallel_backend.families.own_class.block_order import block_lists
-from parallel_backend.families.own_class.building import build
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.plans.block_order import block_lists
 
 shipped_plans = importlib.import_module(f"{PACK}.model.loading.shipped_plans")
 

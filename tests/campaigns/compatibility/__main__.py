@@ -44,18 +44,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="parallel-dit-models-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         save_models(Path(folder), comfyui)
 
-        def run(pack: Path | None, family: str) -> None:
+        def run(pack: Path | None, built: str) -> None:
             with contextlib.closing(PackSession(comfyui, Path(folder), pack)) as session:
                 if session.failed:
                     failed[pack.name] = session.failed
                 chosen = [node for node in session.nodes if not options.names or node.name in options.names]
-                for verdict in session.run(chosen, family):
+                for verdict in session.run(chosen, built):
                     verdicts.append(verdict)
                     print(verdict, flush=True)
 
         for done in [pool.submit(run, *which) for which in itertools.product(packs, FAMILIES)]:
             done.result()
-    verdicts.sort(key=lambda each: (each.pack, each.node, each.family))
+    verdicts.sort(key=lambda each: (each.pack, each.node, each.built))
     print(json.dumps(counts(verdicts), indent=1))
     if options.json is not None:
         machine = {"cores": len(os.sched_getaffinity(0)), "processor": platform.processor(), "torch": torch.__version__}

@@ -97,26 +97,26 @@ class PackSession:
         with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):  # of one that was killed
             self._inside.close()
 
-    def run(self, nodes: list[Node], family: str) -> Iterator[Verdict]:
+    def run(self, nodes: list[Node], built: str) -> Iterator[Verdict]:
         """Each node with a model, in every mode."""
         told: dict[str, dict[str, dict[str, Any]]] = {node.key: {} for node in nodes}
         for mode in (NATIVE, *MODES):
             wanted = [node for node in nodes if mode == NATIVE or _runs(told[node.key][NATIVE])]
             while wanted:
-                ended = self._some(wanted, family, mode, told)
+                ended = self._some(wanted, built, mode, told)
                 wanted = [node for node in wanted if node.key not in ended]
         for node in nodes:
-            yield judge((node.pack, node.name, node.title, family), told[node.key], node.own)
+            yield judge((node.pack, node.name, node.title, built), told[node.key], node.own)
 
-    def _some(self, nodes: list[Node], family: str, mode: str, told: dict[str, dict[str, dict[str, Any]]]) -> set[str]:
+    def _some(self, nodes: list[Node], built: str, mode: str, told: dict[str, dict[str, dict[str, Any]]]) -> set[str]:
         """Runs as many as one process can; notes what it told. Their keys."""
         self.progress.unlink(missing_ok=True)
-        requests = [{"name": node.name, "kind": node.kind, "key": node.key, **_settings(node, family)} for node in nodes]
+        requests = [{"name": node.name, "kind": node.kind, "key": node.key, **_settings(node, built)} for node in nodes]
         died = ""
         try:
             self._inside.run(
                 "compatibility",
-                family=FAMILIES[family],
+                built=FAMILIES[built],
                 mode=mode,
                 requests=requests,
                 progress=str(self.progress),
@@ -138,7 +138,7 @@ class PackSession:
             elif "after" not in trial:
                 trial["after"] = {"error": {"type": "died", "text": how(died)}}
         if not seen:
-            raise RuntimeError(f"{family}, {mode}: no trial began:\n{died[-3000:]}")
+            raise RuntimeError(f"{built}, {mode}: no trial began:\n{died[-3000:]}")
         for key, trial in seen.items():
             told[key][mode] = trial
         if self._inside.ended:
@@ -147,10 +147,10 @@ class PackSession:
         return set(seen)
 
 
-def _settings(node: Node, family: str) -> dict[str, Any]:
-    """Those of the table for every family, with those for this one."""
+def _settings(node: Node, built: str) -> dict[str, Any]:
+    """Those of the table for every built, with those for this one."""
     entry = SETTINGS.get(node.name, {})
-    own = entry.get(family, {})
+    own = entry.get(built, {})
     floats = {name: entry[name] for name in ("floats",) if name in entry}
     return {
         "inputs": entry.get("inputs", {}) | own.get("inputs", {}),

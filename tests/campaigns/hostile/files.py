@@ -13,10 +13,10 @@ import torch
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.families.own_class.building import build
-from parallel_backend.families.own_class.call_arguments import to_tensors
-from parallel_backend.families.own_class.trial import trial
-from parallel_backend.families.own_class.tried_calls import Call, draw_weights
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.calls.call_arguments import to_tensors
+from parallel_backend.own_class.calls.tried_calls import Call, draw_weights
+from parallel_backend.own_class.trials.trial import trial
 from testing import mini, quantised
 from tests.campaigns.fuzz import damage
 from tests.support.planted_comfyui import planted

@@ -84,7 +84,7 @@ FAMILY_MUTANTS = (
         FAMILIES + "base/patching.py",
         'F.pad(latent, padding, mode="circular")',
         "F.pad(latent, padding)",
-        ("tests/families/test_patching.py",),
+        ("tests/own_class/test_patching.py",),
     ),
 )
 

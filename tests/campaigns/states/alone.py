@@ -34,7 +34,7 @@ def banded(model: RemoteTransformer, subject: Subject, given: Given) -> Tensors:
 def in_run(model: RemoteTransformer, subject: Subject, given: Given, run: int, number: int) -> Tensors:
     """The run's call of this number: the first one of the whole latent, then in two bands with the run's keys."""
     call: ModelCall = subject.call(given, TIMES[number])
-    latent, patching = subject.latent(), model.family.patching
+    latent, patching = subject.latent(), model.built.patching
     conditioning = model.conditioning(call, TokenLayout(patching.grid(tuple(latent.shape))))
     rows = latent.shape[patching.band_dim] // patching.band_size
     cuts = [Span(0, rows)] if number == 0 else [Span(0, rows // 2), Span(rows // 2, rows)]

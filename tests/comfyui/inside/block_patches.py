@@ -4,8 +4,8 @@ import asyncio
 from functools import partial
 from typing import Any
 
-import families
 import model_optimization_nodes
+import small_cases
 import torch
 from boot import (
     CHECKOUT,
@@ -81,7 +81,7 @@ def main(results: Results, wan: str) -> None:
 
 
 def of_wan(results: Results, name: str) -> None:
-    positive, negative, latent, settings = families.read(name)
+    positive, negative, latent, settings = small_cases.read(name)
     file, width = f"{name}.safetensors", positive[0][0].shape[-1]
     text = torch.randn(1, 6, width, generator=torch.Generator().manual_seed(3))  # of another length than the prompts'
     change = partial(model_optimization_nodes.nag, text=text, input_type="default")
@@ -93,7 +93,7 @@ def of_wan(results: Results, name: str) -> None:
         model = node("ParallelizeModel", change(own), 2, "ulysses")
         return compare(lambda each: each if each is model else change(each), own, model, [positive, negative], latent)
 
-    with families.detecting(settings["detected"]), sharing_small_lists():
+    with small_cases.detecting(settings["detected"]), sharing_small_lists():
         results.case(
             "WanVideoNAG, pipefusion",
             lambda: compare(change, native_model(file), MODES["pipefusion"](file), [positive, negative], latent),

@@ -1,13 +1,13 @@
 """Prompts that ComfyUI cannot join to one model call, with one and two replicas. Run by serve.py.
 
-The test process has put a file and its conditioning where families.py looks for them.
+The test process has put a file and its conditioning where small_cases.py looks for them.
 """
 
 from collections.abc import Callable
 from functools import partial
 
 from boot import BUNDLED, Results, Told, comfy, difference, ksampler, native_model, node, parallel, torch
-from families import detecting, read
+from small_cases import detecting, read
 
 from parallel_backend.client.registry import registry
 from parallel_backend.client.reports.trace import to_spans

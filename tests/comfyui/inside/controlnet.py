@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from boot import Results, comfy, difference, ksampler, native_model, node, nodes, parallel, sequence, torch
-from families import detecting
+from small_cases import detecting
 
 QWEN_DETECTED = {"num_attention_heads": 2, "joint_attention_dim": 64}
 STRENGTH, START, END = 0.7, 0.2, 0.8

@@ -8,7 +8,7 @@ import asyncio
 
 from boot import CHECKOUT, Results, comfy, difference, ksampler, native_model, node, parallel, sequence, torch, whole_because
 from controlnet import FakeVAE, randomise
-from families import detecting
+from small_cases import detecting
 from small_models import detected, small_model, write
 
 import nodes

@@ -14,9 +14,8 @@ from comfy.ldm.minimax.model import DiTBlock, rope_rotation_table
 from comfy.ldm.qwen_image.model import QwenImageTransformerBlock
 
 from parallel_backend.core import kitchen
-from parallel_backend.families.models import fused
-from parallel_backend.families.own_class import fused_blocks
-from parallel_backend.families.own_class.building import CASTS, TorchLayers
+from parallel_backend.own_class.built.building import CASTS, TorchLayers
+from parallel_backend.own_class.cuts import fused, fused_blocks
 
 WIDTH, HEADS, TOKENS, WORDS, BATCH = 128, 4, 30, 7, 2
 Arguments = dict[str, Any]

@@ -53,7 +53,7 @@ class Toy:
         self.guider.conds = comfy.samplers.process_conds(base, self.noise, conds, self.noise.device)
         for cond in self.guider.conds["positive"]:
             cond["model_conds"]["ref_audio"] = comfy.conds.CONDConstant(0.4)
-        patching, shape = base.diffusion_model.checkpoint.family.patching, tuple(self.noise.shape)
+        patching, shape = base.diffusion_model.checkpoint.built.patching, tuple(self.noise.shape)
         self.cut = ours("band_cut").BandCut(patching, ours("banded_run").cut_rows(shape, BANDS, patching), (shape,))
 
     def options(self) -> dict:

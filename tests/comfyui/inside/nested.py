@@ -1,6 +1,6 @@
 """Samplers of ComfyUI on a video with its sound: its own model, ranks, and bands. Run by serve.py.
 
-The test process has put the file of the case `name` and its inputs where families.py finds them.
+The test process has put the file of the case `name` and its inputs where small_cases.py finds them.
 """
 
 from functools import partial
@@ -10,8 +10,8 @@ import latent_preview
 from boot import Results, comfy, difference, ksampler, native_model, node, parallel, parts_of, torch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras.nodes_apg import APG
-from families import read
 from samplers import Warnings, logging
+from small_cases import read
 
 STEPS = 4
 

@@ -150,13 +150,13 @@ def kind_of(name: str) -> str | None:
 class Graph:
     """Its nodes, while it is put together."""
 
-    def __init__(self, family: str, mode: str, settings: dict[str, Any]):
-        self.family, self.mode, self.prompt = family, mode, Prompt()
+    def __init__(self, built: str, mode: str, settings: dict[str, Any]):
+        self.built, self.mode, self.prompt = built, mode, Prompt()
         self.steps, self.cfg = settings.get("steps", STEPS), settings.get("cfg", CFG)
         self.floats = settings.get("floats")
         self.further: dict[str, list] = {}  # a name -> [node, its inputs]
         self.sampler, self.scheduler = settings.get("sampler", "euler"), settings.get("scheduler", "simple")
-        self.model = self.source("model", family)
+        self.model = self.source("model", built)
 
     def add(self, name: str, kind: str, /, **inputs: Any) -> Link:
         """Link to the first output of a new node, or of the one that has the name."""
@@ -206,7 +206,7 @@ class Graph:
             return self.add(kind, node, **self.inputs(node, given, ""))
         if kind == "MODEL":
             second = any(part in name for part in ("2", "negative", "refiner", "matched", "other"))
-            return self.source("second", f"{self.family}-2") if second else self.model
+            return self.source("second", f"{self.built}-2") if second else self.model
         if kind == "CONDITIONING":
             what = "other" if name.endswith("2") or "empty" in name else "negative" if "neg" in name else "positive"
             return self.give(what)
@@ -277,7 +277,7 @@ class Graph:
         if kind == "FLOAT" and self.floats is not None:
             return self.floats
         choices = list(kind) if isinstance(kind, (list, tuple)) else options.get("options") or []
-        if (own := f"{self.family}.safetensors") in choices:
+        if (own := f"{self.built}.safetensors") in choices:
             return own
         if "default" in options:
             return options["default"]
@@ -288,7 +288,7 @@ class Graph:
         return {"INT": options.get("min", 0), "FLOAT": options.get("min", 0.0), "BOOLEAN": False}.get(kind, "")
 
 
-def graph(request: dict[str, Any], family: str, mode: str) -> Prompt:
+def graph(request: dict[str, Any], built: str, mode: str) -> Prompt:
     """A prompt with the node of this name, or none. `nodes` of the request: others, that its inputs are linked to by name.
     How it is used, by `kind`:
 
@@ -296,7 +296,7 @@ def graph(request: dict[str, Any], family: str, mode: str) -> Prompt:
     guider, sampler, sigmas: SamplerCustomAdvanced takes it. latent, image: its output is the result.
     passed: KSampler takes its first output as the latent.
     """
-    built = Graph(family, mode, request.get("settings", {}))
+    built = Graph(built, mode, request.get("settings", {}))
     built.further = request.get("nodes", {})
     name, kind, outputs = request.get("name"), request["kind"], ()
     model, conds, latent = built.model, [built.give("positive"), built.give("negative")], built.give("LATENT")

@@ -19,7 +19,7 @@ from boot import (
     sequence,
     sharing_small_lists,
 )
-from families import detecting
+from small_cases import detecting
 from small_models import detected, entries, latent, prompts, small_model, write
 
 UNETS = "SD15", "SDXL"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from block_patches import extra, load_extras
 from boot import PACK, Results, difference, ksampler, load_pack, native_model, node, parallel, random_prompts, whole_because
-from families import detecting
+from small_cases import detecting
 
 import nodes
 

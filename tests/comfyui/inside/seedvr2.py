@@ -5,8 +5,8 @@ from typing import Any
 
 from block_patches import load_extras
 from boot import MODELS, Results, comfy, difference, ksampler, native_model, node, outputs_of, parallel, sequence, torch
-from families import detecting
 from safetensors.torch import load_file, save_file
+from small_cases import detecting
 from small_models import detected, write
 
 NAME, OTHER = "seedvr2-3b", "seedvr2-7b"

@@ -14,7 +14,7 @@ from unittest import mock
 from boot import CHECKOUT, Results, difference, native_model, node, parallel, sequence, torch
 from comfy.ldm.modules import attention
 from control_branch import Branch, controlled, copies, nodes_minimax_h3, nodes_qwen
-from families import detecting, read, sample
+from small_cases import detecting, read, sample
 
 import nodes
 

@@ -1,16 +1,16 @@
-"""Writes files of small models, and their conditioning as families.py reads it. Run by serve.py."""
+"""Writes files of small models, and their conditioning as small_cases.py reads it. Run by serve.py."""
 
 import json
 from typing import Any
 
 from boot import BASE, Results, parts_of, torch
-from families import detecting
 from safetensors.torch import save_file
+from small_cases import detecting
 from small_models import detected, latent, prompts, small_model, write
 
 
 def described(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """A value as JSON, its tensors added to `tensors`: see families.py."""
+    """A value as JSON, its tensors added to `tensors`: see small_cases.py."""
     if isinstance(value, torch.Tensor):
         tensors[name := f"part {len(tensors)}"] = value
         return {"tensor": name}

@@ -1,4 +1,4 @@
-"""Model Sparse Attention on every family's MODEL, native and on ranks in threads. Run by serve.py.
+"""Model Sparse Attention on every built's MODEL, native and on ranks in threads. Run by serve.py.
 
 In place of comfy-kitchen's kernel stands attention in which a token sees those before it: it depends on the order of tokens
 as block-sparse attention does, and in a sequence of any length.
@@ -12,7 +12,7 @@ from unittest import mock
 import comfy_kitchen
 import nodes_sparse_attention
 from boot import PACK, Results, difference, native_model, parallel, sequence, torch
-from families import detecting, read, sample
+from small_cases import detecting, read, sample
 
 sys.path.insert(0, str(PACK))
 from parallel_backend.client.registry import registry

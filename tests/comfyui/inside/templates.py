@@ -22,10 +22,10 @@ import execution
 import folder_paths
 import stand_ins
 from boot import BASE, Results, masking, other_attention, torch
-from families import detecting
 from fun_control import KINDS, network
 from safetensors.torch import save_file
 from server import PromptServer
+from small_cases import detecting
 
 import nodes
 

@@ -4,8 +4,8 @@ from functools import partial
 from typing import Any
 
 from boot import BASE, Results, comfy, difference, ksampler, parallel, torch
-from families import detecting
 from safetensors.torch import load_file, save_file
+from small_cases import detecting
 from small_models import detected, latent, prompts, write
 
 NAME, FP8 = "wan-2.2-animate", "wan-2.2-animate-fp8"

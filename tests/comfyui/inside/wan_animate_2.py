@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 from boot import Results, comfy, ksampler, parallel, sequence, torch
-from families import detecting
 from safetensors.torch import load_file, save_file
+from small_cases import detecting
 from small_models import detected, latent, prompts, write
 from wan_animate import MODELS, compare, native, with_lora
 

@@ -1,1 +1,0 @@
-"""Classes of models: ComfyUI's own and the bundled one, and how ranks share them out."""

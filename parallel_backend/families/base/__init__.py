@@ -1,1 +1,0 @@
-"""Records that rooms share: latents as tokens, a micro-step's inputs, tensor parallelism as data."""

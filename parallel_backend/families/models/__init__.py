@@ -1,1 +1,0 @@
-"""Arithmetic of blocks: fused operations, and normalized guidance."""

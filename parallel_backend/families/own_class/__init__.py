@@ -1,5 +1,0 @@
-"""ComfyUI's own class of a model on ranks: by stages, split batch, tensor parallelism, Ulysses and ring.
-
-Prologue and epilogue run whole on every rank, and the blocks are shared out, in bands (PipeFusion) too. A trial
-proves it for the arguments of the actual call (trial.py), before any weights are loaded.
-"""

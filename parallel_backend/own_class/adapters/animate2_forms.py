@@ -1,0 +1,224 @@
+"""Wan Animate 2 in the form that ranks cut: the pose is a second stream of the video's tokens.
+
+A token has the video's channels, and behind them the pose's at the same place, so that every cut of the sequence moves both.
+Frame 0 of the video is the character, where the pose has none: nothing sees what stands in its place.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallel_backend.core.device_copies import to_device
+from parallel_backend.own_class.cuts.attention_calls import attention_of
+from parallel_backend.own_class.cuts.row_attention import attention_by_rows, kept_with
+from parallel_backend.own_class.cuts.row_rule import Attend
+
+BESIDE = "parallel_dit_beside"
+"""Option of its blocks: Beside. Missing: there is no pose, and the video sees the character as it is."""
+MASK = 4
+"""Channels of the mask that the patch embedding takes between a latent and the known latent."""
+
+
+class Stream(NamedTuple):
+    """Arguments of a block for one of its streams."""
+
+    e: torch.Tensor
+    freqs: torch.Tensor
+    context: torch.Tensor
+    context_img_len: int | None
+
+
+class Beside(NamedTuple):
+    """What a block gets beside the arguments for the video."""
+
+    factors: torch.Tensor | None = None
+    """[1, S, 1, 1]: of the video's values. None: they stay."""
+    rule: "SameFrame | None" = None
+    """Of the call's attention, if there is a pose."""
+    pose: Stream | None = None
+
+
+@dataclass(frozen=True)
+class SameFrame:
+    """Attention of heads of twice as many channels, the video's and behind them the pose's: a query of the video sees all of
+    the video's keys, and the pose's of its frame; one of the pose sees all of the pose's."""
+
+    tokens: int
+    """Of a frame."""
+    strength: float
+    """Factor of the pose's values that the video sees."""
+
+    def __call__(
+        self,
+        attend: Attend,
+        q_BQHE: torch.Tensor,
+        k_BKHE: torch.Tensor,
+        v_BKHE: torch.Tensor,
+        queries_Q: torch.Tensor,
+        keys_K: torch.Tensor,
+    ) -> torch.Tensor:
+        """As RowRule. Not all frames need have keys."""
+        (q, pose_q), (k, pose_k), (v, pose_v) = (x.chunk(2, dim=-1) for x in (q_BQHE, k_BKHE, v_BKHE))
+        of_queries, of_keys = (
+            kept_with(numbers, (self, q.device), functools.partial(self._by_frame, numbers, q.device))
+            for numbers in (queries_Q, keys_K)
+        )
+        out = torch.zeros_like(q_BQHE)
+        of_video, of_pose = out.chunk(2, dim=-1)
+        posed = [rows for frame, rows in of_keys.items() if frame]
+        if posed:
+            of_pose.copy_(attend(pose_q, *(torch.cat([x[:, rows] for rows in posed], dim=1) for x in (pose_k, pose_v))))
+        count = k.shape[1]
+        # The video's keys stay, and behind them come the pose's of one frame after the other, as in ComfyUI's class.
+        both_k, both_v = (F.pad(x, (0, 0, 0, 0, 0, self.tokens)) for x in (k, v))
+        for frame, rows in of_queries.items():
+            of_frame = of_keys.get(frame) if frame else None
+            stop = count
+            if of_frame is not None:
+                added_k, added_v = pose_k[:, of_frame], pose_v[:, of_frame] * self.strength
+                stop += added_k.shape[1]
+                both_k[:, count:stop], both_v[:, count:stop] = added_k, added_v
+            of_video[:, rows] = attend(q[:, rows], both_k[:, :stop], both_v[:, :stop])
+        return out
+
+    def _by_frame(self, numbers: torch.Tensor, device: torch.device) -> dict[int, slice | torch.Tensor]:
+        """Frame -> rows of its tokens."""
+        frames, order = torch.sort(numbers // self.tokens, stable=True)
+        present, counts = frames.unique_consecutive(return_counts=True)
+        parts = order.split(counts.tolist())
+        return {frame: in_a_row(rows, device) for frame, rows in zip(present.tolist(), parts, strict=True)}
+
+
+def in_a_row(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
+    """A slice, of which there is a view, if these rows follow each other."""
+    first, count = int(rows[0]), len(rows)
+    if torch.equal(rows, torch.arange(first, first + count)):
+        return slice(first, first + count)
+    return to_device(rows, device)
+
+
+@functools.cache
+def animate2_model(kind: type[nn.Module]) -> type[nn.Module]:
+    """Runs the pose in its blocks beside the video, and not in front of each block. `pose_latents` have a frame for each of
+    the latent's (animate2_arguments)."""
+
+    class WithPose(kind):  # type: ignore[valid-type, misc]
+        def forward_orig(
+            self,
+            x,
+            t,
+            context,
+            clip_fea=None,
+            freqs=None,
+            freqs_pose=None,
+            pose_latents=None,
+            clip_fea_pose=None,
+            context_pose=None,
+            pose_strength=1.0,
+            reference_strength=1.0,
+            transformer_options=None,
+            **_others,
+        ):
+            sizes = [size // by for size, by in zip(x.shape[2:], self.patch_size, strict=True)]
+            tokens = math.prod(sizes[1:])
+            options, factors = dict(transformer_options or {}), None
+            if reference_strength != 1.0:
+                factors = torch.ones(1, math.prod(sizes), 1, 1, device=x.device)
+                factors[:, :tokens] = reference_strength
+                options[BESIDE] = Beside(factors)
+            of_wan = super(kind, self).forward_orig  # type: ignore[misc]
+            forward = functools.partial(of_wan, x, t, context, clip_fea, freqs, options)
+            if pose_latents is None:
+                return forward()
+            if pose_latents.shape[2:] != x.shape[2:]:
+                raise ValueError(why_not_posed(pose_latents.shape[2:], x.shape[2:]))
+            own_text, picture = context_pose, clip_fea_pose
+            text = self._text(context if own_text is None else own_text, clip_fea if picture is None else picture)
+            pose = Stream(self._time(t, x.dtype), freqs_pose, *text)
+            options[BESIDE] = Beside(factors, SameFrame(tokens, pose_strength), pose)
+            posed = pose_latents[:, :, 1:]
+            known = torch.cat((posed, torch.ones_like(posed[:, :MASK]), posed), dim=1)
+            embedded = F.pad(self.patch_embedding(known.float()), (0, 0, 0, 0, 1, 0))
+            of_both = self.patch_embedding.register_forward_hook(
+                lambda _layer, _given, out: torch.cat((out, embedded), dim=1)
+            )
+            of_video = self.head.register_forward_pre_hook(lambda _head, given: (given[0][..., : self.dim], *given[1:]))
+            with of_both, of_video:
+                return forward()
+
+        def rope_encode_pose(self, t, h, w, w_patches, **named):
+            """Of as many frames as the video's, at the same times, to the right of it."""
+            beside = {"rope_options": {"shift_x": float(w_patches)}}
+            return self.rope_encode(t, h, w, transformer_options=beside, **named)
+
+        def _time(self, t, dtype):
+            """[B, 1, 6, D]: of time 1 for every entry of t [B]."""
+            sinusoidal = vars(sys.modules[kind.__module__])["sinusoidal_embedding_1d"]
+            e = self.time_embedding(sinusoidal(self.freq_dim, torch.ones_like(t.flatten())).to(dtype))
+            return self.time_projection(e.unflatten(0, (len(t), -1))).unflatten(2, (6, self.dim))
+
+        def _text(self, context, picture):
+            """[B, T, D] and how many of its first tokens are a picture's."""
+            text = self.text_embedding(context)
+            if picture is None:
+                return text, None
+            if self.img_emb is not None:
+                text = torch.cat((self.img_emb(picture), text), dim=1)
+            return text, picture.shape[-2]
+
+    return WithPose
+
+
+@functools.cache
+def animate2_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """Runs both streams, which are side by side in its tokens' channels."""
+
+    class OfBoth(kind):  # type: ignore[valid-type, misc]
+        def forward(self, x, e, freqs, context, context_img_len=None, transformer_options=None):
+            options = dict(transformer_options or {})
+            factors, rule, pose = options.pop(BESIDE, Beside())
+            given = [Stream(e, freqs, context, context_img_len), *([] if pose is None else [pose])]
+            streams, times = x.split(self.dim, dim=-1), [self._modulation(each.e, x) for each in given]
+            tensors = [
+                self.self_attn.qkv(torch.addcmul(time[0], self.norm1(stream), 1 + time[1]), each.freqs)
+                for stream, time, each in zip(streams, times, given, strict=True)
+            ]
+            if factors is not None:
+                tensors[0][2].mul_(factors)
+            outs = self._attended(rule, *(torch.cat(each, dim=-1) for each in zip(*tensors, strict=True)))
+            found = []
+            for stream, time, out, each in zip(streams, times, outs, given, strict=True):
+                stream = torch.addcmul(stream, self.self_attn.o(out), time[2])
+                found.append(self._cross_attn_ffn(stream, time, each.context, each.context_img_len, options))
+            return torch.cat(found, dim=-1)
+
+        def _attended(self, rule, q_BSHE, k_BSHE, v_BSHE):
+            """[B, S, H x D] of each stream."""
+            if rule is None:
+                q, k, v = (each.flatten(2) for each in (q_BSHE, k_BSHE, v_BSHE))
+                return [attention_of(kind, "optimized_attention")(q, k, v, heads=q_BSHE.shape[2])]
+            return [out.flatten(2) for out in attention_by_rows(rule, q_BSHE, k_BSHE, v_BSHE).chunk(2, dim=-1)]
+
+    return OfBoth
+
+
+def animate2_arguments(arguments: Mapping[str, Any], _native: Any) -> dict[str, Any]:
+    """With a frame for the character in front of the pose's, which then goes with the latent frame by frame."""
+    pose = arguments.get("pose_latents")
+    return dict(arguments) if pose is None else {**arguments, "pose_latents": F.pad(pose, (0, 0, 0, 0, 1, 0))}
+
+
+def why_not_posed(pose: torch.Size, latent: torch.Size) -> str:
+    """The refusal of a pose of another size."""
+    sizes, needed = (" x ".join(map(str, each)) for each in (pose, latent))
+    return (
+        f"the pose video, with a frame for the reference image, is made for a latent of {sizes} (frames, rows, columns), "
+        f"the latent_image takes {needed}. Give both nodes the same length, width and height, and those in multiples of 16."
+    )

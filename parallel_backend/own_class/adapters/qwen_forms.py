@@ -1,0 +1,126 @@
+"""Qwen-Image 2.1's model and blocks in the form that ranks cut. Its words are text and reference pictures, in front of the
+latent's tokens, which they do not see."""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallel_backend.own_class.cuts.row_attention import attention_by_rows, kept_with
+from parallel_backend.own_class.cuts.row_rule import Attend
+
+
+@dataclass(frozen=True)
+class Causal:
+    """A token of text sees all tokens up to itself, one of a picture all up to the end of its picture.
+
+    `runs`: how many tokens of one kind follow each other, and whether they are text. The last are the latent's."""
+
+    runs: tuple[tuple[int, bool], ...]
+
+    def __call__(
+        self,
+        attend: Attend,
+        q_BQHD: torch.Tensor,
+        k_BKHD: torch.Tensor,
+        v_BKHD: torch.Tensor,
+        queries_Q: torch.Tensor,
+        keys_K: torch.Tensor,
+    ) -> torch.Tensor:
+        device, stops = q_BQHD.device, list(itertools.accumulate(count for count, _ in self.runs))
+        if int(queries_Q.min()) >= stops[-1] - self.runs[-1][0]:
+            return attend(q_BQHD, k_BKHD, v_BKHD)
+        out_BQHD = torch.empty_like(q_BQHD)
+        for (count, is_text), stop in zip(self.runs, stops, strict=True):
+            place = stop - count, stop
+            rows = kept_with(queries_Q, (self, place), functools.partial(_among, queries_Q, *place, device))
+            if not len(rows.numbers):
+                continue
+            seen = kept_with(keys_K, (self, stop), functools.partial(_among, keys_K, 0, stop, device))
+            q, k, v = q_BQHD[:, rows.places], k_BKHD[:, seen.places], v_BKHD[:, seen.places]
+            if not is_text:
+                out_BQHD[:, rows.places] = attend(q, k, v)
+                continue
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            of_text = F.scaled_dot_product_attention(q, k, v, seen.numbers <= rows.numbers[:, None])
+            out_BQHD[:, rows.places] = of_text.transpose(1, 2)
+        return out_BQHD
+
+
+class Rows(NamedTuple):
+    """Some of the rows that a rule gets."""
+
+    places: slice | torch.Tensor
+    """[n] int64 if they do not follow each other."""
+    numbers: torch.Tensor
+    """[n] int64"""
+
+
+def _among(numbers: torch.Tensor, start: int, stop: int, device: torch.device) -> Rows:
+    """The rows whose numbers are from `start` on and less than `stop`."""
+    places = ((numbers >= start) & (numbers < stop)).nonzero()[:, 0]
+    first, last = (int(places[0]), int(places[-1])) if len(places) else (0, -1)
+    follow = last - first < len(places)
+    return Rows(slice(first, last + 1) if follow else places.to(device), numbers[places].to(device))
+
+
+def causal_of(attend: Callable[..., torch.Tensor]) -> Causal:
+    """The rule of the class's own function, which closes over segments: (start, stop, mask). Text alone has a mask."""
+    segments = inspect.getclosurevars(attend).nonlocals["segments"]
+    return Causal(tuple((stop - start, mask is not None) for start, stop, mask in segments))
+
+
+@functools.cache
+def qwen_image21_model(kind: type[nn.Module]) -> type[nn.Module]:
+    """Takes pictures at any places among the words. A call has them in order; a trial has others, and fewer words."""
+
+    class AtAnyPlaces(kind):  # type: ignore[valid-type, misc]
+        def build_sequence(self, x, context, ref_latents, image_slots):
+            places = sorted(min(place, context.shape[1]) for place in image_slots)
+            return super().build_sequence(x, context, ref_latents, places)
+
+    return AtAnyPlaces
+
+
+@functools.cache
+def qwen_image21_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """The number of words, which are modulated for time 0, becomes a row for each token: whether it is one. Attention is by
+    rows."""
+
+    class ByRows(kind):  # type: ignore[valid-type, misc]
+        def __call__(self, x, mod, pe, attn_fn, prefix_len, transformer_options):
+            # pe has a row for each token of the whole, in all blocks.
+            return super().__call__(
+                x, mod, pe, causal_of(attn_fn), which_words(prefix_len, pe.shape[1]), transformer_options
+            )
+
+        def forward(self, x, mod, pe, rule, is_word_S, transformer_options):
+            words, attend = words_among(is_word_S), functools.partial(_attend, rule)
+            return super().forward(x, mod, pe, attend, words, transformer_options)
+
+    return ByRows
+
+
+@functools.lru_cache(maxsize=4)
+def which_words(words: int, tokens: int) -> torch.Tensor:
+    """[S] bool in host memory, so that nobody waits for a device. The blocks of a call share it."""
+    with torch.inference_mode(False):  # a trial looks at what is written to
+        return torch.arange(tokens) < words
+
+
+@torch.compiler.disable  # a number on the host
+def words_among(is_word_S: torch.Tensor) -> int:
+    """How many words these tokens have in front of the others."""
+    words = int(is_word_S.sum())
+    assert bool(is_word_S[:words].all()), "words come first in all that ranks cut"
+    return words
+
+
+def _attend(rule: Causal, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _heads: int) -> Any:
+    return attention_by_rows(rule, q, k, v).flatten(2)

@@ -1,0 +1,218 @@
+"""SeedVR2's model, blocks and attention in the form that ranks cut.
+
+The class has the tokens of all entries in a row, and window after window in attention. Here they stay in the video's order,
+[B, N, D], and a rule says which of them see each other. Each entry has its own text: in a batch with texts of one length the
+class of 3 B gives the second entry the first one's words.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallel_backend.core.device_copies import to_device
+from parallel_backend.own_class.cuts.row_attention import attention_by_rows, kept_with
+from parallel_backend.own_class.cuts.row_rule import Attend
+
+CONDITION = "condition"
+"""Argument: the video that is to be made sharper [B, 17, T, H, W], as latents and a mask."""
+
+
+def check_condition(sizes: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
+    """See adapters.Adapter.check."""
+    given = arguments.get(CONDITION)
+    if given is None:
+        raise ValueError(
+            "positive, negative: SeedVR2 needs the video that it is to make sharper. Connect an Apply SeedVR2 Conditioning "
+            "node."
+        )
+    if tuple(given.shape[2:]) != sizes:
+        raise ValueError(
+            f"latent_image: its {shown(sizes)} are not the {shown(given.shape[2:])} of the conditioning. Connect the latent "
+            "that Apply SeedVR2 Conditioning has."
+        )
+    if any(size % 2 for size in sizes[1:]):
+        raise ValueError(
+            f"latent_image: SeedVR2 needs even numbers of latent rows and columns, not {sizes[1]} x {sizes[2]}. Use the "
+            "SeedVR2 Preprocess node."
+        )
+
+
+def shown(sizes: Sequence[int]) -> str:
+    """Sizes of a latent in a message."""
+    return f"{' x '.join(map(str, sizes))} latent frames, rows and columns"
+
+
+class Grouped(NamedTuple):
+    """Rows of a tensor, window by window."""
+
+    rows: torch.Tensor
+    """[n] int64: each window's of the video, then all of the text."""
+    counts: tuple[int, ...]
+    """How many of them each window has."""
+    video: torch.Tensor
+    """[v] int64: those of the video, window by window."""
+    text: torch.Tensor
+    """[t] int64"""
+
+
+@dataclass(frozen=True)
+class InWindows:
+    """RowRule: a token of the video sees its window and the text. A token of the text, which comes behind the video, attends
+    in every window; its output is their mean."""
+
+    sides: tuple[tuple[int, ...], ...]
+    """Lengths of the windows along frames, rows and columns, in tokens."""
+
+    def __call__(
+        self,
+        attend: Attend,
+        q_BQHD: torch.Tensor,
+        k_BKHD: torch.Tensor,
+        v_BKHD: torch.Tensor,
+        queries_Q: torch.Tensor,
+        keys_K: torch.Tensor,
+    ) -> torch.Tensor:
+        """See RowRule."""
+        queries, keys = (
+            kept_with(numbers, (self, q_BQHD.device), functools.partial(self.grouped, numbers, q_BQHD.device))
+            for numbers in (queries_Q, keys_K)
+        )
+        # One index for all windows: as many bytes as one for each, in a fraction of the kernels.
+        parts = zip(
+            q_BQHD[:, queries.rows].split(queries.counts, dim=1),
+            *(each[:, keys.rows].split(keys.counts, dim=1) for each in (k_BKHD, v_BKHD)),
+            strict=True,
+        )
+        outs = [attend(q_BqHD, k_BkHD, v_BkHD) for q_BqHD, k_BkHD, v_BkHD in parts if q_BqHD.shape[1]]
+        words, out_BQHD = len(queries.text), torch.empty_like(q_BQHD)
+        of_video, of_text = zip(*(out.split((out.shape[1] - words, words), dim=1) for out in outs), strict=True)
+        out_BQHD[:, queries.video] = torch.cat(of_video, dim=1)
+        if words:
+            out_BQHD[:, queries.text] = torch.stack(of_text).mean(0)
+        return out_BQHD
+
+    def grouped(self, numbers: torch.Tensor, device: torch.device) -> Grouped:
+        """Rows with these numbers."""
+        windows = self.windows()
+        of_video, text = (numbers < len(windows)).nonzero()[:, 0], (numbers >= len(windows)).nonzero()[:, 0]
+        of_video_w = windows[numbers[of_video]]
+        counts = torch.bincount(of_video_w, minlength=math.prod(map(len, self.sides)))
+        video = of_video[torch.argsort(of_video_w, stable=True)]
+        rows = torch.cat([part for window in video.split(counts.tolist()) for part in (window, text)])
+        on_device = (to_device(each, device) for each in (video, text))
+        return Grouped(to_device(rows, device), tuple((counts + len(text)).tolist()), *on_device)
+
+    def windows(self) -> torch.Tensor:
+        """[N] int64: number of each token's window."""
+        number = torch.zeros(1, dtype=torch.int64)
+        for sides in self.sides:
+            of_axis = torch.arange(len(sides)).repeat_interleave(torch.tensor(sides))
+            number = (number[:, None] * len(sides) + of_axis).flatten()
+        return number
+
+
+@functools.lru_cache(maxsize=16)
+def windows_of(way: Callable[..., Any], most: tuple[int, ...], grid: tuple[int, ...]) -> InWindows:
+    """The rule of a video of so many tokens. `way`: a function of the class's that cuts it into windows. `most`: about how
+    many of them along each axis."""
+    edges = [{(window[axis].start, window[axis].stop) for window in way(grid, most)} for axis in range(len(grid))]
+    return InWindows(tuple(tuple(stop - start for start, stop in sorted(each)) for each in edges))
+
+
+@functools.lru_cache(maxsize=16)
+def places_of(rule: InWindows, of_pixels: bool, words: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(places of the video's tokens in their windows [N, 3], of the text's [words, 3]), float32. `of_pixels`: between -1 and
+    1, and 0 for the text. Otherwise whole numbers, and frames count on from the text. The blocks of a call share them."""
+    with torch.inference_mode(False):  # a trial looks at what is written to
+        line = functools.partial(torch.linspace, -1.0, 1.0) if of_pixels else torch.arange
+        axes = [torch.cat([line(side).float() for side in sides]) for sides in rule.sides]
+        numbers = torch.zeros(words) if of_pixels else torch.arange(words).float()
+        if not of_pixels:
+            axes[0] += words
+        both = torch.cartesian_prod(*axes), numbers[:, None].expand(-1, 3).contiguous()
+        video, text = (to_device(each, device) for each in both)
+        return video, text
+
+
+@functools.cache
+def seedvr2_model(kind: type[nn.Module]) -> type[nn.Module]:
+    """Tokens [B, N, D] go through the blocks, with the rule and places of their windows."""
+
+    class ByToken(kind):  # type: ignore[valid-type, misc]
+        def forward(self, x, timestep, context, condition, **_named):
+            vid = as_one(self.vid_in, torch.cat((x, condition), dim=1))
+            grid, vid, txt = tuple(vid.shape[1:4]), vid.flatten(1, 3), self.txt_in(context)
+            words = txt.shape[1]  # between blocks ranks have a part of them
+            emb = self.emb_in(timestep, device=vid.device, dtype=vid.dtype)
+            for block in self.blocks:
+                rule = windows_of(block.attn.window_op, block.attn.window, grid)
+                places = places_of(rule, not block.attn.rope.mm, words, vid.device)
+                vid, txt = block(vid, txt, emb, rule, *places)
+            if self.vid_out_norm is not None:
+                # The class adds its own shift and scale to those of attention.
+                of_attention = emb.unflatten(1, (-1, 2, 3))[:, :, 0].flatten(1)
+                vid = self.vid_out_ada(self.vid_out_norm(vid), emb=of_attention, layer="out", mode="in")
+            return as_one(self.vid_out, vid.unflatten(1, grid))
+
+    return ByToken
+
+
+def as_one(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What a module for videos in a row gives for a batch of videos of one size, which its parent class takes."""
+    one: torch.Tensor = super(type(module), module).forward(x)  # type: ignore[misc]
+    return one
+
+
+@functools.cache
+def seedvr2_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """Tokens [B, N, D] of the video and [B, T, D] of the text, and values of the time [B, 6 D], which none repeats for each
+    token."""
+
+    class ByToken(kind):  # type: ignore[valid-type, misc]
+        def forward(self, vid, txt, emb, rule, places, txt_places):
+            modulated = functools.partial(self.ada, emb=emb)
+            both = modulated(*self.attn_norm(vid, txt), layer="attn", mode="in")
+            of_vid, of_txt = modulated(*self.attn(*both, rule, places, txt_places), layer="attn", mode="out")
+            vid, txt = vid + of_vid, txt + of_txt
+            both = modulated(*self.mlp_norm(vid, txt), layer="mlp", mode="in")
+            of_vid, of_txt = modulated(*self.mlp(*both), layer="mlp", mode="out")
+            return vid + of_vid, txt + of_txt
+
+    return ByToken
+
+
+@functools.cache
+def seedvr2_attention(kind: type[nn.Module]) -> type[nn.Module]:
+    """By rows. Heads are as many as the layers make: a tensor rank has fewer of them."""
+    functions = vars(sys.modules[kind.__module__])
+
+    class ByRows(kind):  # type: ignore[valid-type, misc]
+        def forward(self, vid, txt, rule, places, txt_places):
+            of_vid, of_txt = (each.unflatten(-1, (3, -1, self.head_dim)).unbind(2) for each in self.proj_qkv(vid, txt))
+            turns = self._turns(torch.cat((places, txt_places)))
+            q, k = (
+                functions["apply_rope1"](torch.cat(norm(*both), dim=1).transpose(1, 2), turns).transpose(1, 2)
+                for norm, both in zip((self.norm_q, self.norm_k), zip(of_vid, of_txt, strict=True), strict=False)
+            )
+            out = attention_by_rows(rule, q, k, torch.cat((of_vid[2], of_txt[2]), dim=1)).flatten(2)
+            return self.proj_out(*out.split((vid.shape[1], txt.shape[1]), dim=1))
+
+        def _turns(self, places_S3):
+            """[1, 1, S, head size / 2, 2, 2] float32. Channels that are not rotated have angles of 0."""
+            rates = self.rope.rope.freqs
+            if not self.rope.mm:  # the class makes them anew, whatever the file has
+                most = functions["BYTEDANCE_ROPE_MAX_FREQ"] / 2
+                rates = torch.linspace(1.0, most, len(rates), device=rates.device) * math.pi
+            angles = (places_S3[..., None] * rates).flatten(1)
+            angles = F.pad(angles, (0, self.head_dim // 2 - angles.shape[1]))
+            cos, sin = angles.cos(), angles.sin()
+            return torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))[None, None]
+
+    return ByRows

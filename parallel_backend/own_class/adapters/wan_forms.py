@@ -1,0 +1,141 @@
+"""Wan's models and blocks in the form that ranks cut, with the frequency that RIFLEx replaces."""
+
+import functools
+import math
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallel_backend.own_class.adapters.ltx_forms import Indexed
+
+FREQUENCY = "parallel_dit_rope_frequency"
+"""Entry of transformer_options: (number, radians) of a frequency of the frames' axis, which RIFLEx replaces (arXiv
+2502.15894)."""
+FACE_SIDE = 512
+"""Of the pictures that Wan Animate's motion encoder takes, in pixels."""
+FACES = 4
+"""Of them for each of the latent's frames but the first."""
+EVERY = 5
+"""Blocks from one of its modules for faces to the next."""
+OF_FACE = re.compile(r"^blocks\.(\d+)\.face\.")
+MOTION = "parallel_dit_motion"
+"""Option of its blocks: Indexed."""
+
+
+@functools.cache
+def wan_model(kind: type[nn.Module]) -> type[nn.Module]:
+    """Takes FREQUENCY among its options, where KJNodes' RIFLEx puts another module for positions into the model."""
+
+    class MayReplace(kind):  # type: ignore[valid-type, misc]
+        def rope_encode(self, *sizes, transformer_options, **named):
+            make = functools.partial(super().rope_encode, *sizes, transformer_options=transformer_options, **named)
+            if FREQUENCY not in transformer_options:
+                return make()
+            replaced = functools.partial(with_frequency, *transformer_options[FREQUENCY])
+            with self.rope_embedder.register_forward_hook(replaced):
+                return make()
+
+    return MayReplace
+
+
+def with_frequency(
+    number: float, radians: float, _module: nn.Module, given: tuple[Any, ...], turns: torch.Tensor
+) -> torch.Tensor:
+    """Rotations [B, 1, S, D / 2, 2, 2] of tokens at `given` positions [B, S, 3], but for this one of the frames' axis."""
+    angles = given[0][..., 0].float() * radians
+    turn = torch.stack((angles.cos(), -angles.sin(), angles.sin(), angles.cos()), dim=-1).unflatten(-1, (2, 2))
+    turns = turns.clone()
+    turns[:, 0, :, int(number)] = turn.to(turns)
+    return turns
+
+
+@functools.cache
+def wan_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """Times of frames [B, F, 6, D] become Indexed. The rotary table has a row for each token of the whole in all blocks."""
+
+    class ByIndex(kind):  # type: ignore[valid-type, misc]
+        def __call__(self, x, e, freqs, **named):
+            if (frames := e.shape[1]) > 1:
+                tokens = freqs.shape[1]
+                e = Indexed(e, torch.arange(tokens, device=e.device) // -(-tokens // frames), tokens)
+            return super().__call__(x, e=e, freqs=freqs, **named)
+
+        def forward(self, x, e, **named):
+            if isinstance(e, Indexed):
+                e = e.data_BFD if x.shape[1] == e.tokens else e.data_BFD[:, e.index_S]
+            return super().forward(x, e=e, **named)
+
+    return ByIndex
+
+
+@functools.cache
+def wan_animate_model(kind: type[nn.Module]) -> type[nn.Module]:
+    """As `wan_model`. It takes what `face_motion` makes of `face_pixel_values` in their place. MOTION among the options of
+    its blocks then has the motion of each frame, which each token finds by an index."""
+
+    class WithMotion(wan_model(kind)):  # type: ignore[misc]
+        def face_motion(self, face_pixel_values):
+            """[B, 3, f, FACE_SIDE, FACE_SIDE] -> [B, 1 + f / FACES, 5, D]: of the latent's frames, zeros in the first.
+
+            ComfyUI's process runs it. ValueError for pictures of another size."""
+            if face_pixel_values.shape[-2:] != (FACE_SIDE, FACE_SIDE):
+                height, width = face_pixel_values.shape[-2:]
+                raise ValueError(
+                    f"positive, negative: the face video is {width} x {height}, this model needs {FACE_SIDE} x "
+                    f"{FACE_SIDE}. Use WanAnimateToVideo."
+                )
+            frames = 1 + math.ceil(face_pixel_values.shape[2] / FACES)
+            of_frames = face_pixel_values.new_empty(0, 0, frames)  # the class asks a latent for its frames alone
+            return self.after_patch_embedding(of_frames, None, face_pixel_values)[1]
+
+        def forward_orig(self, x, t, context, face_pixel_values=None, transformer_options=None, **named):
+            options = dict(transformer_options or {})
+            if face_pixel_values is not None:
+                frames, *sides = (size // by for size, by in zip(x.shape[2:], self.patch_size, strict=True))
+                tokens = frames * math.prod(sides)
+                motion_BFND = F.pad(face_pixel_values, (0, 0, 0, 0, 0, frames - face_pixel_values.shape[1]))
+                options[MOTION] = Indexed(motion_BFND, torch.arange(tokens, device=x.device) // math.prod(sides), tokens)
+            return super().forward_orig(x, t, context, transformer_options=options, **named)
+
+    return WithMotion
+
+
+def put_faces_into_blocks(model: nn.Module) -> None:
+    """Modules that the model runs behind every EVERY-th block, the first one too, become `face` of those blocks: ranks have
+    lists of like blocks cut, and try few of them."""
+    blocks = list(model.get_submodule("blocks").children())
+    for number, face in enumerate(model.get_submodule("face_adapter.fuser_blocks").children()):
+        blocks[EVERY * number].face = face
+    del model.face_adapter
+
+
+def name_of_face(name: str) -> str:
+    """The class's name of a parameter of a model with its faces in its blocks."""
+    return OF_FACE.sub(lambda found: f"face_adapter.fuser_blocks.{int(found[1]) // EVERY}.", name)
+
+
+@functools.cache
+def wan_animate_block(kind: type[nn.Module]) -> type[nn.Module]:
+    """Runs its `face`, if it has one. Each token attends to the motion of its frame, by a mask over that of all frames,
+    which every rank has: a part of the tokens may have any of each frame's."""
+
+    class WithFace(kind):  # type: ignore[valid-type, misc]
+        def forward(self, x, transformer_options=None, **named):
+            options = dict(transformer_options or {})
+            motion = options.pop(MOTION, None)
+            x = super().forward(x, transformer_options=options, **named)
+            return x if motion is None or not hasattr(self, "face") else x + self._seen(self.face, x, *motion)
+
+        def _seen(self, face, x, motion_BFND, index_S, _tokens):
+            frames = torch.arange(motion_BFND.shape[1], device=x.device).repeat_interleave(motion_BFND.shape[2])
+            keys, values = face.linear1_kv(face.pre_norm_motion(motion_BFND.flatten(1, 2))).chunk(2, dim=-1)
+            queries = face.linear1_q(face.pre_norm_feat(x))
+            q, k, v = (each.unflatten(-1, (face.heads_num, -1)).transpose(1, 2) for each in (queries, keys, values))
+            seen_SK = index_S[:, None] == frames
+            out = F.scaled_dot_product_attention(face.q_norm(q).to(v), face.k_norm(k).to(v), v, attn_mask=seen_SK)
+            return face.linear2(out.transpose(1, 2).flatten(2))
+
+    return WithFace

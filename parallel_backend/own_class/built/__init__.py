@@ -1,0 +1,1 @@
+"""A class, built without values of weights: its parameters, sizes and counts."""

@@ -1,0 +1,90 @@
+"""Imports an OwnClass, and builds its model of torch's own layers."""
+
+import functools
+import importlib
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_backend.core.fused_linear import FusedLinear
+from parallel_backend.core.meta_parameters import meta_parameters
+from parallel_backend.core.own_class import DTYPE, OwnClass
+from parallel_backend.own_class.adapters.adapters import adapt
+from parallel_backend.own_class.cuts.fused_blocks import fuse
+
+CASTS = {"comfy_cast_weights": False, "weight_function": (), "bias_function": ()}
+"""Attributes of ComfyUI's layers that its functions read before they use a weight: no patch changes it."""
+
+
+class Embedding(nn.Embedding):
+    """ComfyUI's embedding has one argument more."""
+
+    def forward(self, input: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Numbers [...] -> [..., width]."""
+        out = super().forward(input)
+        return out if out_dtype is None else out.to(out_dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """ComfyUI's norm has a bias, which is None."""
+
+    bias = None
+
+
+class TorchLayers:
+    """Takes the place of ComfyUI's `operations`: layers without its casts, whose weights ranks hold."""
+
+    Linear, Embedding, RMSNorm = FusedLinear, Embedding, RMSNorm
+    Conv1d, Conv2d, Conv3d = nn.Conv1d, nn.Conv2d, nn.Conv3d
+    ConvTranspose1d, ConvTranspose2d = nn.ConvTranspose1d, nn.ConvTranspose2d
+    LayerNorm, GroupNorm = nn.LayerNorm, nn.GroupNorm
+
+    @staticmethod
+    def conv_nd(dims: int, *args: Any, **kwargs: Any) -> nn.Module:
+        """A convolution over two or three axes."""
+        return {2: nn.Conv2d, 3: nn.Conv3d}[dims](*args, **kwargs)
+
+
+@functools.cache
+def imported(
+    folder: str, module: str, name: str, settings: tuple[tuple[str, str, bool], ...], imports: tuple[str, ...]
+) -> type[nn.Module]:
+    """The class. In ComfyUI's own process everything is imported already, and its settings stay as they are. ValueError if
+    the module has no class of this name."""
+    if folder and module.partition(".")[0] not in sys.modules:
+        sys.path.append(folder)  # last: it has modules with names as common as `utils`
+        for place, attribute, value in settings:
+            *path, last = attribute.split(".")
+            holder = functools.reduce(getattr, path, importlib.import_module(place))
+            setattr(holder, last, value)
+        for each in imports:
+            importlib.import_module(each)
+    kind = getattr(importlib.import_module(module), name)
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise ValueError(f"{module} has no model {name}")
+    return kind
+
+
+def class_of(own: OwnClass) -> type[nn.Module]:
+    """The class, see `imported`."""
+    return imported(own.folder, own.module, own.name, own.settings, own.imports)
+
+
+def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model of the class, told to be in `dtype`. Its parameters are on the meta device; tables that it makes are not."""
+    kind = class_of(own)
+    arguments = {
+        name: getattr(torch, value.removeprefix(DTYPE)) if isinstance(value, str) and value.startswith(DTYPE) else value
+        for name, value in json.loads(own.arguments).items()
+    }
+    with meta_parameters():
+        model = kind(**arguments, operations=TorchLayers, dtype=dtype, device=None)
+    fuse(model)
+    adapt(own.kind, model)
+    for module in model.modules():
+        if hasattr(module, "weight"):
+            vars(module).update(CASTS)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,325 @@
+"""What the backend knows about a class and its file: made when the file is opened."""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from parallel_backend.core.device_copies import to_device
+from parallel_backend.core.own_class import COMPANION, WORDS, OwnAttention, OwnClass, OwnCut, OwnLatent
+from parallel_backend.core.token_order import TokenOrder
+from parallel_backend.own_class.adapters.adapters import gate_of, only_here, options_of, own_name
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.built.counts import counted, counts_of
+from parallel_backend.own_class.calls.call_arguments import (
+    LATENT,
+    OPTIONS,
+    STRUCTURE,
+    from_tensors,
+    structure_of,
+    timestep_of,
+)
+from parallel_backend.own_class.calls.call_form import LATENTS, pack, unpack
+from parallel_backend.own_class.calls.call_form import run as run_in_form
+from parallel_backend.own_class.calls.patching import Companion, Latents, Patching, latents_of
+from parallel_backend.own_class.calls.residuals import CONTROL, by_kind
+from parallel_backend.own_class.calls.step_inputs import StepInputs
+from parallel_backend.own_class.calls.tried_calls import Call, conditioning, one_entry
+from parallel_backend.own_class.cuts.band_tokens import BandTokens, class_numbers
+from parallel_backend.own_class.cuts.guided_attention import GUIDED, Guided, own_sums
+from parallel_backend.own_class.cuts.second_text import ADD_UP, SECOND, WHOLE_HEADS
+from parallel_backend.own_class.cuts.stages import StageBlocks
+from parallel_backend.own_class.cuts.tensor_plan import CutKind, LayerCuts
+from parallel_backend.own_class.cuts.token_cut import entries_of
+
+NAME = "ComfyUI's own class"
+NUMBERS = "numbers"
+"""Key of StepInputs.kept."""
+WHOLE_STATES = 3
+"""Hidden states of all of a call's tokens that a rank has at once outside of blocks: what enters the blocks, or what leaves
+them while the class norms and modulates it."""
+
+
+def pairs_of(hidden: int) -> float:
+    """BuiltClass.attention_share of a block of width h. Its linear layers have 12 h^2 weights, so 24 h^2 operations for
+    a token. Its attention takes 4 h operations for a query and a key."""
+    return 1 / (6 * hidden)
+
+
+class StreamKeys(NamedTuple):
+    """The keys of an attention layer."""
+
+    image: bool
+    """The image's tokens are among them."""
+    streams: tuple[int, ...]
+    """Streams whose other tokens are."""
+    head_size: int
+
+
+class Counted(NamedTuple):
+    """A call's tokens, as far as memory and time go."""
+
+    grid: tuple[int, ...]
+    """The image's, by axis."""
+    text: int
+    """Others."""
+    streams: tuple[tuple[int, int], ...] = ()
+    """(stream, its part of `text`). Empty: unknown."""
+    references: int = 0
+    """Tokens of reference pictures, which are not among the others."""
+
+
+@dataclass(frozen=True)
+class BuiltClass:
+    """What is known about `own`."""
+
+    own: OwnClass
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all of the class's tensors."""
+    parameters: frozenset[str]
+    """Names of the class's parameters. Its other tensors are computed where a file lacks them."""
+    exact: frozenset[str]
+    """Parameters and tables that the class keeps in float32 when it is built in another dtype."""
+    call: Call | None = None
+    """The call that a trial was made for, see example.py. None: there was none in this process."""
+
+    @property
+    def name(self) -> str:
+        """Name in messages to users."""
+        return NAME
+
+    @property
+    def title(self) -> str:
+        """Name for the user."""
+        return f"{NAME} {self.own.name}"
+
+    @property
+    def kind(self) -> str:
+        """The class with its arguments. Models of one kind take alike long."""
+        return f"{self.own.name} {self.own.arguments}"
+
+    @cached_property
+    def key_map(self) -> dict[str, str]:
+        """Tensor of the class -> its key in a file of ComfyUI's layout."""
+        keys = dict(self.own.keys)
+        names = {name: own_name(self.own.kind, name) for name in self.shapes}
+        return {name: keys.get(key, key) for name, key in names.items()}
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """List of blocks -> number of its blocks."""
+        return {name: len(blocks) for name, blocks in self.own.lists().items()}
+
+    @property
+    def total(self) -> int:
+        """Number of the model's blocks."""
+        return len(self.own.blocks)
+
+    @property
+    def block_names(self) -> list[str]:
+        """In the order in which they run."""
+        return [block.name for block in self.own.blocks]
+
+    def place(self, target: str) -> tuple[str, int] | None:
+        """(list, number in it) of the block that a parameter is in. None: it is in none."""
+        parts = target.split(".")
+        names = (".".join(parts[:count]) for count in range(2, len(parts)))
+        return next((self._places[name] for name in names if name in self._places), None)
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[str, int]]:
+        lists = self.own.lists().items()
+        return {f"{name}.{key}": (name, number) for name, blocks in lists for number, key in enumerate(blocks)}
+
+    @cached_property
+    def attention(self) -> tuple[tuple[StreamKeys, ...], ...]:
+        """By block, the keys of each of its attention layers whose tokens are cut. The others keep no keys."""
+        latent = None if self.own.latent is None else set(self.own.latent.streams)
+
+        def keys(call: OwnAttention) -> StreamKeys:
+            return StreamKeys(latent is None or bool(latent & set(call.keys)), call.keys, call.head_size)
+
+        return tuple(tuple(keys(call) for call in block.attention if call.keys) for block in self.own.blocks)
+
+    @cached_property
+    def hidden(self) -> int:
+        """Channels of a token between blocks."""
+        widths = [shape[-1] for name, shape in self.shapes.items() if name in self.parameters and len(shape) == 2]
+        return max(set(widths), key=widths.count, default=1)
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latent. 1 if no call is known."""
+        return 1 if self.call is None else self.call.latents[0].shape[1]
+
+    @cached_property
+    def tensor_plan(self) -> LayerCuts:
+        """Layers that tensor ranks share, as a trial has shown. And one beside the attention whose heads they cut."""
+        plan = {f"{block.name}.{cut.layer}": cut for block in self.own.blocks for cut in block.cuts}
+        gates = (f"{block.name}.{gate_of(self.own.kind)}" for block in self.own.blocks if block.cuts)
+        rows = {gate: self.shapes[f"{gate}.weight"][0] for gate in gates if f"{gate}.weight" in self.parameters}
+        return plan | {gate: OwnCut("", CutKind.COLUMN.value, (size,), (self.own.heads,)) for gate, size in rows.items()}
+
+    @cached_property
+    def patching(self) -> Patching:
+        """How latents become tokens."""
+        latent = self.own.latent
+        frames, side, _ = (1, 1, 1) if latent is None else latent.patch
+        companion = None
+        if latent is not None and latent.companion:
+            others = () if self.call is None else self.call.latents[1:]
+            axes = len(latent.companion.partition(" -> ")[0].split()) - 1
+            # Nobody knows the usual sizes of a second latent but from a call.
+            companion = Companion(latent.companion, tuple(others[0].shape[1:]) if others else (1,) * axes)
+        return Patching(side=side, frames=frames, video=self.own.video, companion=companion)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """This pack's entries of transformer_options that ranks get."""
+        return options_of(self.own.kind)
+
+    @property
+    def native_values(self) -> dict[str, None]:
+        """The layer that blocks of this file are without, by core.own_class.name_pattern. Other nodes look for it in
+        ComfyUI's native model."""
+        gate = gate_of(self.own.kind)
+        return {} if not gate or any(name.endswith(f"{gate}.weight") for name in self.parameters) else {f"*.{gate}": None}
+
+    def is_elsewhere(self, parameter: str) -> bool:
+        """No rank has this parameter of the class: ComfyUI's process computes with it."""
+        return parameter.startswith(tuple(f"{module}." for module in only_here(self.own.kind)))
+
+    def attention_share(self, block_list: str) -> float:
+        """In a block of the list: operations of attention for a query and a key, divided by those of a token's layers. Of
+        the call that a trial was made for, or of a usual block."""
+        counts = None if self.call is None else counted(self.own, self.call)
+        if counts is None:
+            return pairs_of(self.hidden)
+        tokens = counts.states / self.hidden
+        of_list = (
+            each for block, each in zip(self.own.blocks, counts.blocks, strict=True) if block.name.startswith(block_list)
+        )
+        work = next(of_list)
+        return work.attention / max(1, work.layers) / tokens
+
+    def example(self, prompt: int) -> dict[str, torch.Tensor]:
+        """Conditioning tensors of batch 1: of the call that was tried, or of a text of `prompt` tokens on the meta device.
+        Drawing values would advance the global generator, from which a sampler's noise may come."""
+        if self.call is None:
+            return {"context": torch.empty(1, prompt, 1, device="meta")}
+        return conditioning(one_entry(self.call))
+
+    def noise(self, shape: tuple[int, ...]) -> Latents:
+        """Random latents of a model call, of which the first has this shape. Nested latents without proven bands are
+        packed."""
+        if self.call is not None and LATENTS in self.call.named and self.patching.companion is None:
+            return (torch.randn(shape[0], *self.call.x.shape[1:]),)
+        return latents_of(self.patching.alongside(torch.randn(shape)))
+
+    def words(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Tokens of the text that runs through the blocks, see OwnLatent.words."""
+        context = tensors.get("context") if self.own.joint else None
+        return context.shape[1] if context is not None and context.ndim == 3 else 0
+
+    def text_tokens(self, companion_tokens: int, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Tokens of a call that are not the image's. All run with the first band."""
+        return companion_tokens + self.words(tensors)
+
+    def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
+        """A call's tokens, those that the class itself makes included. `text`: see text_tokens. Without proven bands all
+        tokens are along the grid's first axis."""
+        counts = counts_of(self.own, tensors)
+        if counts is None:
+            return Counted(grid, text)
+        latent = self.own.latent
+        if latent is None:
+            tokens = math.ceil(counts.states / self.hidden)
+            return Counted((tokens, *(1,) * (len(grid) - 1)), 0)
+        streams = {
+            stream: tokens - (math.prod(grid) if stream in latent.streams else 0)
+            for stream, tokens in counts.streams.items()
+        }
+        references = streams.get(latent.stream, 0) - self._beside_references(latent, tensors) if latent.layout else 0
+        if latent.layout:
+            streams[latent.stream] = streams.get(latent.stream, 0) - references
+        at_once = (
+            sum(streams[stream] for stream in entered if stream in streams) for entered in entries_of(self.own.blocks)
+        )
+        return Counted(grid, max(at_once, default=0), tuple(streams.items()), references)
+
+    def _beside_references(self, latent: OwnLatent, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Words, and tokens of a second latent, in the latent's stream."""
+        words = self.words(tensors) if WORDS in latent.layout else 0
+        if COMPANION not in latent.layout:
+            return words
+        shapes = [(1, *shape) for shape in structure_of(tensors)[LATENTS]]
+        return words + self.patching.companion_tokens(shapes)
+
+    def token_order(self, grid: tuple[int, ...], references: int = 0, along: str = "rows") -> TokenOrder:
+        """The order of a call's image tokens, for bands along the axis `along`."""
+        return TokenOrder(math.prod(grid), self.patching.cut(along).row_tokens(grid), references, along)
+
+    def run(self, stage: StageBlocks, step: StepInputs) -> torch.Tensor:
+        """Run the forward of the stage's model for one micro-step -> [b, m, c]: the rank's m image tokens. A stage that is
+        not the last one returns no tokens."""
+        patching, order = self.patching.cut(step.token_order.along), step.token_order
+        pictures, x, companion = order.images(step.image), step.x, step.x_companion
+        has_companion = companion.shape[1] > 0
+        # The prologue runs whole, and what it makes of other bands' tokens is left out.
+        if len(pictures) < order.image or step.companion_tokens:
+            x = x.new_full((len(x), order.image + step.companion_tokens, x.shape[-1]), math.nan)
+            x[:, pictures.slice] = step.x
+        if has_companion:
+            x[:, order.image :] = companion
+        if STRUCTURE not in step.kept:  # once for a conditioning: the host waits for the device to read it
+            step.kept[STRUCTURE] = structure_of(step.tensors)
+        structure = step.kept[STRUCTURE]
+        named: dict[str, Any] = {OPTIONS: {}} | from_tensors(step.tensors, structure)
+        if stage.tokens is not None and self.own.latent is not None:
+            companions, ahead, is_alone = step.companion_tokens, self.own.latent.tokens_ahead(named), stage.tokens.alone
+            numbers = _numbers(step)
+            stage.tokens.band = BandTokens(self.own.latent, order, step.image, numbers, companions, ahead, is_alone)
+        if (guidance := stage.guidance()) is not None:
+            named[OPTIONS][GUIDED] = Guided(guidance, own_sums if guidance.whole_heads else stage.add_up)
+        if (second := named.get(SECOND)) is not None:
+            second[ADD_UP] = own_sums if second[WHOLE_HEADS] else stage.add_up
+        if residuals := stage.residuals():
+            named[CONTROL] = by_kind(residuals)
+        timestep = timestep_of(step.timestep, structure)
+        if not step.companion_tokens:
+            # A naive patch has no row of another one with which the class could fill it up.
+            sizes = () if stage.tokens is not None and stage.tokens.alone else structure[LATENT][1:]
+            latent = patching.unpack(x, sizes or patching.whole(step.grid))
+            out = run_in_form(stage.call, latent, timestep, named)
+            return step.x[:, :0] if out is None else patching.pack(out)[:, pictures.slice]
+        shapes = [(len(x), *shape) for shape in structure[LATENTS]]
+        out = run_in_form(stage.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
+        if out is None:
+            return step.x[:, :0]
+        tokens = patching.pack_all(tuple(unpack(out, structure[LATENTS])))
+        return torch.cat((tokens[:, pictures.slice], tokens[:, order.image if has_companion else tokens.shape[1] :]), dim=1)
+
+
+def _numbers(step: StepInputs) -> torch.Tensor | None:
+    """See BandTokens.numbers."""
+    if NUMBERS not in step.kept:
+        numbers = class_numbers(step.token_order, step.grid)
+        step.kept[NUMBERS] = None if numbers is None else to_device(numbers, step.timestep.device)
+    return step.kept[NUMBERS]
+
+
+@functools.lru_cache(maxsize=8)
+def built_class(own: OwnClass) -> BuiltClass:
+    """What is known about a class. Imports and builds it, without memory for weights."""
+    model = build(own, torch.bfloat16)
+    tensors = model.state_dict()
+    return BuiltClass(
+        own,
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        frozenset(name for name, _ in model.named_parameters()),
+        frozenset(name for name, each in tensors.items() if each.dtype == torch.float32),
+    )

@@ -1,0 +1,287 @@
+"""What a call of a class takes: its tokens, and its operations by block. Counted on the meta device, without any values."""
+
+import functools
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from parallel_backend.core.own_class import OwnBlock, OwnClass
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.calls.block_arguments import tensor_places
+from parallel_backend.own_class.calls.call_arguments import LATENT, STRUCTURE, from_tensors, timestep_of
+from parallel_backend.own_class.calls.call_form import LATENTS, TIMES
+from parallel_backend.own_class.calls.token_rows import token_count
+from parallel_backend.own_class.calls.tried_calls import Call, entry_of
+from parallel_backend.own_class.cuts.attention_calls import AttentionCall, attention_by, attention_call
+from parallel_backend.own_class.cuts.second_text import SECOND
+from parallel_backend.own_class.cuts.stages import passing_through
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of a block: multiplications and additions count one each."""
+
+    layers: int = 0
+    """All that is no attention, and attention whose keys every rank has whole."""
+    attention: int = 0
+    """Attention of tokens to tokens: it grows with their square."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A call of one batch entry."""
+
+    states: int
+    """Values of the hidden states that leave the block with most of them."""
+    streams: Mapping[int, int]
+    """Stream -> its tokens. Empty if no trial has cut tokens."""
+    blocks: tuple[Work, ...]
+    """Of each block, in the order of a call."""
+    outside: int
+    """Operations outside of blocks, which every stage and every sequence rank does."""
+
+    @property
+    def shared(self) -> float:
+        """Share of all operations that are in blocks."""
+        inside = sum(work.layers + work.attention for work in self.blocks)
+        return inside / max(1, inside + self.outside)
+
+
+def counts_of(own: OwnClass, tensors: Mapping[str, torch.Tensor]) -> Counts | None:
+    """Counts of a call with these conditioning tensors (`to_tensors`). None: nothing is proven, or see `counted`."""
+    if not own.blocks or STRUCTURE not in tensors:
+        return None
+    shapes = ((name, tuple(each.shape[1:]), each.dtype) for name, each in tensors.items() if name != STRUCTURE)
+    asked = own, bytes(tensors[STRUCTURE][0].tolist()), tuple(shapes)
+    if (counts := _counts_of(*asked)) is not None:
+        return counts
+    whole = ((name, each) for name, each in tensors.items() if name != STRUCTURE and _is_whole(each))
+    numbers = tuple((name, each[0].cpu().contiguous().numpy().tobytes()) for name, each in whole)
+    return _counts_of(*asked, numbers) if numbers else None
+
+
+@functools.lru_cache(maxsize=64)
+def _counts_of(
+    own: OwnClass,
+    text: bytes,
+    shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...],
+    numbers: tuple[tuple[str, bytes], ...] = (),
+) -> Counts | None:
+    """`numbers`: values of the first entry of tensors of whole numbers."""
+    structure = json.loads(text)
+    tensors = {name: torch.empty(1, *shape, dtype=dtype, device="meta") for name, shape, dtype in shapes}
+    for name, values in numbers:
+        like = tensors[name]
+        tensors[name] = torch.frombuffer(bytearray(values), dtype=like.dtype).view(like.shape)
+    named = {name: value for name, value in from_tensors(tensors, structure).items() if name != SECOND}
+    if not (LATENTS in named or structure[LATENT]):
+        return None
+    values = sum(math.prod(shape) for shape in named.get(LATENTS, ()))
+    axes = 5 if own.video else 4
+    shape = (*(1,) * (axes - 1), values) if LATENTS in named else (1, *structure[LATENT])
+    of_latents = named.get(TIMES)
+    sizes = (sum(map(math.prod, of_latents)),) if isinstance(of_latents, list) else ()
+    times = timestep_of(torch.empty(1, *sizes, device="meta"), structure)
+    return counted(own, Call(torch.empty(shape, device="meta"), times, named))
+
+
+def counted(own: OwnClass, call: Call) -> Counts | None:
+    """Counts of the first entry of `call`, without values; if the class needs them, with those of whole numbers that are in
+    host memory, such as kinds of words. None: the class does not run so."""
+    tensors = pytree.tree_leaves(dict(call.named))
+    has_numbers = any(isinstance(each, torch.Tensor) and _is_whole(each) and not each.is_meta for each in tensors)
+    with _LOCK:
+        for with_numbers in (False, True)[: 1 + has_numbers]:
+            try:
+                return _Counting(own, call, with_numbers).counts
+            except Exception as error:  # of any kind: its code is not known, and may look at values
+                log.debug("Parallel DiT: %s does not run without values: %s", own.name, error)
+    return None
+
+
+MISFITS = (
+    *("cannot be multiplied", "same reduction dim", "normalized_shape", "Invalid channel dimensions"),
+    "tensor of 0 elements",
+)
+"""Parts of what torch says of a tensor whose size is none of a layer's, and of an empty one."""
+
+
+def misfit(own: OwnClass, call: Call) -> str:
+    """What a layer says of a tensor of the call that does not fit it, such as the text of another encoder. Empty: all fit,
+    or the class does not run without values."""
+    try:
+        with _LOCK:
+            _Counting(own, call, with_numbers=True)
+    except Exception as error:  # of any kind: its code is not known, and may look at values
+        said = str(error)
+        return said if any(each in said for each in MISFITS) else ""
+    return ""
+
+
+_LOCK = threading.Lock()
+"""Bands call on several threads, and share the counted models."""
+
+
+SELECTS = torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default
+"""Operations that take some elements by indices, or by masks."""
+
+
+def _of_all_true(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Indices with numbers in place of masks, which are true everywhere."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool:
+            found += [index.new_empty(index.numel(), dtype=torch.long)] * index.ndim
+        else:
+            found.append(index)
+    return found
+
+
+class _AnyNumbers(TorchDispatchMode):
+    """A number that a class reads off a tensor of floats, such as a time, is 0.5, and what it compares is true. Others would
+    be sizes: an error. Whole numbers that it works out, such as each token's expert, are all 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._masks = WeakTensorKeyDictionary()  # of whole numbers that are equal to one -> whether it is 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            if args[0].dtype == torch.bool:
+                return True
+            if args[0].is_floating_point():
+                return 0.5
+        if func is torch.ops.aten.index.Tensor and (mask := args[1][0]) is not None and mask in self._masks:
+            return args[0].new_empty((self._masks[mask] * mask.numel(), *args[0].shape[mask.ndim :]))
+        if func in SELECTS and args[0].is_meta:
+            args = args[0], _of_all_true(args[1]), *args[2:]
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.eq.Scalar and _is_whole(args[0]):
+            self._masks[out] = args[1] == 0
+        return out
+
+
+class _Counting:
+    """One block of each kind runs. The others return what they get."""
+
+    def __init__(self, own: OwnClass, call: Call, with_numbers: bool):
+        self._block: OwnBlock | None = None  # the one that runs
+        self._attended = 0  # its calls of attention
+        self._outside, self._inside, self._states = 0, 0, 0  # operations outside of blocks, the counter's inside
+        self._found: dict[str, Work] = {}
+        self._streams: dict[int, int] = {}
+        model, kinds = _on_meta(own)
+        one = entry_of(call, 0)
+        named = pytree.tree_map_only(
+            torch.Tensor, lambda each: each if with_numbers and _is_whole(each) else _without_values(each), dict(one.named)
+        )
+        one = replace(one, x=_without_values(one.x), timestep=_without_values(one.timestep), named=named, options={})
+        skipped = [block for block in own.blocks if kinds[block.name] != block.name]
+        hooks = [hook for block in own.blocks if kinds[block.name] == block.name for hook in self._watch(model, block)]
+        try:
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                passing_through(model, skipped),
+                FlopCounterMode(display=False) as self._flops,
+                _AnyNumbers(),
+                attention_by(self._attend),
+            ):
+                one.run(model, options=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._outside += self._flops.get_total_flops() - self._inside
+        works = tuple(self._found[kinds[block.name]] for block in own.blocks)
+        self.counts = Counts(self._states, dict(self._streams), works, self._outside)
+
+    def _watch(self, model: nn.Module, block: OwnBlock) -> Sequence[Any]:
+        module = model.get_submodule(block.name)
+
+        def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._block, self._attended, self._before = block, 0, self._flops.get_total_flops()
+            self._found[block.name] = Work()
+            leaves = pytree.tree_leaves((args, kwargs))
+            places = tensor_places(leaves)
+            for cut in block.slices:
+                if cut.enters and cut.streams[0] not in self._streams:
+                    self._streams[cut.streams[0]] = token_count(leaves[places[cut.tensor]].shape, cut)
+
+        def leave(_module: nn.Module, _args: Any, out: Any) -> None:
+            values = (out,) if isinstance(out, torch.Tensor) else out
+            self._states = max(self._states, sum(each.numel() for each in values if each is not None))
+            work, counted = self._found[block.name], self._flops.get_total_flops() - self._before
+            self._found[block.name] = replace(work, layers=work.layers + counted)
+            self._inside += counted
+            self._block = None
+
+        return module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)
+
+    def _attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = attention_call(function, *args, **kwargs)
+        queries, keys = call.q_BQHD, call.k_BKHD
+        operations = _operations(call)
+        block = self._block
+        if block is None:
+            self._outside += operations
+        else:
+            specs, work = block.attention, self._found[block.name]
+            among = bool(specs[self._attended].keys) if specs else keys.shape[1] == queries.shape[1]
+            self._attended += 1
+            part = {"attention": work.attention + operations} if among else {"layers": work.layers + operations}
+            self._found[block.name] = replace(work, **part)
+        return call.result(queries.new_empty(*queries.shape[:3], call.v_BKHD.shape[3]))
+
+
+def _operations(call: AttentionCall) -> int:
+    """Of attention: a product of each query with each key that it sees, and one with its values."""
+    found: list[int] = []
+
+    def attend(q_BqHD: torch.Tensor, k_BkHD: torch.Tensor, v_BkHD: torch.Tensor) -> torch.Tensor:
+        found.append(4 * q_BqHD.numel() * k_BkHD.shape[1])
+        return q_BqHD.new_empty(*q_BqHD.shape[:3], v_BkHD.shape[3])
+
+    tensors = call.q_BQHD, call.k_BKHD, call.v_BKHD
+    if call.rule is None:
+        attend(*tensors)
+    else:
+        call.rule(attend, *tensors, *(torch.arange(x.shape[1]) for x in tensors[:2]))
+    return sum(found)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether it has whole numbers."""
+    return tensor.dtype in (torch.int32, torch.int64) and tensor.numel() > 0
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+@functools.lru_cache(maxsize=4)
+def _on_meta(own: OwnClass) -> tuple[nn.Module, dict[str, str]]:
+    """The model with all of its tensors on the meta device, and by block the first one of its kind."""
+    model = build(own)
+    first: dict[tuple[Any, ...], str] = {}
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = buffer.to("meta")
+        vars(module).update({name: each.to("meta") for name, each in vars(module).items() if isinstance(each, torch.Tensor)})
+    kinds = {}
+    for block in own.blocks:
+        shapes = tuple((name, tuple(each.shape)) for name, each in model.get_submodule(block.name).named_parameters())
+        kinds[block.name] = first.setdefault((block.name.rpartition(".")[0], replace(block, name=""), shapes), block.name)
+    return model, kinds

@@ -1,0 +1,128 @@
+"""A module that has been built, as data from which ranks build its like: classes by name, plain values, children.
+
+No constructor runs, so nothing has to be known of its arguments. Tensors go beside the data, by their names in the module.
+"""
+
+import importlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_backend.core.own_class import ROOTS
+from parallel_backend.own_class.built.building import CASTS, imported
+
+TORCH = "torch.nn"
+"""The module of all classes that are of no module of ROOTS. Such a class is known by its name alone."""
+BASE = frozenset(vars(nn.Module()))
+"""What torch keeps in every module."""
+
+Tree = dict[str, Any]
+"""JSON: class, values, children, names of parameters and of buffers."""
+
+
+def described(module: nn.Module, without: Collection[str] = ()) -> Tree:
+    """The module as data, but for its children `without`. Values that are no data are left out.
+
+    ValueError if it has a class that ranks do not build.
+    """
+    kind = type(module)
+    ours = kind.__module__.startswith(ROOTS)
+    if not ours and not hasattr(nn, kind.__name__):
+        raise ValueError(f"ranks build no class {kind.__qualname__} of {kind.__module__}")
+    values = {name: _data(value) for name, value in vars(module).items() if name not in BASE and _is_data(value)}
+    children = {name: child for name, child in module._modules.items() if child is not None and name not in without}
+    return {
+        "class": [kind.__module__ if ours else TORCH, kind.__name__],
+        "values": values,
+        "children": {name: described(child) for name, child in children.items()},
+        "parameters": list(module._parameters),
+        "buffers": list(module._buffers),
+    }
+
+
+@dataclass(frozen=True)
+class Importing:
+    """How a rank imports classes: see OwnClass."""
+
+    folder: str
+    settings: tuple[tuple[str, str, bool], ...]
+
+
+def built(
+    tree: Tree, importing: Importing, tensors: Mapping[str, torch.Tensor], function: Callable[..., Any], at: str = ""
+) -> nn.Module:
+    """A module as `described`, with the `tensors` whose names begin with `at`.
+
+    `function` takes the place of all functions among the values. ValueError for a class of other modules than ROOTS.
+    """
+    place, name = tree["class"]
+    if place != TORCH and not place.startswith(ROOTS):
+        raise ValueError(f"ranks build no class of {place}")
+    kind = getattr(nn, name) if place == TORCH else imported(importing.folder, place, name, importing.settings, ())
+    module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    vars(module).update({name: _value(data, function) for name, data in tree["values"].items()})
+    for name in tree["parameters"]:
+        tensor = tensors.get(at + name)
+        module.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+    for name in tree["buffers"]:
+        module.register_buffer(name, tensors.get(at + name))
+    if "weight" in module._parameters:
+        vars(module).update(CASTS)
+    for name, child in tree["children"].items():
+        module.add_module(name, built(child, importing, tensors, function, f"{at}{name}."))
+    return module.eval()
+
+
+def set_constants(constants: Iterable[Sequence[Any]]) -> None:
+    """Set constants of modules: (module, name, value) each. ValueError for another module than ROOTS have."""
+    for place, name, value in constants:
+        if not place.startswith(ROOTS):
+            raise ValueError(f"ranks set nothing in {place}")
+        setattr(importlib.import_module(place), name, value)
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_data, value.items()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_data, value))
+    return value is None or isinstance(value, bool | int | float | str | range | torch.dtype | FunctionType)
+
+
+def _data(value: Any) -> Any:
+    match value:
+        case FunctionType():
+            return {"function": value.__name__}
+        case torch.dtype():
+            return {"dtype": str(value).removeprefix("torch.")}
+        case range():
+            return {"range": [value.start, value.stop, value.step]}
+        case dict():
+            return {"dict": [[_data(key), _data(each)] for key, each in value.items()]}
+        case tuple():
+            return {"tuple": [_data(each) for each in value]}
+        case list():
+            return [_data(each) for each in value]
+    return value
+
+
+def _value(data: Any, function: Callable) -> Any:
+    match data:
+        case {"function": _}:
+            return function
+        case {"dtype": name}:
+            return getattr(torch, name)
+        case {"range": ends}:
+            return range(*ends)
+        case {"dict": pairs}:
+            return {_value(key, function): _value(each, function) for key, each in pairs}
+        case {"tuple": values}:
+            return tuple(_value(each, function) for each in values)
+        case list():
+            return [_value(each, function) for each in data]
+    return data

@@ -1,0 +1,248 @@
+"""Attention functions of a class's package, whose calls in its blocks go to the ranks' exchange."""
+
+import functools
+import inspect
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parallel_backend.core.own_class import PACKAGES, ROOTS
+from parallel_backend.own_class.calls.unproven import Unproven
+from parallel_backend.own_class.cuts.row_rule import RowRule
+
+FUNCTIONS = {package.attention: package.functions for package in PACKAGES}
+"""Module -> beginning of the names of its attention functions."""
+REPLACES = "parallel_dit_replaces"
+"""Attribute of a replacement: the function."""
+Attend = Callable[..., torch.Tensor]
+"""(function, *its arguments) -> what the function would return."""
+Traced = Callable[..., torch.Tensor]
+"""(name of a replacement, *its arguments) -> what it returns, in a form that torch.compile takes as one operation."""
+
+
+def call_itself(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Attend by the function."""
+    return function(*args, **kwargs)
+
+
+def is_attention(value: Any) -> bool:
+    """Whether it is one of the functions."""
+    functions = FUNCTIONS.get(value.__module__) if inspect.isfunction(value) else None
+    return functions is not None and value.__name__.startswith(functions)
+
+
+def attention_of(kind: type, name: str) -> Callable[..., torch.Tensor]:
+    """The attention function that a class's module has now under this name, which may be a trial's or a rank's."""
+    function: Callable[..., torch.Tensor] = vars(sys.modules[kind.__module__])[name]
+    return function
+
+
+class _Replaced:
+    """The functions in all modules of PACKAGES that are imported, replaced as long as a thread asks for it.
+
+    The replacements call the functions themselves in all other threads: ComfyUI may sample meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._asking = threading.Lock(), 0
+        self._thread = threading.local()
+        self._originals: list[tuple[dict[str, Any], str, Any]] = []
+        self._found: list[tuple[dict[str, Any], str]] = []
+        self._imported: tuple[int, Any] = 0, None  # how many modules there were when they were found, and the newest
+        self._modules: dict[str, tuple[Any, int]] = {}  # those of PACKAGES, and how many names each had
+        self._replacements: dict[Any, Any] = {}  # by function
+        self.by_name: dict[str, Callable[..., torch.Tensor]] = {}  # replacements with ComfyUI's signature
+        self.traced: Traced | None = None
+
+    @contextmanager
+    def by(self, attend: Attend) -> Iterator[None]:
+        """Context in which this thread's calls go to `attend`."""
+        with self._lock:
+            self._asking += 1
+            self._replace()
+        before, self._thread.attend = getattr(self._thread, "attend", None), attend
+        try:
+            yield
+        finally:
+            self._thread.attend = before
+            with self._lock:
+                self._asking -= 1
+                if not self._asking:
+                    for names, name, function in self._originals:
+                        names[name] = function
+                    self._originals.clear()
+
+    def _replace(self) -> None:
+        """Modules that were imported since the last time, too. Only then all names are looked through, which takes ms."""
+        imported = len(sys.modules), next(reversed(sys.modules.values()))
+        if imported != self._imported or self._modules_changed():
+            modules = {place: module for place, module in list(sys.modules.items()) if place.startswith(ROOTS)}
+            self._imported = imported
+            self._modules = {place: (module, len(vars(module))) for place, module in modules.items()}
+            self._found = [
+                (vars(module), name)
+                for module in modules.values()
+                for name, value in list(vars(module).items())
+                if is_attention(value)
+            ]
+        for names, name in self._found:
+            value: Any = names.get(name)
+            if is_attention(value) and not hasattr(value, REPLACES):  # it may be another one since it was found
+                self._originals.append((names, name, value))
+                if value not in self._replacements:
+                    self._replacements[value] = self._replacement(value)
+                names[name] = self._replacements[value]
+
+    def _modules_changed(self) -> bool:
+        """A module may have been put in another's place, or have been in the middle of its import (by another thread)."""
+        now = sys.modules.get
+        return any(
+            now(place) is not module or len(vars(module)) != names for place, (module, names) in self._modules.items()
+        )
+
+    def _replacement(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        name = f"{function.__module__}.{function.__name__}"
+
+        @functools.wraps(function)
+        def replacement(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self.traced is not None and torch.compiler.is_dynamo_compiling():
+                return self.traced(name, *map(_taken, (q, k, v)), *args, **kwargs)
+            return self.attend(function, q, k, v, *args, **kwargs)
+
+        setattr(replacement, REPLACES, function)
+        self.by_name[name] = replacement
+        return replacement
+
+    def attend(
+        self, function: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """A call of the function, which goes to this thread's `attend` if it has one."""
+        attend = getattr(self._thread, "attend", None)
+        if attend is None:
+            return function(q, k, v, *args, **kwargs)
+        tensors = map(_taken, (q, k, v))
+        self._thread.attend = None  # the function may call another one
+        try:
+            return attend(function, *tensors, *args, **kwargs)
+        finally:
+            self._thread.attend = attend
+
+
+def _taken(given: Any) -> torch.Tensor:
+    """ComfyUI may hand over a container, which gives its tensor up to the one that takes it."""
+    return given if isinstance(given, torch.Tensor) else given.take()
+
+
+@functools.cache
+def _replaced() -> _Replaced:
+    return _Replaced()
+
+
+def attention_by(attend: Attend) -> Any:
+    """Context in which this thread's calls of the attention functions go to `attend`."""
+    return _replaced().by(attend)
+
+
+def attend_now(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A call of a function that is none of those replaced, as if it were one."""
+    return _replaced().attend(function, *args, **kwargs)
+
+
+def trace_attention_by(traced: Traced) -> None:
+    """From now on `traced` stands for the replacements in code that this process compiles."""
+    _replaced().traced = traced
+
+
+def replacement_of(name: str) -> Callable[..., torch.Tensor]:
+    """The replacement that Traced is told the name of."""
+    return _replaced().by_name[name]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of attention, by `function`."""
+
+    function: Callable[..., torch.Tensor]
+    q_BQHD: torch.Tensor
+    k_BKHD: torch.Tensor
+    v_BKHD: torch.Tensor
+    mask: torch.Tensor | None
+    """As the class gives it."""
+    heads_first: bool
+    """The class wants [B, H, Q, D] back, and not [B, Q, H x D]."""
+    arguments: Mapping[str, Any]
+    """Others, by name."""
+    shares_keys: bool = False
+    """Several heads of queries share one of keys, which is repeated here."""
+    rule: RowRule | None = None
+    """Says which queries see which keys. None: all see all."""
+
+    @property
+    def key_mask(self) -> torch.Tensor | None:
+        """[b, K] bool, the keys that may be seen, b being B or 1. None: all. Unproven for a mask of queries or heads, and
+        for a causal call: ranks have tokens in another order."""
+        if self.arguments.get("is_causal"):
+            raise Unproven("its attention is causal")
+        if (mask := self.mask) is None:
+            return None
+        of_queries = mask.shape[:-1] if mask.ndim < 3 else mask.shape[1:-1]  # [Q, K], [B, Q, K] or [B, H, Q, K]
+        if any(size > 1 for size in of_queries):
+            raise Unproven("its attention has a mask that is not a mask of keys")
+        rows = mask.reshape(-1, mask.shape[-1])
+        return rows if rows.dtype == torch.bool else rows >= 0
+
+    def compute(
+        self, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor, mask_bK: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention by the function, of these heads, in which all queries see all keys. Returns [B, Q, h, D]."""
+        mask = None if mask_bK is None else mask_bK[:, None, None]
+        tensors = (x.transpose(1, 2) for x in (q_BQhD, k_BKhD, v_BKhD))
+        shapes = {"skip_reshape": True, "skip_output_reshape": True}
+        out_BhQD = self.function(*tensors, q_BQhD.shape[2], mask=mask, **(dict(self.arguments) | shapes))
+        return out_BhQD.transpose(1, 2)
+
+    def result(self, out_BQHD: torch.Tensor) -> torch.Tensor:
+        """As the class wants it."""
+        return out_BQHD.transpose(1, 2) if self.heads_first else out_BQHD.flatten(2)
+
+
+def shares_keys(k_BKHD: torch.Tensor, v_BKHD: torch.Tensor, sharing: int) -> bool:
+    """Whether so many heads in a row have the same keys and values."""
+    if k_BKHD.shape[2] % sharing:
+        return False
+    # Tokens of other bands are NaN.
+    groups = (each.nan_to_num().unflatten(2, (-1, sharing)) for each in (k_BKHD, v_BKHD))
+    return all(torch.equal(each, each[:, :, :, :1].expand_as(each)) for each in groups)
+
+
+def attention_call(
+    function: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    mask: torch.Tensor | None = None,
+    attn_precision: Any = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    rule: RowRule | None = None,
+    **others: Any,
+) -> AttentionCall:
+    """The call of a function with ComfyUI's signature. Heads of keys that queries share are repeated."""
+    if skip_reshape:
+        q_BQHD, k_BKHD, v_BKHD = (x.transpose(1, 2) for x in (q, k, v))
+    else:
+        size = q.shape[-1] // heads
+        # Some have heads apart already, and some have no tokens, whose heads torch could not count.
+        q_BQHD, k_BKHD, v_BKHD = (x.reshape(*x.shape[:2], math.prod(x.shape[2:]) // size, size) for x in (q, k, v))
+    if (shared := q_BQHD.shape[2] // k_BKHD.shape[2]) > 1:
+        k_BKHD, v_BKHD = (x.repeat_interleave(shared, dim=2) for x in (k_BKHD, v_BKHD))
+    others = {name: value for name, value in others.items() if name != "enable_gqa"}
+    arguments = {"attn_precision": attn_precision} | others
+    return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, arguments, shared > 1, rule)

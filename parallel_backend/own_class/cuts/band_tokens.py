@@ -1,0 +1,225 @@
+"""The tokens of a band in a class's streams, and where their keys are in the K/V buffer.
+
+A band has the latent's tokens of its rows or frames, and a share of the tokens of references, which TokenOrder gives it.
+Other tokens, such as words, run with the first band, or with every naive patch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from parallel_backend.core.device_copies import to_device
+from parallel_backend.core.own_class import COMPANION, LATENT, REFERENCES, WORDS, OwnLatent
+from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.core.spans import Span
+from parallel_backend.core.token_order import TokenOrder, class_order
+from parallel_backend.own_class.calls.unproven import Unproven
+
+ONE = SequenceCut((1.0,), 1, repeat_text=False)
+"""A sequence rank alone."""
+Pick = Span | torch.Tensor
+"""Rows of a stream: those that follow each other, or their numbers [n] int64."""
+NONE = Span(0, 0)
+
+
+class Run(NamedTuple):
+    """Tokens of a stream that follow each other and are of one kind."""
+
+    kind: str
+    """One of OwnLatent.layout."""
+    rows: Span
+    """Of the stream."""
+    numbers: Span
+    """Among the stream's other tokens. Empty: they are the latent's, or references."""
+    shared: Span
+    """Numbers of the tokens that sequence ranks share out together."""
+
+
+class Part(NamedTuple):
+    """A rank's tokens that are the latent's and its references', or that are not."""
+
+    rows: Pick
+    """Of the stream."""
+    of_latent: bool
+    place: Span
+    """In the order of bands, or among the stream's other tokens."""
+    is_kept: bool
+    """Its keys are. False: a row that runs in place of words, since classes cannot tell the sizes of a tensor of no rows."""
+
+
+@dataclass(frozen=True)
+class BandTokens:
+    """A band, or the whole latent if `band` has all of `order`."""
+
+    latent: OwnLatent
+    order: TokenOrder
+    """Of bands. Without references if they run with the first band."""
+    band: Span
+    """Places in it."""
+    numbers: torch.Tensor | None
+    """Place -> number of a token in the class's order, in which references have the next numbers. None: they are the same,
+    and there are no references."""
+    companion: int = 0
+    """Tokens of the second latent."""
+    ahead: int = 0
+    """References' tokens before the latent's, if there are others behind them."""
+    alone: bool = False
+    """A naive patch, which sees no other one: words run with it wherever it begins."""
+    words_have_run: bool = False
+    """In an earlier call, see OwnLatent.steady."""
+
+    @property
+    def has_words(self) -> bool:
+        """Words run with it, or a second latent's tokens."""
+        return (self.alone or self.band.start == 0) and not self.words_have_run
+
+    @property
+    def pictures(self) -> Span:
+        """The band's tokens of the latent, numbered without references."""
+        return self.order.images(self.band)
+
+    @property
+    def picture_numbers(self) -> slice | torch.Tensor:
+        """Numbers of the band's tokens of the latent, in the class's order."""
+        if self.numbers is None:
+            return self.pictures.slice
+        numbers = self.numbers[self.band.slice]
+        return numbers[to_device(self.order.picture_rows(self.band), numbers.device)]
+
+    def others(self, stream: int, tokens: int) -> int:
+        """How many of a stream's tokens are neither the latent's nor references."""
+        return tokens - (self.order.tokens if stream in self.latent.streams else 0)
+
+    def parts(self, stream: int, tokens: Mapping[int, int], ranks: SequenceCut) -> list[list[Part]]:
+        """By sequence rank: its parts of a stream. `tokens`: of each stream."""
+        others, has_words = self.others(stream, tokens[stream]), self.has_words
+        runs = self._runs(stream, tokens)
+        starts = {run.kind: run.rows.start for run in runs}  # of references those behind the latent, if on both sides
+        found: list[list[Part]] = []
+        for rank, own in enumerate(ranks.parts(self.band)):
+            parts = []
+            for run in runs:
+                if run.kind == LATENT:
+                    parts.append(Part(self._rows(own, starts), True, own, True))
+                elif run.kind != REFERENCES:
+                    share = ranks.parts(run.shared)[rank] if has_words else _stand_in(others, rank)
+                    share = share.common(run.numbers)
+                    rows = share.shift(run.rows.start - run.numbers.start)
+                    parts.append(Part(rows, False, share, has_words))
+            found.append([part for part in parts if len(part.place)] or parts[:1])
+        return found
+
+    def _rows(self, own: Span, starts: Mapping[str, int]) -> Pick:
+        """Rows of a stream at these places. `starts`: by kind of tokens, their first row."""
+        if self.numbers is None or self.latent.beside:  # rows of both are in the order of bands
+            return own.shift(starts[LATENT])
+        numbers, image = self.numbers[own.slice], self.order.image
+        rows = numbers + starts[LATENT]
+        if REFERENCES not in starts:
+            return rows
+        rows = torch.where(numbers < image, rows, numbers + (starts[REFERENCES] - image - self.ahead))
+        return (
+            torch.where((numbers >= image) & (numbers < image + self.ahead), numbers - image, rows) if self.ahead else rows
+        )
+
+    def _runs(self, stream: int, tokens: Mapping[int, int]) -> list[Run]:
+        """The stream's tokens in the class's order."""
+        others = self.others(stream, tokens[stream])
+        if stream not in self.latent.streams:
+            return [_words(Span(0, others))]
+        if not self.latent.layout:
+            behind = self._behind(stream, tokens)
+            image = Span(0, self.order.image).shift(others - behind)
+            last = Span(others - behind, others)
+            return [
+                _words(Span(0, others - behind)),
+                Run(LATENT, image, NONE, NONE),
+                Run(WORDS, last.shift(self.order.image), last, last),
+            ]
+        # The second latent's tokens come before the words in what ranks share out.
+        numbers = {COMPANION: Span(0, self.companion), WORDS: Span(self.companion, others)}
+        lengths = {LATENT: self.order.image} | {kind: len(each) for kind, each in numbers.items()}
+        of_references = [self.order.references - self.ahead]
+        if self.latent.layout.count(REFERENCES) > 1:
+            of_references.insert(0, self.ahead)
+        left = iter(of_references)
+        counts = [next(left) if kind == REFERENCES else lengths[kind] for kind in self.latent.layout]
+        if others < self.companion or not all(each > 0 for each in of_references) or sum(counts) != tokens[stream]:
+            raise Unproven("it has other tokens than in the trial")
+        runs, row = [], 0
+        for kind, count in zip(self.latent.layout, counts, strict=True):
+            rows = Span(row, row + count)
+            runs.append(Run(kind, rows, numbers.get(kind, NONE), Span(0, others)))
+            row = rows.stop
+        return runs
+
+    def _behind(self, stream: int, tokens: Mapping[int, int]) -> int:
+        """Other tokens of one of the latent's streams that come behind the latent's."""
+        others = self.others(stream, tokens[stream])
+        if stream == self.latent.stream:
+            return 0 if self.latent.before else others
+        entry = next(entry for entry in self.latent.again if entry.stream == stream)
+        if entry.behind:
+            return self.others(self.latent.stream, tokens[self.latent.stream])
+        return 0 if entry.before else others
+
+    def pieces(
+        self, streams: Sequence[int], tokens: Mapping[int, int], ranks: SequenceCut, some: range
+    ) -> list[tuple[Span, Span]]:
+        """(rows of the keys of `some` ranks, rank by rank; their positions in the buffer). In the buffer the other tokens
+        come first, stream by stream, and then the latent's in the order of bands."""
+        found, row, words = [], 0, self.words(streams, tokens)
+        for rank in some:
+            offset = 0
+            for stream in streams:
+                for part in self.parts(stream, tokens, ranks)[rank]:
+                    count = len(part.place)
+                    if count and part.is_kept:
+                        found.append((Span(row, row + count), part.place.shift(words if part.of_latent else offset)))
+                    row += count
+                offset += self.others(stream, tokens[stream])
+        return found
+
+    def words(self, streams: Sequence[int], tokens: Mapping[int, int]) -> int:
+        """Tokens of these streams that are not the latent's."""
+        return sum(self.others(stream, tokens[stream]) for stream in streams)
+
+    def in_buffer(self, streams: Sequence[int], tokens: Mapping[int, int], device: torch.device) -> torch.Tensor:
+        """[n] int64: numbers of the tokens of these streams, one behind the other, in the order of the buffer."""
+        words: list[torch.Tensor] = []
+        latents: list[torch.Tensor] = []
+        start = 0
+        whole = replace(self, band=self.order.span, words_have_run=False)
+        for stream in streams:
+            for part in sorted(whole.parts(stream, tokens, ONE)[0], key=lambda part: part.place.start):
+                (latents if part.of_latent else words).append(numbers(part.rows, device) + start)
+            start += tokens[stream]
+        return torch.cat([*words, *latents])
+
+
+def class_numbers(order: TokenOrder, grid: tuple[int, ...]) -> torch.Tensor | None:
+    """BandTokens.numbers of a latent with these tokens, in host memory."""
+    if order.references:
+        return order.places_in_class(grid, order.span)
+    return class_order(grid, order.along)
+
+
+def shift(pick: Pick, by: int) -> Pick:
+    """The rows `by` further on."""
+    return pick.shift(by) if isinstance(pick, Span) else pick + by
+
+
+def numbers(pick: Pick, device: torch.device) -> torch.Tensor:
+    """[n] int64"""
+    return torch.arange(pick.start, pick.stop, device=device) if isinstance(pick, Span) else pick.to(device)
+
+
+def _words(rows: Span) -> Run:
+    return Run(WORDS, rows, rows, rows)
+
+
+def _stand_in(others: int, rank: int) -> Span:
+    row = min(rank, others - 1)
+    return Span(row, row + 1) if others else NONE

@@ -1,0 +1,76 @@
+"""Normalized attention guidance in a class that hands what its attention gives to other nodes' functions.
+
+The class decides which calls of attention it hands over, and says which tokens are the image's. A rank gives it a function
+that guides the rank's own tokens and heads.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parallel_backend.core.block_changes import NormalizedGuidance
+from parallel_backend.core.spans import Span
+from parallel_backend.own_class.calls.residuals import PATCHES
+from parallel_backend.own_class.calls.unproven import Unproven
+from parallel_backend.own_class.cuts.normalized_guidance import normalized
+from parallel_backend.own_class.cuts.token_cut import TokenCut
+
+GUIDED = "parallel_dit_guided"
+"""Entry of transformer_options on ranks and in trials: Guided."""
+OUTPUT = "attn1_output_patch"
+"""Kind of the patches that a class hands its attention over to."""
+IMAGE = "img_slice"
+"""What the class tells such a function: the first of the image's tokens, and the one behind them."""
+Sum = Callable[[torch.Tensor], torch.Tensor]
+
+
+def own_sums(sums: torch.Tensor) -> torch.Tensor:
+    """Guided.add_up of a rank that has all heads."""
+    return sums
+
+
+@dataclass(frozen=True, eq=False)
+class Guided:
+    """How a call is guided. `add_up`: adds up over ranks with other heads."""
+
+    guidance: NormalizedGuidance
+    add_up: Sum = own_sums
+
+
+class Guide:
+    """The function. A stage has one for all calls, as compiled blocks need."""
+
+    def __init__(self, guided: Guided | None = None):
+        self._guided = guided
+        self._tokens: TokenCut | None = None
+
+    def options(self, options: Mapping[str, Any], tokens: TokenCut | None) -> dict[str, Any]:
+        """What the class gets in place of `options`, which have GUIDED. `tokens`: cuts them in the call that begins."""
+        self._guided, self._tokens = options[GUIDED], tokens
+        others = {name: value for name, value in options.items() if name != GUIDED}
+        return others | {PATCHES: options.get(PATCHES, {}) | {OUTPUT: [self]}}
+
+    @torch.compiler.disable  # ranks add up in it
+    def __call__(self, out_BSC: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+        """Guides the image's tokens in place, of both prompts. If the class does not say which tokens these are, all of the
+        positive prompt, as ComfyUI's node does."""
+        assert self._guided is not None, "the class calls it within a call that is guided"
+        guidance, add_up = self._guided.guidance, self._guided.add_up
+        positive, negative = guidance.positive.slice, guidance.negative.slice
+        if out_BSC.ndim != 3 or len(out_BSC) < max(guidance.positive.stop, guidance.negative.stop):
+            raise Unproven("its attention gives another shape than [B, S, C] if it is guided")
+        image = options.get(IMAGE)
+        rows, mask_s1 = (slice(None), None) if image is None else self._rows(Span(*image), out_BSC)
+        both = [out_BSC[entries, rows] for entries in (positive, negative)]
+        settings = guidance.scale, guidance.tau, guidance.alpha
+        guided = normalized(both[0][:, :, None], both[1][:, :, None], *settings, add_up)[:, :, 0]
+        for entries, own in zip((positive, negative)[: 1 if image is None else 2], both, strict=False):
+            out_BSC[entries, rows] = guided if mask_s1 is None else torch.where(mask_s1, guided, own)
+        return out_BSC
+
+    def _rows(self, image: Span, out_BSC: torch.Tensor) -> tuple[slice, torch.Tensor | None]:
+        """(rows of `out_BSC` that have all of the rank's image, [s, 1] bool: which of them are the image's). None: all."""
+        mask = None if self._tokens is None else self._tokens.which_own(image, out_BSC.shape[1], out_BSC.device)
+        return (image.slice, None) if mask is None else (slice(None), mask[:, None])

@@ -1,0 +1,124 @@
+"""A second text that each block's look at the prompt is led away from (normalized attention guidance, as KJNodes'
+WanVideoNAG has it), in a class whose blocks attend to the prompt in a module of their own.
+
+The module runs twice: once for the keys and values that it makes of the second text, with a single token of the latent, and
+once as ever. There each call of attention also attends to the second text's, and guides.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_backend.own_class.calls.unproven import Unproven
+from parallel_backend.own_class.cuts.attention_calls import Attend, attention_by
+from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
+from parallel_backend.own_class.cuts.normalized_guidance import normalized
+
+SECOND = "parallel_dit_second_text"
+"""Argument of a call, which the class does not get: {TEXT: [B, U, C] as the class gets its own text, or embedded; SETTINGS:
+[B, 3], scale, tau and alpha, which is 0 for entries that are not guided; WHOLE_HEADS: see NormalizedGuidance}. ADD_UP is
+added where it is known: see Guided."""
+TEXT, SETTINGS, WHOLE_HEADS, ADD_UP = "text", "settings", "whole_heads", "add_up"
+LAYERS = "text_embedding"
+"""Name of the model's layers that embed text, as the node has it."""
+LOOK = re.compile(r"blocks\.\d+\.cross_attn")
+"""Names of the modules in blocks, as the node has them."""
+
+
+@dataclass
+class _Given:
+    """Of the present call."""
+
+    text: torch.Tensor
+    """[B, U, hidden], embedded."""
+    words: int
+    """Tokens of the class's own text."""
+    settings: tuple[torch.Tensor, ...]
+    add_up: Sum
+    attend: Attend
+    """As the class's calls are computed."""
+    attend_whole: Attend
+    """Over keys that every rank has."""
+
+
+def looks(model: nn.Module) -> list[nn.Module]:
+    """The modules in blocks that attend to the prompt."""
+    return [module for name, module in model.named_modules() if LOOK.fullmatch(name)]
+
+
+class SecondText:
+    """Puts itself into the modules for good, as compiled blocks need, and leaves a call without a second text as it is."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._given: _Given | None = None
+        self._before: list[tuple[nn.Module, Any]] = []
+
+    @contextmanager
+    def of_call(self, given: Mapping[str, Any], own: torch.Tensor, attend: Attend, attend_whole: Attend) -> Iterator[None]:
+        """Context of a call. `own`: the class's text [B, T, C]."""
+        if not self._before:
+            self._put()
+        text = given[TEXT].to(own.dtype)
+        text = self._model.get_submodule(LAYERS)(text) if text.shape[-1] == own.shape[-1] else text
+        settings = tuple(each.to(own.dtype) for each in given[SETTINGS][:, :, None, None, None].unbind(1))
+        self._given = _Given(text, own.shape[1], settings, given.get(ADD_UP, own_sums), attend, attend_whole)
+        try:
+            yield
+        finally:
+            self._given = None
+
+    def _put(self) -> None:
+        for module in looks(self._model):
+            self._before.append((module, vars(module).get("forward")))
+            vars(module)["forward"] = functools.partial(self._look, module.forward)
+
+    def remove(self) -> None:
+        """Make the model again what it was."""
+        for module, forward in self._before:
+            vars(module).pop("forward") if forward is None else vars(module).update(forward=forward)
+        self._before = []
+
+    @torch.compiler.disable  # ranks add up in it
+    def _look(
+        self, forward: Callable[..., torch.Tensor], x: torch.Tensor, text: torch.Tensor, *more: Any, **named: Any
+    ) -> torch.Tensor:
+        """[B, s, hidden] of the latent and the class's text, which may have other tokens before it."""
+        if (given := self._given) is None:
+            return forward(x, text, *more, **named)
+        noted: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def note(function: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            noted.append((k, v))
+            return function(q, k, v, *args, **kwargs)
+
+        second = torch.cat((text[:, : text.shape[1] - given.words], given.text), dim=1)
+        with attention_by(note):
+            forward(x[:, :1], second, *more, **named)
+        with attention_by(functools.partial(_attend, given, iter(noted))):
+            return forward(x, text, *more, **named)
+
+
+def _attend(
+    given: _Given,
+    noted: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    function: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """[B, s, C] of a call of attention, guided. Keys that are the same for both texts change nothing."""
+    out = given.attend(function, q, k, v, *args, **kwargs)
+    if out.ndim != 3 or kwargs.get("mask") is not None:
+        raise Unproven("its attention to the prompt is not a call over [B, S, C] without a mask")
+    away = given.attend_whole(function, q, *next(noted), *args, **kwargs)
+    scale, tau, alpha = given.settings
+    return normalized(out[:, :, None], away[:, :, None], scale, tau, alpha, given.add_up)[:, :, 0].type_as(out)

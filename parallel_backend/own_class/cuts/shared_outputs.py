@@ -1,0 +1,189 @@
+"""Finds the modules whose outputs all bands of a call share: they depend on its time and its prompt alone.
+
+The prologue runs whole in each band, and so do a block's modulations, whose weights are read again for each. Once a trial
+has shown that a module gives all bands the same, a rank computes it in the first of a call (rank/stage/module_cache.py).
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from parallel_backend.core.own_class import OwnBlock, name_pattern
+from parallel_backend.own_class.calls.unproven import Unproven
+
+PLAIN = type(None), bool, int, float, str
+"""Types of what an output may have beside tensors."""
+
+
+class WatchedOutputs:
+    """Outputs of a model's modules in the runs of bands, of which those are left that were the same in all."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock]):
+        self._blocks = blocks
+        self._modules = {name: module for name, module in model.named_modules() if name and not _is_cheap(module)}
+        for block in blocks:
+            self._modules.pop(block.name, None)
+        self._kept: dict[str, list[Any]] = {}  # of the first run, by module
+        self._given: dict[str, list[Any]] = defaultdict(list)  # of the present one
+        self._inside: list[str] = []  # modules that run at present, the outer ones first
+        self._runs = 0
+        self._layers = {
+            f"{block.name}.{name}": layer
+            for block in blocks
+            for name, layer in model.get_submodule(block.name).named_modules()
+            if isinstance(layer, nn.Linear)
+        }
+        self._rows: dict[str, set[int]] = defaultdict(set)  # of the layers' inputs in the present run
+
+    @contextmanager
+    def run(self, has_words: bool) -> Iterator[None]:
+        """Context of a band's run."""
+        self._given.clear()
+        self._inside.clear()
+        self._rows.clear()
+        hooks = [layer.register_forward_pre_hook(self._reading(name)) for name, layer in self._layers.items()]
+        for name, module in self._modules.items():
+            hooks += [module.register_forward_pre_hook(self._entering(name)), module.register_forward_hook(self._left(name))]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for name in list(self._modules):
+            outputs, first = self._given.get(name, []), self._kept.get(name, [])
+            if not outputs or not all(map(_is_plain, outputs)) or (self._runs and not _equal(outputs, first)):
+                del self._modules[name]
+        for name in list(self._layers):
+            if not (rows := self._rows[name]) or (min(rows) < 2 if has_words else rows != {1}):
+                del self._layers[name]
+        self._kept = self._kept or {name: self._given[name] for name in self._modules}
+        self._runs += 1
+
+    def attends(self) -> None:
+        """A block attends: what it attends in is shared by none, since ranks count its calls."""
+        for name in self._inside:
+            self._modules.pop(name, None)
+
+    def shared(self) -> tuple[str, ...]:
+        """Names of the outermost modules whose outputs bands share, if there was more than one run. One in all blocks of a
+        list has a star for the block's number: see core.own_class.name_pattern."""
+        if self._runs < 2:
+            return ()
+        names = []
+        for name in self._modules:
+            parts = name.split(".")
+            outer = (".".join(parts[:count]) for count in range(1, len(parts)))
+            if not any(each in self._modules for each in outer):
+                names.append(name)
+        return self._of_all_blocks(names)
+
+    def idle(self) -> tuple[str, ...]:
+        """Names of the blocks' linear layers that had one row in each band without words, and more in the others."""
+        return self._of_all_blocks(self._layers) if self._runs > 1 else ()
+
+    def _of_all_blocks(self, names: Iterable[str]) -> tuple[str, ...]:
+        found = Counter(_of_list(name, self._blocks) for name in names)
+        blocks = Counter(block.name.rpartition(".")[0] for block in self._blocks)
+        return tuple(name for name, count in found.items() if "*" not in name or count == blocks[name.partition(".*.")[0]])
+
+    def _reading(self, name: str) -> Callable[..., None]:
+        def note(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            x = args[0]
+            self._rows[name].add(x.shape[1] if x.ndim == 3 else 0)
+
+        return note
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        return lambda *_: self._inside.append(name)
+
+    def _left(self, name: str) -> Callable[..., None]:
+        def note(_module: nn.Module, _args: Any, out: Any) -> None:
+            self._inside.remove(name)
+            self._given[name].append(pytree.tree_map_only(torch.Tensor, torch.clone, out))
+
+        return note
+
+
+class SharedOutputs:
+    """Gives these modules' outputs in the first run of a call to its other runs. Unproven if the class writes into one."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]):
+        self.has_words = True
+        """The present band has words."""
+        self._kept: dict[tuple[str, int], tuple[Any, list[int]]] = {}
+        self._calls: Counter[str] = Counter()
+        self._modules = modules_of(model, names)
+
+    @contextmanager
+    def of_call(self) -> Iterator[None]:
+        """Context of a call."""
+        self._kept.clear()
+        for name, module in self._modules.items():
+            module.forward = self._sharing(name, module.forward)
+        try:
+            yield
+        finally:
+            for module in self._modules.values():
+                del module.forward
+
+    def begin(self, has_words: bool) -> None:
+        """A band's run begins."""
+        self.has_words = has_words
+        self._calls.clear()
+
+    def _sharing(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def shared(*args: Any, **kwargs: Any) -> Any:
+            key = name, self._calls[name]
+            self._calls[name] += 1
+            if key not in self._kept:
+                out = forward(*args, **kwargs)
+                self._kept[key] = out, _versions(out)
+            out, versions = self._kept[key]
+            if _versions(out) != versions:
+                raise Unproven(f"its class writes into what {name} returns")
+            return out
+
+        return shared
+
+
+def modules_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """The model's modules of these names, see core.own_class.name_pattern."""
+    pattern = re.compile("|".join(map(name_pattern, names)))
+    return {name: module for name, module in model.named_modules() if name and pattern.fullmatch(name)}
+
+
+def _is_cheap(module: nn.Module) -> bool:
+    """torch's own without weights, such as an activation."""
+    return type(module).__module__.startswith("torch.") and next(module.parameters(), None) is None
+
+
+def _is_plain(out: Any) -> bool:
+    leaves = pytree.tree_leaves(out)
+    return all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves) and any(map(torch.is_tensor, leaves))
+
+
+def _equal(outputs: Any, others: Any) -> bool:
+    """Bit by bit."""
+    (one, form), (two, other_form) = pytree.tree_flatten(outputs), pytree.tree_flatten(others)
+    return form == other_form and all(
+        (torch.is_tensor(b) and a.dtype == b.dtype and torch.equal(a, b)) if torch.is_tensor(a) else a == b
+        for a, b in zip(one, two, strict=True)
+    )
+
+
+def _of_list(name: str, blocks: Sequence[OwnBlock]) -> str:
+    """A module's name, with a star for a block's number."""
+    for block in blocks:
+        if name.startswith(f"{block.name}."):
+            return f"{block.name.rpartition('.')[0]}.*{name.removeprefix(block.name)}"
+    return name
+
+
+def _versions(out: Any) -> list[int]:
+    return [leaf._version for leaf in pytree.tree_leaves(out) if torch.is_tensor(leaf)]

@@ -1,0 +1,240 @@
+"""A class's blocks shared out to stages. Each stage runs the class's forward, with stand-ins for the others' blocks.
+
+A stand-in returns fresh tensors, since the class may write into them. They are NaN, so that a result that depends on a value
+which another stage has shows as not finite. The stand-in before the stage's first block returns what the stage before sends.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from parallel_backend.core.block_changes import NormalizedGuidance
+from parallel_backend.core.own_class import OwnBlock
+from parallel_backend.core.spans import Span
+from parallel_backend.own_class.calls.call_arguments import OPTIONS
+from parallel_backend.own_class.calls.residuals import CONTROL, ReadResiduals, fitted, with_patches
+from parallel_backend.own_class.calls.unproven import Unproven
+from parallel_backend.own_class.cuts.attention_calls import Attend, attention_by, call_itself
+from parallel_backend.own_class.cuts.guided_attention import GUIDED, Guide, Sum, own_sums
+from parallel_backend.own_class.cuts.second_text import SECOND, SecondText
+from parallel_backend.own_class.cuts.token_cut import TokenCut
+
+
+class LaterStages(Exception):
+    """Not an error: ends the forward of a stage that is not the last one, once its blocks have run."""
+
+
+Wanted = tuple[torch.Size, torch.dtype]
+"""Shape and dtype of a tensor that a stage receives."""
+
+
+class Link(Protocol):
+    """To the neighbouring stages."""
+
+    def receive(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
+        """The tensors that the stage before sends for the present call, in order."""
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """The tensor stays as it is until it has been sent."""
+
+
+@contextmanager
+def passing_through(model: nn.Module, blocks: Sequence[OwnBlock]) -> Iterator[None]:
+    """Context in which these blocks of the model return what they get, and compute nothing."""
+    for block in blocks:
+        pass_through(model, block)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del model.get_submodule(block.name).forward
+
+
+def pass_through(model: nn.Module, block: OwnBlock) -> None:
+    """As passing_through, for good."""
+    model.get_submodule(block.name).forward = functools.partial(_pass, block)
+
+
+def _pass(block: OwnBlock, *args: Any, **kwargs: Any) -> Any:
+    found = [_argument(place, args, kwargs) if place else None for place in block.returns]
+    return found[0] if block.alone else tuple(found)
+
+
+class StageBlocks:
+    """`span`: the stage's of `blocks`, which are all blocks of `model` in the order in which they run.
+
+    `tokens`: cuts tokens over the stage's sequence ranks, or into bands. None: every rank has them all.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[OwnBlock], span: Span, link: Link | None, tokens: TokenCut | None = None
+    ):
+        self._model, self.blocks, self._span, self._link, self.tokens = model, blocks, span, link, tokens
+        self.residuals: Callable[[], Mapping[str, torch.Tensor]] = dict
+        """Of the present call, by name."""
+        self.guidance: Callable[[], NormalizedGuidance | None] = lambda: None
+        """Of the present call. None: other nodes' functions guide no attention in it."""
+        self.add_up: Sum = own_sums
+        """Adds up over ranks with other heads, where attention is guided."""
+        self.attend: Attend | None = None
+        """Computes attention in calls whose tokens are not cut. None: the class's own functions do."""
+        self.running = ""
+        """Name of the block that computes. Empty: none does."""
+        self._guide, self._second = Guide(), SecondText(model)
+        self._next = 0  # number of the block that runs next
+        self._leaves = False  # tokens leave behind the one before it
+        self._cut: TokenCut | None = None  # `tokens`, if it cuts the present call
+        self._skipped: Collection[str] = ()  # blocks that return what they get
+        self._forwards: dict[str, Callable[..., Any]] = {}  # by block: what it computes
+        self._before: dict[str, Callable[..., Any]] = {}  # by block: a forward that is not its class's
+        self._received, self._sent = (crossing(blocks, at) if at < len(blocks) else [] for at in (span.start, span.stop))
+        self._values: dict[int, Sequence[torch.Tensor]] = {}  # of this call, by number: what such blocks return
+        for number, block in enumerate(blocks):
+            module = model.get_submodule(block.name)
+            if (forward := vars(module).get("forward")) is not None:
+                self._before[block.name] = forward
+            self._forwards[block.name], module.forward = module.forward, functools.partial(self._run, number)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output on the last stage, None elsewhere. Unproven if blocks do not run as in the trial."""
+        self._next, self._cut, self.running = 0, None, ""
+        if self.tokens is not None and self.tokens.cuts:
+            self._cut = self.tokens
+            self._cut.begin()
+        if kwargs.get(CONTROL) is not None:
+            read = {kind: ReadResiduals(each, self._residual) for kind, each in kwargs[CONTROL].items()}
+            kwargs = {**with_patches(kwargs, self._residual, self._residual_of_all), CONTROL: read}
+        if GUIDED in (options := kwargs.get(OPTIONS) or {}):
+            kwargs = {**kwargs, OPTIONS: self._guide.options(options, self._cut)}
+        attend = self.attend if self._cut is None else self._cut.attend
+        second = kwargs.pop(SECOND, None)
+        try:
+            with nullcontext() if attend is None else attention_by(attend), self._led_away(second, kwargs):
+                out = self._model(*args, **kwargs)
+        except LaterStages:
+            return None
+        finally:
+            self._values.clear()
+        if self._next < len(self.blocks):
+            raise Unproven(f"{self._next} of {len(self.blocks)} blocks ran")
+        return out
+
+    def has_words(self) -> bool:
+        """Whether words run in the present call."""
+        return self.tokens is None or self.tokens.has_words
+
+    def _led_away(self, second: Mapping[str, Any] | None, named: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Context of a call with a second text, if there is one."""
+        if second is None:
+            return nullcontext()
+        whole = self.attend or call_itself
+        cut = (whole, whole) if self._cut is None else (self._cut.attend, self._cut.attend_whole)
+        return self._second.of_call(second, named["context"], *cut)
+
+    def _residual(self, residual_BND: torch.Tensor) -> torch.Tensor:
+        """Of a residual that the class is about to add: the rows of the tokens that it then has."""
+        if self._cut is None:
+            return residual_BND
+        return self._cut.residual(residual_BND, is_cut=self._next > 0 and not self._leaves)
+
+    def _residual_of_all(self, residual_BSD: torch.Tensor, tokens: int) -> torch.Tensor:
+        """As `_residual`, of one that is for all `tokens` which the class would then have."""
+        if self._cut is None or self._leaves:
+            return fitted(residual_BSD, tokens)
+        return self._cut.residual_of_all(residual_BSD)
+
+    def remove(self) -> None:
+        """Make the model again what it was."""
+        self._second.remove()
+        for block in self.blocks:
+            del self._model.get_submodule(block.name).forward
+        for name, forward in self._before.items():
+            self._model.get_submodule(name).forward = forward
+
+    @contextmanager
+    def skipping(self, names: Collection[str]) -> Iterator[None]:
+        """Context in which the blocks of these names return what they get. skip_trial.py shows what a class makes of it."""
+        self._skipped = names
+        try:
+            yield
+        finally:
+            self._skipped = ()
+
+    def wrap(self, block: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Have the block compute by `wrapper(its forward)`. What stages and ranks exchange stays outside of it."""
+        self._forwards[block] = wrapper(self._forwards[block])
+
+    def _run(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        if number != self._next:
+            raise Unproven(f"{self.blocks[number].name} ran as block {self._next + 1}, and as {number + 1} in the trial")
+        self._next += 1
+        if self._cut is not None:
+            args, kwargs = self._cut.enter(number, args, kwargs)
+        self._leaves = self._cut is not None and self._cut.leaves(number)
+        if number not in range(self._span.start, self._span.stop):
+            out = self._stand_in(number, args, kwargs)
+            return self._cut.leave(out, number == self._span.start - 1) if self._cut is not None and self._leaves else out
+        block = self.blocks[number]
+        if block.name in self._skipped:
+            out = _pass(block, *args, **kwargs)
+        else:
+            self.running = block.name
+            with nullcontext() if self._cut is None else self._cut.inside():
+                out = self._forwards[self.running](*args, **kwargs)
+            self.running = ""
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        shapes = [None if value is None else value.shape for value in values]
+        if shapes != [_argument(place, args, kwargs).shape if place else None for place in block.returns]:
+            raise Unproven(f"{block.name} returns other values than in the trial")
+        if number in self._sent:
+            self._values[number] = [value for value in values if value is not None]
+        if number == self._span.stop - 1 and self._span.stop < len(self.blocks):
+            assert self._link is not None
+            for tensor in itertools.chain.from_iterable(self._values[each] for each in self._sent):
+                self._link.send(tensor)
+            raise LaterStages
+        return self._cut.leave(out) if self._cut is not None and self._leaves else out
+
+    def _stand_in(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        block = self.blocks[number]
+        likes = [_argument(place, args, kwargs) for place in block.returns if place]
+        if number == self._span.start - 1:
+            own = self._receive([(like.shape, like.dtype) for like in likes])
+        else:
+            own = [torch.full_like(like, math.nan) for like in likes]
+        if number in self._received:
+            self._values[number] = own
+        values = iter(own)
+        found = [next(values) if place else None for place in block.returns]
+        return found[0] if block.alone else tuple(found)
+
+    def _receive(self, last: Sequence[Wanted]) -> list[torch.Tensor]:
+        """What the block in front of the stage's first returns, of these shapes. What earlier ones have returned gets its
+        values, too: the class has had it, and reads it later."""
+        assert self._link is not None
+        earlier = list(itertools.chain.from_iterable(self._values[each] for each in self._received[:-1]))
+        values = self._link.receive([*((each.shape, each.dtype) for each in earlier), *last])
+        for tensor, value in zip(earlier, values[: len(earlier)], strict=True):
+            tensor.copy_(value)
+        return values[len(earlier) :]
+
+
+def crossing(blocks: Sequence[OwnBlock], at: int) -> list[int]:
+    """Numbers of the blocks in front of number `at` whose output a stage that begins there gets, in order."""
+    coming = {block.name for block in blocks[at:]}
+    return [number for number, block in enumerate(blocks[:at]) if block.until in coming or number == at - 1]
+
+
+def _argument(place: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """See OwnBlock.returns."""
+    first, *inside = place.split("/")
+    value = args[int(first)] if first.isdecimal() else kwargs[first]
+    for index in inside:
+        value = value[int(index)]
+    return value

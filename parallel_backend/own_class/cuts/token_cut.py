@@ -1,0 +1,387 @@
+"""A class's tokens cut over sequence ranks (Ulysses, ring) and into bands: in its blocks alone, as a trial has shown.
+
+Prologue and epilogue run with all tokens on every rank. The first block's streams are cut, and with them what has a row for
+each of their tokens, such as rotary tables. Attention exchanges; the last block's values are gathered, and those of other
+bands are NaN. A rank without a token of a stream computes one of its tokens as a stand-in, since classes do not run without
+any; it attends to nothing, nothing attends to it, and it is dropped.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from parallel_backend.core.device_copies import to_device
+from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
+from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.core.spans import Span
+from parallel_backend.own_class.calls.block_arguments import Arguments, tensor_places
+from parallel_backend.own_class.calls.residuals import fitted
+from parallel_backend.own_class.calls.token_rows import TokenAxes, in_rows, token_count
+from parallel_backend.own_class.calls.unproven import Unproven
+from parallel_backend.own_class.cuts.attention_calls import Attend, AttentionCall, attention_call, call_itself
+from parallel_backend.own_class.cuts.band_tokens import BandTokens, Pick, numbers, shift
+
+HOST = torch.device("cpu")
+STAND_IN = Span(0, 1)
+"""The token of a stream that stands in for none."""
+
+
+def list_ends(blocks: Sequence[OwnBlock]) -> list[int]:
+    """Numbers of the blocks that are the last of their lists."""
+    lists = [block.name.rpartition(".")[0] for block in blocks]
+    return [number for number, name in enumerate(lists) if name not in lists[number + 1 :]]
+
+
+def entries_of(blocks: Sequence[OwnBlock]) -> list[set[int]]:
+    """The streams that enter, for each time that tokens do."""
+    found: list[set[int]] = [set()]
+    for block in blocks:
+        found[-1] |= {cut.streams[0] for cut in block.slices if cut.enters}
+        if block.leaving:
+            found.append(set())
+    return [streams for streams in found if streams]
+
+
+class TokenCut(ABC):
+    """Cuts the tokens in `blocks`, which are all blocks of the class in their order, for one of the sequence ranks."""
+
+    def __init__(self, blocks: Sequence[OwnBlock], index: int, ranks: SequenceCut):
+        self.blocks, self.index, self.ranks = list(blocks), index, ranks
+        self.number = 0
+        """Of the block that runs."""
+        self.tokens: dict[int, int] = {}
+        """Tokens of each stream that has entered."""
+        self.alone = False
+        """Each rank has a naive patch."""
+        self.attend_whole: Attend = call_itself
+        """Attention over what every rank has all of."""
+        self.band: BandTokens | None = None
+        """The band that the call computes. None: all tokens."""
+        self._stand_ins: set[int] = set()  # streams of this call of which this rank has a stand-in alone
+        self._picks: dict[tuple[tuple[int, ...], int], list[Pick]] = {}  # of this call, by streams and rank
+        self._axes: dict[int, TokenAxes] = {}  # of this call, by a tensor's number of axes
+        self._coming: Iterator[OwnAttention] | None = None  # calls of attention still to come in the block that runs
+        self._latest: OwnAttention | None = None  # that call in the block that runs whose tokens are cut
+        # Of this call: a whole table, and its part.
+        self._parts: dict[tuple[int, OwnSlice], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._keys: dict[int, tuple[Any, list[int | str] | None]] = {}  # by block: form of its call, see _keys_of
+
+    @abstractmethod
+    def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
+        """[B, q, H, D] of this rank's queries over all ranks' keys, of which `mask_bK` are seen: bool, in rank order."""
+
+    @abstractmethod
+    def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """[B, s, D] -> [B, S, D]: the ranks' tokens of these streams one behind the other."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it has anything to do in the present call."""
+        return True
+
+    @property
+    def has_words(self) -> bool:
+        """Whether words run in the present call."""
+        return self.band is None or self.band.has_words
+
+    def begin(self) -> None:
+        """A call begins."""
+        self.tokens.clear()
+        self._stand_ins.clear()
+        self._picks.clear()
+        self._axes.clear()
+        self._parts.clear()
+
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments of block `number`, with this rank's tokens."""
+        self.number = number
+        slices = self.blocks[number].slices
+        if (keys := self._keys_of(number, args, kwargs)) is not None:
+            positional, named = list(args), dict(kwargs)
+            for cut, key in zip(slices, keys, strict=True):
+                where: Any = positional if isinstance(key, int) else named
+                where[key] = self._with_own_tokens(where[key], cut)
+            return tuple(positional), named
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        places = tensor_places(leaves)
+        for cut in slices:
+            leaves[places[cut.tensor]] = self._with_own_tokens(leaves[places[cut.tensor]], cut)
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _keys_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str] | None:
+        """Positions and names of the arguments that are cut. None: not all of them are tensors themselves. Found once, since
+        the search takes longer than to cut them."""
+        form = tuple(map(type, args)), tuple((name, type(value)) for name, value in kwargs.items())
+        known, keys = self._keys.get(number, (None, None))
+        if known != form:
+            leaves = pytree.tree_leaves((args, kwargs))
+            places = tensor_places(leaves)
+            tensors = [leaves[places[cut.tensor]] for cut in self.blocks[number].slices]
+            given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+            found = [next((key for key, value in given if value is tensor), None) for tensor in tensors]
+            keys = None if None in found or len(set(found)) < len(found) else [key for key in found if key is not None]
+            self._keys[number] = form, keys
+        return keys
+
+    def _with_own_tokens(self, tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
+        """A tensor among a block's arguments, with this rank's tokens."""
+        if not cut.enters:
+            key = id(tensor), cut  # blocks share tables
+            if key not in self._parts:
+                self._parts[key] = tensor, self.part(tensor, cut)
+            return self._parts[key][1]
+        if cut.streams[0] in self.tokens:
+            return self.part(tensor, cut).clone() if self.blocks[self.number - 1].placed else tensor
+        self.tokens[cut.streams[0]] = token_count(tensor.shape, cut)
+        if self.tokens[cut.streams[0]] and not self.lengths(cut.streams)[self.index]:
+            self._stand_ins.add(cut.streams[0])
+        if cut.axes > 1:
+            self._axes[tensor.ndim] = TokenAxes(cut, tensor.shape[cut.axis : cut.axis + cut.axes])
+        # A copy: the class may write into the stream, and read the whole one behind its blocks.
+        return self.part(tensor, cut).clone()
+
+    def part(self, tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
+        """This rank's tokens of a tensor with all of them. Unproven if it has another number."""
+        tokens = sum(self.tokens[stream] for stream in cut.streams)
+        if token_count(tensor.shape, cut) != tokens:
+            raise Unproven(f"an argument of {self.block.name} has {token_count(tensor.shape, cut)} rows, not {tokens}")
+        tensor = tensor.flatten(cut.axis, cut.axis + cut.axes - 1)
+        parts = [
+            tensor.narrow(cut.axis, pick.start, len(pick))
+            if isinstance(pick, Span)
+            else tensor.index_select(cut.axis, pick.to(tensor.device))  # forms have tables in host memory, too
+            for pick in self._computed(cut.streams)
+        ]
+        part = parts[0] if len(parts) == 1 else torch.cat(parts, dim=cut.axis)
+        return part if cut.axes == 1 else part.unflatten(cut.axis, (*(1,) * (cut.axes - 1), -1))
+
+    def rows_of(self, value: torch.Tensor) -> torch.Tensor:
+        """[B, S, D] of a value that has its tokens as the stream that entered has them."""
+        return in_rows(value, self._axes[value.ndim].cut) if value.ndim in self._axes else value
+
+    def of_rows(self, rows_BSD: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """As `like` has its tokens."""
+        return self._axes[like.ndim].of_rows(rows_BSD) if like.ndim in self._axes else rows_BSD
+
+    def residual(self, residual_BND: torch.Tensor, is_cut: bool) -> torch.Tensor:
+        """What is added to the latent's tokens: to this rank's if they are cut, with zeros for its references, and else to
+        all, with zeros for other bands.
+
+        `residual_BND`: for all of the latent's tokens, or for the band's, in the order of bands."""
+        band = self.band
+        if band is None:
+            own = self.ranks.parts(Span(0, residual_BND.shape[1]))[self.index] or STAND_IN
+            return residual_BND[:, own.slice] if is_cut else residual_BND
+        if is_cut:
+            own = self.ranks.parts(band.band)[self.index]
+            of_rank = residual_BND[:, band.order.images(own).shift(-band.pictures.start).slice]
+            if not band.order.references:
+                return of_rank
+            with_references = of_rank.new_zeros(len(of_rank), len(own), of_rank.shape[2])
+            with_references[:, to_device(band.order.picture_rows(own), of_rank.device)] = of_rank
+            return with_references
+        whole = residual_BND.new_zeros(len(residual_BND), band.order.image, residual_BND.shape[2])
+        whole[:, band.picture_numbers] = residual_BND
+        return whole
+
+    def residual_of_all(self, residual_BSD: torch.Tensor) -> torch.Tensor:
+        """The rows for this rank's tokens of what is added to all that left the latest block. Unproven if those may be of
+        several streams."""
+        left = max((number for number in range(self.number) if self.blocks[number].leaving), default=-1)
+        blocks = self.blocks[left + 1 : self.number + 1]
+        streams = tuple({cut.streams[0] for block in blocks for cut in block.slices if cut.enters})
+        if len(streams) != 1:
+            raise Unproven(f"a control adds to the tokens of {self.block.name}, which are of {len(streams)} streams")
+        whole = fitted(residual_BSD, self.tokens[streams[0]])
+        return self.part(whole, OwnSlice(0, 1, streams, enters=False))
+
+    @property
+    def block(self) -> OwnBlock:
+        """The one that runs."""
+        return self.blocks[self.number]
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Context of the block that has been entered. Unproven if it does not attend as often as in the trial."""
+        self._coming = iter(self.block.attention)
+        try:
+            yield
+            if next(self._coming, None) is not None:
+                raise Unproven(f"{self.block.name} attends less often than in the trial")
+        finally:
+            self._coming = self._latest = None
+
+    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In place of the function. Unproven if the tokens are not those of the trial."""
+        if self._coming is None:  # outside of blocks
+            return self.attend_whole(function, *args, **kwargs)
+        spec = next(self._coming, None)
+        if spec is None:
+            raise Unproven(f"{self.block.name} attends more often than in the trial")
+        self._latest = spec if spec.keys else None
+        if not spec.keys:
+            return self.attend_whole(function, *args, **kwargs)
+        call = attention_call(function, *args, **kwargs)
+        queries, keys = (sum(map(len, self._computed(streams))) for streams in (spec.queries, spec.keys))
+        if (call.q_BQHD.shape[1], call.k_BKHD.shape[1]) != (queries, keys):
+            raise Unproven(f"{self.block.name} attends to other tokens than in the trial")
+        mask = call.key_mask
+        if self._stand_ins:
+            q_BQHD = self._real(call.q_BQHD, spec.queries)
+            k_BKHD, v_BKHD = (self._real(each, spec.keys) for each in (call.k_BKHD, call.v_BKHD))
+            call = replace(call, q_BQHD=q_BQHD, k_BKHD=k_BKHD, v_BKHD=v_BKHD)
+            if mask is not None and mask.shape[1] == keys:
+                mask = self._real(mask, spec.keys)
+        out_BQHD = self.exchange(spec, call, None if mask is None else self.mask_of_all(mask, spec.keys))
+        return call.result(self._with_stand_ins(out_BQHD, spec.queries))
+
+    def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
+        """A mask of this rank's keys, or of all in the class's order -> of all in rank order. Unproven for other keys."""
+        if mask_bK.shape[1] == sum(self.tokens[stream] for stream in streams):
+            return mask_bK[:, self.all_rows(streams, mask_bK.device)]
+        if mask_bK.shape[1] != self.lengths(streams)[self.index]:
+            raise Unproven(f"{self.block.name} attends with a mask of other keys than in the trial")
+        return self.gather(mask_bK.to(torch.uint8)[..., None], streams)[..., 0].bool()
+
+    def which_own(self, tokens: Span, rows: int, device: torch.device) -> torch.Tensor | None:
+        """[rows] bool: which rows of what the latest call of attention has given are these tokens, if the class numbers them
+        among all ranks'. None: it has counted them among the `rows` of this rank, or these are not cut. Unproven for other
+        numbers."""
+        if self._latest is None or tokens.stop == rows:
+            return None
+        streams = self._latest.queries
+        if tokens.stop != sum(self.tokens[stream] for stream in streams):
+            raise Unproven(f"{self.block.name} counts the tokens of its image in another way than in the trial")
+        numbers_s = torch.cat([numbers(pick, device) for pick in self._computed(streams)])
+        return (numbers_s >= tokens.start) & (numbers_s < tokens.stop)
+
+    def rows(self, streams: Sequence[int], rank: int, device: torch.device = HOST) -> torch.Tensor:
+        """A rank's rows of a tensor with all tokens of these streams."""
+        return torch.cat([numbers(pick, device) for pick in self.picks(streams, rank)])
+
+    def all_rows(self, streams: Sequence[int], device: torch.device) -> torch.Tensor:
+        """All ranks' rows, rank by rank."""
+        return torch.cat([self.rows(streams, rank, device) for rank in range(self.ranks.size)])
+
+    def picks(self, streams: Sequence[int], rank: int) -> list[Pick]:
+        """As `rows`, without a copy where they follow each other."""
+        key = tuple(streams), rank
+        if key not in self._picks:
+            found: list[Pick] = []
+            start = 0
+            for stream in streams:
+                found += [shift(pick, start) for pick in self.parts(stream)[rank]]
+                start += self.tokens[stream]
+            self._picks[key] = found
+        return self._picks[key]
+
+    def _computed(self, streams: Sequence[int]) -> list[Pick]:
+        """This rank's picks, with stand-ins."""
+        if self._stand_ins.isdisjoint(streams):
+            return self.picks(streams, self.index)
+        found: list[Pick] = []
+        start = 0
+        for stream in streams:
+            own = [STAND_IN] if stream in self._stand_ins else self.parts(stream)[self.index]
+            found += [shift(pick, start) for pick in own]
+            start += self.tokens[stream]
+        return found
+
+    def _computed_rows(self, streams: Sequence[int]) -> list[int]:
+        """By stream: this rank's rows, with stand-ins."""
+        return [sum(map(len, self._computed((stream,)))) for stream in streams]
+
+    def _real(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """[B, s, ...] of this rank's rows of these streams, without stand-ins."""
+        if self._stand_ins.isdisjoint(streams):
+            return value
+        parts = zip(streams, value.split(self._computed_rows(streams), dim=1), strict=True)
+        return torch.cat([part[:, :0] if stream in self._stand_ins else part for stream, part in parts], dim=1)
+
+    def _with_stand_ins(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """The reverse of _real. Stand-ins are zero."""
+        if self._stand_ins.isdisjoint(streams):
+            return value
+        lengths = [sum(map(len, self.picks((stream,), self.index))) for stream in streams]
+        zero = value.new_zeros(len(value), 1, *value.shape[2:])
+        parts = zip(streams, value.split(lengths, dim=1), strict=True)
+        return torch.cat([zero if stream in self._stand_ins else part for stream, part in parts], dim=1)
+
+    def parts(self, stream: int) -> list[list[Pick]]:
+        """By rank: its rows of a stream that has entered."""
+        if self.band is None:
+            return [[span] for span in self.ranks.parts(Span(0, self.tokens[stream]))]
+        return [[part.rows for part in of_rank] for of_rank in self.band.parts(stream, self.tokens, self.ranks)]
+
+    def lengths(self, streams: Sequence[int]) -> list[int]:
+        """By rank: its tokens of these streams."""
+        return [sum(map(len, self.picks(streams, rank))) for rank in range(self.ranks.size)]
+
+    def leaves(self, number: int) -> bool:
+        """Whether all tokens have their places behind block `number`."""
+        return bool(self.blocks[number].leaving or self.blocks[number].placed)
+
+    def leave(self, out: Any, is_known: bool = True) -> Any:
+        """What a block returns behind which tokens leave, with all ranks' tokens, or with this rank's at their places. Not
+        `is_known`: all NaN."""
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        make = self._unknown if not is_known else self.at_places if self.block.placed else self.whole
+        whole = [
+            None if value is None else self.of_rows(make(self.rows_of(value), streams), value)
+            for value, streams in zip(values, self.block.placed or self.block.leaving, strict=True)
+        ]
+        return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
+
+    def _unknown(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        tokens = sum(self.tokens[stream] for stream in streams)
+        return value.new_full((len(value), tokens, *value.shape[2:]), math.nan)
+
+    def whole(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """A value with all ranks' tokens of these streams, stream by stream; of local ones with this rank's."""
+        shared = [stream for stream in streams if stream not in self.block.local]
+        if not shared:
+            return value
+        if len(shared) == len(streams):
+            return self._gathered(self._real(value, streams), streams)
+        parts = self.by_stream(value, streams)
+        gathered = self._gathered(torch.cat([self._real(parts[stream], [stream]) for stream in shared], dim=1), shared)
+        of_all = gathered.split([self.tokens[stream] for stream in shared], dim=1)
+        parts |= dict(zip(shared, of_all, strict=True))
+        return torch.cat([parts[stream] for stream in streams], dim=1)
+
+    def by_stream(self, value: torch.Tensor, streams: Sequence[int]) -> dict[int, torch.Tensor]:
+        """This rank's tokens of these streams, one behind the other in `value`, by stream."""
+        return dict(zip(streams, value.split(self._computed_rows(streams), dim=1), strict=True))
+
+    def _gathered(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """A value with all ranks' tokens of these streams, stream by stream."""
+        gathered = self.gather(value, streams)
+        if self.band is not None:
+            return self.among_all(gathered, streams)
+        if len(streams) == 1:
+            return gathered
+        # By rank, and by stream within it -> by stream, and by rank within it.
+        by_stream = [list(map(len, self.ranks.parts(Span(0, self.tokens[stream])))) for stream in streams]
+        parts = iter(gathered.split([length for of_rank in zip(*by_stream, strict=True) for length in of_rank], dim=1))
+        of_ranks = [[next(parts) for _ in streams] for _ in range(self.ranks.size)]
+        return torch.cat([part for of_stream in zip(*of_ranks, strict=True) for part in of_stream], dim=1)
+
+    def among_all(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """All ranks' tokens of a band, rank by rank -> all tokens of these streams. Those of other bands are NaN."""
+        out = self._unknown(value, streams)
+        out[:, self.all_rows(streams, value.device)] = value
+        return out
+
+    def at_places(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """This rank's tokens of these streams -> all. Others are NaN. What is not cut stays."""
+        if not streams:
+            return value
+        out = self._unknown(value, streams)
+        out[:, self.rows(streams, self.index, value.device)] = self._real(value, streams)
+        return out

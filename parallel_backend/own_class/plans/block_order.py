@@ -1,0 +1,278 @@
+"""A class's blocks: their lists, the order in which a call runs them, and what they return of their arguments' shapes."""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_backend.core.own_class import OwnBlock
+from parallel_backend.own_class.calls.block_arguments import by_place
+from parallel_backend.own_class.calls.tried_calls import Call
+
+KEPT_BLOCKS = 3
+"""Blocks in the tried model of its only list: the first two and the last."""
+FIRST, LATER = 4, 2
+"""Of a list with two kinds of blocks, how many of both are tried at least."""
+FEWEST_BLOCKS = 2
+"""The first and the last."""
+DEPTH = re.compile("depth|layers|blocks")
+"""Names of a model's attributes that are numbers of blocks."""
+Likes = Mapping[str, Sequence[int]]
+"""List -> for each of its blocks, the number of the one that is tried in its place among those that are."""
+
+
+def block_lists(model: nn.Module) -> dict[str, list[str]]:
+    """List -> names of its blocks: the outermost lists of like modules with layers of their own."""
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        children = list(module.children())
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(set(map(type, children))) != 1:
+            continue
+        if any(children[0].children()) and not any(name.startswith(f"{each}.") for each in found):
+            found[name] = [f"{name}.{key}" for key, _ in module.named_children()]
+    return found
+
+
+def choices(
+    model: nn.Module, lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[tuple[str, ...], float]]:
+    """(lists to share out, their share of the parameters of all), the best choice first: all, then without the smallest, and
+    so on. Others, such as refiners whose output several blocks read, run whole on every stage."""
+
+    def size(name: str) -> float:
+        parameters = sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
+        return parameters / len(kept[name]) * len(lists[name])
+
+    sizes = {name: size(name) for name in kept}
+    by_size = sorted(kept, key=lambda name: sizes[name], reverse=True)
+    for count in range(len(by_size), 0, -1):
+        shared = tuple(name for name in kept if name in by_size[:count])
+        yield shared, sum(sizes[name] for name in shared) / sum(sizes.values())
+
+
+def likes(model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT_BLOCKS) -> dict[str, Sequence[int]]:
+    """Which blocks are tried: the first ones of a list, its last, and between them the first of each kind, by the names and
+    sizes of its parameters. `most`: of a list whose blocks are all of a kind."""
+    first = min(most, KEPT_BLOCKS if len(lists) == 1 else KEPT_BLOCKS - 1) - 1
+    found: dict[str, Sequence[int]] = {}
+    for name, blocks in lists.items():
+        kinds = [_parameters(model.get_submodule(block)) for block in blocks]
+        like: list[int] = []
+        tried: list[int] = []
+        for number, kind in enumerate(kinds):
+            same = [place for place, other in enumerate(tried) if kinds[other] == kind]
+            if number < first or number == len(blocks) - 1 or not same:
+                same = [len(tried)]
+                tried.append(number)
+            like.append(same[-1])
+        found[name] = like
+    return found
+
+
+def ends(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> dict[str, Sequence[int]] | None:
+    """As `likes`, of a class whose later blocks are of another kind than its first ones, and read what those return: the
+    first of both kinds are tried, and the last. None: lists are shorter, or have other kinds of blocks."""
+    found: dict[str, Sequence[int]] = {}
+    for name, blocks in lists.items():
+        kinds = [_parameters(model.get_submodule(block)) for block in blocks]
+        later = kinds.index(kinds[-1])
+        if later < FIRST or len(kinds) - later < LATER or kinds != [kinds[0]] * later + [kinds[-1]] * (len(kinds) - later):
+            return None
+        firsts, laters = [*range(FIRST), *[FIRST - 1] * (later - FIRST)], [FIRST] * (len(kinds) - later - 1)
+        found[name] = [*firsts, *laters, FIRST + LATER - 1]
+    return found
+
+
+def _parameters(block: nn.Module) -> frozenset[tuple[str, torch.Size]]:
+    return frozenset((name, parameter.shape) for name, parameter in block.named_parameters())
+
+
+def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Likes) -> dict[str, list[str]]:
+    """Take the blocks that are not tried out of the model's lists. The names of those that it still has.
+
+    Numbers of blocks that the model notes become those that it has."""
+    kept = {}
+    for name, blocks in lists.items():
+        module = model.get_submodule(name)
+        keys = [block.rpartition(".")[2] for block in blocks]
+        stay = [keys[like[name].index(number)] for number in range(len(set(like[name])))]
+        for key in keys:
+            if key not in stay:
+                del module._modules[key]
+        if isinstance(module, nn.ModuleList) and len(stay) < len(keys):
+            members = [module._modules.pop(key) for key in stay]
+            stay = [str(index) for index in range(len(members))]
+            module._modules.update(zip(stay, members, strict=True))
+        for attribute, value in vars(model).items():
+            if type(value) is int and value == len(keys) and DEPTH.search(attribute):
+                setattr(model, attribute, len(stay))
+        kept[name] = [f"{name}.{key}" for key in stay]
+    return kept
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A block in a call. `returns`: for each value, the arguments of its shape and dtype; none for None. `reads`: earlier
+    blocks of its list whose output is among its arguments."""
+
+    name: str
+    returns: tuple[frozenset[str] | None, ...]
+    alone: bool
+    reads: frozenset[str]
+
+    def with_another(self, other: "Ran") -> OwnBlock | None:
+        """The block, by a call of another size too. None: a value is like no argument in both."""
+        if (self.name, len(self.returns), self.alone, self.reads) != (
+            other.name,
+            len(other.returns),
+            other.alone,
+            other.reads,
+        ):
+            return None
+        places = []
+        for one, two in zip(self.returns, other.returns, strict=True):
+            if (one is None) != (two is None):
+                return None
+            both = {""} if one is None or two is None else one & two
+            if not both:
+                return None
+            places.append(min(both))
+        return OwnBlock(self.name, tuple(places), self.alone)
+
+
+Recorded = tuple[list[list[Ran]], dict[str, str]]
+"""The blocks in the order of each call; by list, why a list's blocks cannot have stand-ins."""
+
+
+def recorded_blocks(model: nn.Module, lists: Mapping[str, Sequence[str]], calls: Sequence[Call]) -> Recorded:
+    """What the blocks of these lists do in these calls. `calls`: two, of different sizes."""
+    orders: list[list[Ran]] = []
+    odd: dict[str, str] = {}
+    for call in calls:
+        order: list[Ran] = []
+        outputs: list[tuple[str, Any]] = []
+        note = functools.partial(_note, order, odd, outputs)
+        hooks = [
+            model.get_submodule(name).register_forward_hook(functools.partial(note, name), with_kwargs=True)
+            for blocks in lists.values()
+            for name in blocks
+        ]
+        try:
+            call.run(model)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        orders.append(order)
+    return orders, odd
+
+
+def order_of(lists: Mapping[str, Sequence[str]], recorded: list[list[Ran]], odd: Mapping[str, str]) -> list[OwnBlock] | str:
+    """The blocks of these lists, in the order of the calls. Or why they cannot be shared out."""
+    orders = []
+    for each in recorded:
+        orders.append([block for block in each if list_of(block) in lists and list_of(block) not in odd])
+    names = [block.name for block in orders[0]]
+    if len(set(names)) < len(names):
+        return "a block runs more than once in a call"
+    ran = {name: blocks for name, blocks in lists.items() if blocks[0] in names}
+    in_order = all([each for each in names if each in blocks] == list(blocks) for blocks in ran.values())
+    if not in_order or len(names) != sum(map(len, ran.values())) or names != [block.name for block in orders[1]]:
+        return "its blocks do not run list by list"
+    found: list[OwnBlock] = []
+    until = last_readers(orders[0])
+    for one, two in zip(*orders, strict=True):
+        if (block := one.with_another(two)) is None:
+            return f"its block {one.name} returns values that are like none of its arguments in calls of two sizes"
+        found.append(dataclasses.replace(block, until=until.get(one.name, "")))
+    return found or next(iter(odd.values()), "it has no list of blocks")
+
+
+def list_of(block: "OwnBlock | Ran") -> str:
+    """Name of its list."""
+    return block.name.rpartition(".")[0]
+
+
+def are_mixed(blocks: Sequence[OwnBlock]) -> bool:
+    """Whether blocks of a list run between those of another."""
+    lists = [name for name, _ in itertools.groupby(map(list_of, blocks))]
+    return len(set(lists)) < len(lists)
+
+
+def read_by_next(blocks: Sequence[OwnBlock], names: Collection[str]) -> list[OwnBlock]:
+    """Mixed blocks, of which those of these lists are read up to the next one of their list: what the class adds to their
+    output is a new tensor."""
+    found = []
+    for number, block in enumerate(blocks):
+        after = [each.name for each in blocks[number + 1 :] if list_of(each) == list_of(block)][:1]
+        if list_of(block) in names and after and blocks[number + 1].name != after[0]:
+            block = dataclasses.replace(block, until=after[0])
+        found.append(block)
+    return found
+
+
+def last_readers(order: Sequence[Ran]) -> dict[str, str]:
+    """OwnBlock.until of the blocks that have one."""
+    following = {block.name: after.name for block, after in itertools.pairwise(order)}
+    until = {name: block.name for block in order for name in block.reads}
+    return {name: last for name, last in until.items() if following.get(name) != last}
+
+
+def _note(
+    order: list[Ran],
+    odd: dict[str, str],
+    outputs: list[tuple[str, Any]],
+    name: str,
+    _block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+) -> None:
+    """A hook that notes the block's call; in `odd`, by list, why a list's blocks cannot have stand-ins; and what blocks have
+    returned."""
+    given = by_place(args, kwargs)
+    of_block = {id(value): other for other, value in outputs}
+    read = {of_block[id(value)] for value in given.values() if id(value) in of_block}
+    reads = frozenset(other for other in read if other.rpartition(".")[0] == name.rpartition(".")[0])
+    returns: list[frozenset[str] | None] = []
+    for value in (out,) if isinstance(out, torch.Tensor) else out:
+        like = frozenset(
+            place
+            for place, each in given.items()
+            if isinstance(value, torch.Tensor)
+            and isinstance(each, torch.Tensor)
+            and (each.shape, each.dtype) == (value.shape, value.dtype)
+        )
+        if value is not None and not like:
+            odd.setdefault(name.rpartition(".")[0], f"its block {name} returns a value that is like none of its arguments")
+            return
+        returns.append(None if value is None else like)
+        if isinstance(value, torch.Tensor):
+            outputs.append((name, value))
+    order.append(Ran(name, tuple(returns), isinstance(out, torch.Tensor), reads))
+
+
+def whole_list(tried: Sequence[OwnBlock], names: Sequence[str], like: Sequence[int]) -> list[OwnBlock]:
+    """All blocks of a list with these names, see Likes."""
+    return [dataclasses.replace(tried[number], name=name) for number, name in zip(like, names, strict=True)]
+
+
+def blocks_of_all(tried: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], like: Likes) -> tuple[OwnBlock, ...]:
+    """All blocks of the tried lists, list by list."""
+    found: list[OwnBlock] = []
+    for at in dict.fromkeys(map(list_of, tried)):
+        found += whole_list([block for block in tried if list_of(block) == at], lists[at], like[at])
+    return tuple(found)
+
+
+def tried_blocks(
+    blocks: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]], like: Likes
+) -> list[OwnBlock]:
+    """Of all blocks of a model those that are tried, with the names that they have in its shorter lists: see `shortened`."""
+    names = {lists[at][like[at].index(number)]: name for at, of_list in kept.items() for number, name in enumerate(of_list)}
+    return [dataclasses.replace(block, name=names[block.name]) for block in blocks if block.name in names]

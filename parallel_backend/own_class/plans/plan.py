@@ -1,0 +1,201 @@
+"""Plans that ship with the pack: proofs of trials of published models, so that their first load needs no trial.
+
+A file in PLANS holds those of one class, of one code. `scripts/make_plans.py` makes them.
+"""
+
+import dataclasses
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from parallel_backend.core.kept_file import read_kept
+from parallel_backend.core.own_class import ROOT, OwnBlock, OwnClass, OwnCut
+from parallel_backend.own_class.plans.block_order import are_mixed, list_of, read_by_next, whole_list
+from parallel_backend.own_class.plans.proof import Proof
+
+PLANS = Path(__file__).parent
+NAME = "plans"
+"""Key of their list in a file."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call, and what of the degrees needs a proof."""
+
+    form: str
+    """What is no tensor and no number in the call, and names and axes of its tensors. Not the batch, nor `options`."""
+    options: frozenset[str]
+    """Names of entries of ComfyUI's transformer_options that ranks do not get."""
+    times: tuple[float, ...]
+    """The model's, see nodes.model.call.own_calls.near."""
+    entries: int
+    """Of the batch."""
+    numbers: Mapping[str, float]
+    """The call's plain numbers."""
+    sequence: bool
+    bands: bool
+    tensor: int
+
+
+@dataclass(frozen=True)
+class ListPlan:
+    """A list of blocks: its first, those between, and its last. One: all are alike. Their names are empty.
+
+    `starts`: if those between differ, the number of the first block that each of `blocks` but the last is for.
+
+    What tensor ranks share of all in the same way: `cuts` and `divided`, which the blocks here then lack.
+    """
+
+    name: str
+    blocks: tuple[OwnBlock, ...]
+    cuts: tuple[OwnCut, ...] = ()
+    divided: tuple[tuple[str, str], ...] = ()
+    starts: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    """Of a list that is mixed with the first one: for each block the number of the first list's that it runs behind."""
+    read: bool = False
+    """What a block returns is read up to the next one of its list, see block_order.read_by_next."""
+
+    def whole(self, names: Sequence[str]) -> list[OwnBlock]:
+        """The blocks of a list with these."""
+        blocks = self.blocks
+        if self.cuts or self.divided:
+            blocks = tuple(dataclasses.replace(block, cuts=self.cuts, divided=self.divided) for block in blocks)
+        last, starts = len(names) - 1, self.starts or (0, 1)[: len(blocks) - 1] or (0,)
+        like = [bisect_right(starts, number) - 1 for number in range(last)]
+        return whole_list(blocks, names, [*like, len(blocks) - 1])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A proof, and what it holds for."""
+
+    name: str
+    """Of the published model that it was made with."""
+    kind: str
+    """Name of the class of ComfyUI's supported_models."""
+    arguments: str
+    """Of the constructor, those that can matter, as JSON, without `depths`."""
+    depths: tuple[str, ...]
+    """Arguments that are numbers of blocks. Any will do."""
+    form: str
+    """See Asked, as for the next two."""
+    options: tuple[str, ...]
+    times: tuple[float, ...]
+    entries: tuple[int, ...]
+    """Of the batch. Empty: any number."""
+    tensor: tuple[int, ...]
+    """Degrees of tensor parallelism. 1: none."""
+    numbers: tuple[tuple[str, float], ...]
+    """The call's. Those of proof.numbers may have any value."""
+    lists: tuple[ListPlan, ...]
+    """In the order of a call."""
+    proof: Proof
+    """Without blocks."""
+
+    def serves(self, kind: str, arguments: Mapping[str, Any], asked: Asked) -> bool:
+        """Whether it proves all that is asked. `arguments`: of the class's constructor, those that can matter."""
+        numbers = {name: value for name, value in asked.numbers.items() if name not in self.proof.numbers}
+        same = (self.kind, self.arguments, self.form, self.times) == (
+            kind,
+            without(arguments, self.depths),
+            asked.form,
+            asked.times,
+        )
+        fits = set(self.proof.options) <= asked.options <= set(self.options) and numbers.items() <= set(self.numbers)
+        in_batch = not self.entries or asked.entries in self.entries
+        in_sequence = not asked.sequence or not self.proof.sequence
+        in_bands = not asked.bands or self.proof.latent is not None
+        return same and fits and in_batch and in_sequence and in_bands and asked.tensor in self.tensor
+
+    def whole(self, lists: Mapping[str, Sequence[str]]) -> Proof:
+        """The proof for a model with these lists of blocks. KeyError if it lacks one."""
+        placed: list[tuple[int, int, OwnBlock]] = []
+        for number, each in enumerate(self.lists):
+            names = lists[each.name]
+            if each.behind and len(each.behind) != len(names):
+                raise KeyError(each.name)
+            is_first = not number and any(other.behind for other in self.lists)
+            at = each.behind or (range(len(names)) if is_first else [number] * len(names))
+            placed += [(place, number, block) for place, block in zip(at, each.whole(names), strict=True)]
+        blocks = [block for *_, block in sorted(placed, key=lambda place: place[:2])]
+        if read := [each.name for each in self.lists if each.read]:
+            blocks = read_by_next(blocks, read)
+        return dataclasses.replace(self.proof, blocks=tuple(blocks))
+
+
+def lists_of(blocks: Sequence[OwnBlock]) -> tuple[ListPlan, ...]:
+    """All blocks of a model, list by list, as its ListPlans."""
+    found: dict[str, list[OwnBlock]] = {}
+    behind: dict[str, list[int]] = {}
+    mixed = are_mixed(blocks)
+    for block in blocks:
+        of_list = found.setdefault(list_of(block), [])
+        of_list.append(dataclasses.replace(block, name="", until="" if mixed else block.until))
+        behind.setdefault(list_of(block), []).append(len(found[list_of(blocks[0])]) - 1)
+    read = {list_of(block) for block in blocks if block.until} if mixed else set()
+    lists = []
+    for number, (name, of_list) in enumerate(found.items()):
+        starts = [0, *(at for at in range(1, len(of_list) - 1) if at == 1 or of_list[at] != of_list[at - 1])]
+        kinds = *(of_list[at] for at in starts), of_list[-1]
+        shared = {(each.cuts, each.divided) for each in kinds}
+        cuts, divided = shared.pop() if len(shared) == 1 else ((), ())
+        if cuts or divided:
+            kinds = tuple(dataclasses.replace(each, cuts=(), divided=()) for each in kinds)
+        told = tuple(starts) if len(starts) > 2 else ()
+        of_first = tuple(behind[name]) if mixed and number else ()
+        kinds = kinds[:1] if len(set(kinds)) == 1 else kinds
+        lists.append(ListPlan(name, kinds, cuts, divided, told, of_first, name in read))
+    return tuple(lists)
+
+
+def without(arguments: Mapping[str, Any], depths: Sequence[str]) -> str:
+    """JSON of a constructor's arguments but for these, in one form."""
+    return json.dumps({name: value for name, value in arguments.items() if name not in depths}, sort_keys=True)
+
+
+def key_of(own: OwnClass, code: str) -> dict[str, object]:
+    """What a file of plans holds for. `code`: digest of the class's modules."""
+    return {"class": f"{own.module}.{own.name}", "code": code}
+
+
+def path_of(own: OwnClass) -> Path:
+    """The file of the class's plans, which need not be there."""
+    return PLANS / f"{own.module.removeprefix(ROOT)}.{own.name}.json"
+
+
+def read_plans(own: OwnClass, code: str) -> list[Plan] | None:
+    """The class's plans, of which there is a file. None: they are another code's.
+
+    One of kept_file.UNREADABLE for a damaged file.
+    """
+    content = read_kept(path_of(own), key_of(own, code), NAME)
+    return None if content is None else [of_json(Plan, each) for each in content]
+
+
+def to_json(value: Any) -> Any:
+    """A record as a dictionary without what its fields have by default, and so are the records in it."""
+    if dataclasses.is_dataclass(value):
+        fields = {each.name: (getattr(value, each.name), each.default) for each in dataclasses.fields(value)}
+        return {name: to_json(one) for name, (one, default) in fields.items() if one != default}
+    return [to_json(each) for each in value] if isinstance(value, tuple) else value
+
+
+def of_json(hint: Any, value: Any) -> Any:
+    """The inverse, for a type of record or field. TypeError, or ValueError, for what has another form."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return None if value is None else of_json(next(each for each in arguments if each is not NoneType), value)
+    if origin is tuple and type(value) is list:
+        items = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
+        return tuple(of_json(each, item) for each, item in zip(items, value, strict=True))
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and type(value) is dict:
+        fields = get_type_hints(hint)
+        return hint(**{name: of_json(fields.get(name), item) for name, item in value.items()})
+    if type(value) is not hint:
+        raise TypeError(f"{value!r} is no {hint}")
+    return value

@@ -1,0 +1,367 @@
+"""Finds out whether a band of the latent's tokens gives what the whole model gives for it.
+
+Where the tokens are, latent_tokens.py finds out. A band is then held against a run of the whole, as a rank is
+(held_against.py): what lies outside of the band is drawn anew in the latent, and is NaN behind the blocks. A second latent,
+such as a video's sound, goes with the first band: to others it is outside.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_backend.core.own_class import OwnBlock, OwnLatent
+from parallel_backend.core.spans import Span
+from parallel_backend.core.token_order import TokenOrder
+from parallel_backend.own_class.calls.patching import Patching
+from parallel_backend.own_class.calls.residuals import AROUND, CONTROL
+from parallel_backend.own_class.calls.tried_calls import Call, distance, drawn, smaller
+from parallel_backend.own_class.calls.unproven import Unproven, first_line
+from parallel_backend.own_class.cuts.band_tokens import ONE, BandTokens, Part, class_numbers
+from parallel_backend.own_class.cuts.idle_layers import IdleLayers
+from parallel_backend.own_class.cuts.shared_outputs import SharedOutputs, WatchedOutputs
+from parallel_backend.own_class.cuts.token_cut import HOST
+from parallel_backend.own_class.trials.held_against import TOLERANCE, HeldAgainst, is_part
+from parallel_backend.own_class.trials.latent_tokens import (
+    companion_tokens,
+    entering,
+    find_latent,
+    grid_of,
+    reference_tokens,
+)
+from parallel_backend.own_class.trials.noted_attention import TensorRank
+from parallel_backend.own_class.trials.token_trial import WORDS, Runs
+from parallel_backend.own_class.trials.whole_run import WholeRun
+
+ROWS = 3, 3, 5
+"""Most frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""
+FEW_ROWS = 3, 3, 3
+"""Of a call of which few bands are tried."""
+AXES = {"rows": -2, "frames": -3}
+"""Axis of the latent that bands cut."""
+OUTSIDE = 99
+"""Seed of what is drawn outside of a band."""
+
+
+def latent_of(
+    model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float], steady: bool = False
+) -> tuple[OwnLatent | None, str]:
+    """Where the latent's tokens are, or why bands are not proven for calls like `actual`, at these times too. `blocks`: with
+    the cut of their tokens. `steady`: an adapter says so of the class's words (OwnLatent.steady)."""
+    if len(actual.latents) > 2:
+        return None, "its latent has more than two parts"
+    runs = Runs(model, bare(blocks))
+    try:
+        call = _even(runs, blocks, smaller(actual, *runs.sizes(actual)[0]))
+        latent = find_latent(runs, blocks, call, steady)
+        another = _odd(runs, blocks, actual, latent)
+        latent = _of_both(latent, find_latent(runs, blocks, another, steady))
+        calls = [drawn(call, 1), drawn(another, 2), *(drawn(call, 3, time) for time in times)]
+        latent = replace(latent, pads=all(_pads(runs, latent, each) for each in calls[:2]))
+        if not any(next(_bands(runs, blocks, latent, each), None) for each in calls):
+            return None, "its latent has a single row of tokens"
+        if latent.steady:
+            _check_words(runs, blocks, latent, calls[0])
+        watched = WatchedOutputs(model, blocks)
+        why = _why_not(runs, blocks, latent, calls[:1], watched)
+        if not why and not actual.named.get(CONTROL):
+            lighter = replace(latent, shared=watched.shared(), idle=watched.idle())
+            if not _why_not(runs, blocks, lighter, calls[1:]):
+                return lighter, ""
+        why = why or _why_not(runs, blocks, latent, calls[1:])
+        return (None, why) if why else (latent, "")
+    except Unproven as unproven:
+        return None, str(unproven)
+
+
+def why_not_in_bands(
+    model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call, time: float | None = None
+) -> str:
+    """Why bands are not right for calls like `actual`, at this time if one is given. Empty: they are. Two bands are tried,
+    which is less than `latent_of` does."""
+    runs = Runs(model, bare(blocks))
+    try:
+        call = _odd(runs, blocks, actual, latent, FEW_ROWS)
+        _of_both(latent, find_latent(runs, blocks, call, latent.steady))
+        return _why_not(runs, blocks, latent, [drawn(call, 1, time)], few=True)
+    except Unproven as unproven:
+        return str(unproven)
+
+
+def runs_of_bands(
+    model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call
+) -> Iterator[Callable[[TensorRank | None], torch.Tensor]]:
+    """Each band's run of a call like `actual`, for tensor ranks to be tried in. It gives the band's part of the output."""
+    runs = Runs(model, bare(blocks))
+    call = drawn(_odd(runs, blocks, actual, latent), 1)
+    whole, outside = runs.noted(call), drawn(call, OUTSIDE).x
+    yield from (functools.partial(each.output, runs, blocks, whole, outside) for each in _bands(runs, blocks, latent, call))
+
+
+def bare(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
+    """The blocks without the cut of their tokens."""
+    return [replace(block, slices=(), attention=(), leaving=(), placed=()) for block in blocks]
+
+
+def _even(runs: Runs, blocks: Sequence[OwnBlock], call: Call, less: int = 2) -> Call:
+    """With sizes that are multiples of whatever a token has of them: a class may fill up others. Of smaller powers of two if
+    the class does not run otherwise."""
+    powers = [max(1, 1 << max(0, size.bit_length() - less)) if size > 1 else size for size in call.latents[0].shape[2:]]
+    sizes = [size - size % power for size, power in zip(call.latents[0].shape[2:], powers, strict=True)]
+    even = smaller(call, sizes, WORDS)
+    try:
+        entering(runs, blocks, drawn(even, 1))
+    except Unproven:
+        if max(powers) == 1:
+            raise
+        return _even(runs, blocks, call, less + 1)
+    return even
+
+
+def _odd(runs: Runs, blocks: Sequence[OwnBlock], actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS) -> Call:
+    """With an odd number of the latent's tokens and other words. `most` by axis, or as many as the class needs to run."""
+    sizes = []
+    sides = actual.latents[0].shape[2:]
+    for size, by, rows in zip(sides, latent.patch[-len(sides) :], most[-len(sides) :], strict=True):
+        count = max(1, min(rows, size // by))
+        sizes.append(by * (count - 1 + count % 2))
+    call = smaller(actual, sizes, WORDS - 3)
+    try:
+        entering(runs, blocks, drawn(call, 1))
+    except Unproven:
+        if max(most) > max(sides):
+            raise
+        return _odd(runs, blocks, actual, latent, [2 * rows - 1 for rows in most])
+    return call
+
+
+def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
+    """What holds for calls of two sizes. Unproven if the tokens are in other places."""
+    if replace(another, words=latent.words, pads=latent.pads, shared=latent.shared, idle=latent.idle) != latent:
+        raise Unproven("its latent's tokens are in other places in calls of two sizes")
+    return replace(latent, words=latent.words or another.words)
+
+
+def _check_words(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call) -> None:
+    """Unproven unless the words have the same keys and values with another latent at another time."""
+    another = drawn(call, OUTSIDE)
+    first, second = (runs.noted(each) for each in (call, replace(call, x=another.x, timestep=another.timestep)))
+    tokens = {stream: value.shape[1] for stream, value in entering(runs, blocks, call).items()}
+    band = next(_bands(runs, blocks, latent, call)).tokens()
+    for block, of_first, of_second in zip(blocks, first.calls, second.calls, strict=True):
+        for spec, one, other in zip(block.attention, of_first, of_second, strict=True):
+            words = band.in_buffer(spec.keys, tokens, HOST)[: band.words(spec.keys, tokens)]
+            if not all(
+                torch.equal(a[:, words], b[:, words]) for a, b in zip(one.tensors[1:], other.tensors[1:], strict=True)
+            ):
+                raise Unproven(f"{block.name} has other keys of words in another call")
+
+
+def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
+    """Whether a latent of other sizes gives what it gives once it is filled up in a circle."""
+    frames, side, _ = latent.patch
+    sides = call.latents[0].shape[2:]
+    patching = Patching(side=side, frames=frames, video=len(sides) == 3)
+    sizes = [size - (by > 1) for size, by in zip(sides, latent.patch[-len(sides) :], strict=True)]
+    smaller_call = smaller(call, sizes, WORDS)
+    first, *others = smaller_call.latents
+    filled_up = patching.unpack(patching.pack(first), patching.whole(patching.grid(first.shape)))
+    larger_call = smaller_call.with_latents([filled_up, *others])
+    try:
+        wholes = smaller_call.parts(runs.noted(smaller_call).result)
+        out, *others = larger_call.parts(runs.noted(larger_call).result)
+    except Unproven:
+        return False
+    parts = [patching.unpack(patching.pack(out), tuple(sizes)), *others]
+    return all(
+        part.shape == whole.shape and distance(part, whole) <= TOLERANCE for part, whole in zip(parts, wholes, strict=True)
+    )
+
+
+def _why_not(
+    runs: Runs,
+    blocks: Sequence[OwnBlock],
+    latent: OwnLatent,
+    calls: Sequence[Call],
+    watched: WatchedOutputs | None = None,
+    few: bool = False,
+) -> str:
+    """What is wrong with the bands of these calls. Empty: nothing. `watched` sees the bands' runs, with NaN, too, outside of
+    the band. `few`: of each call the first band by rows and the last by frames alone. Those of the last call are tried as
+    naive patches, too."""
+    shared = SharedOutputs(runs.model, latent.shared)
+    for call in calls:
+        whole = runs.noted(call)
+        outside = [drawn(call, OUTSIDE).x, *(() if watched is None else [torch.full_like(call.x, math.nan)])]
+        if not isinstance(whole.result, torch.Tensor) or whole.result.shape[2:] != call.x.shape[2:]:
+            return "its output has another size than its latent"
+        bands = list(_bands(runs, blocks, latent, call))
+        bands = bands[:: max(1, len(bands) - 1)] if few else bands
+        naive = (replace(band, alone=True) for band in bands if not band.has_words and call is calls[-1])
+        if why := next(filter(None, (each.why_not(runs, blocks, whole, outside[0]) for each in naive)), ""):
+            return why
+        tried = itertools.product(bands, outside)
+        idle = IdleLayers(runs.model, latent.idle, lambda: shared.has_words, math.nan)
+        with idle.in_place(), shared.of_call():
+            for band, each in tried:
+                shared.begin(band.has_words)
+                with nullcontext() if watched is None else watched.run(shared.has_words):
+                    why = band.why_not(runs, blocks, whole, each, watched)
+                if why:
+                    return why
+    return ""
+
+
+def _bands(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call) -> Iterator["_Band"]:
+    """The call's first, middle and last band, by rows and by frames; and all of it, if words may have run before."""
+    shape = call.latents[0].shape
+    references = reference_tokens(runs, blocks, latent, call)
+    for along, axis in AXES.items():
+        if -axis > len(shape) - 2 or (rows := shape[axis] // latent.patch[axis]) < 2:
+            continue
+        first, last = max(1, rows // 3), rows - max(1, rows // 3)
+        spans = Span(0, first), Span(first, last), Span(last, rows)
+        yield from (_Band(latent, call, along, span, references) for span in spans if len(span))
+        if latent.steady:
+            yield _Band(latent, call, along, Span(0, rows), references, words_have_run=True)
+
+
+@dataclass(frozen=True)
+class _Band:
+    """`rows` (or frames) of tokens of the call's latent, as a band of its own. The first one has a second latent, too."""
+
+    latent: OwnLatent
+    call: Call
+    along: str
+    rows: Span
+    references: int
+    """Tokens of the whole call's."""
+    alone: bool = False
+    """It is a naive patch, which has words and the second latent, too."""
+    words_have_run: bool = False
+
+    def why_not(
+        self,
+        runs: Runs,
+        blocks: Sequence[OwnBlock],
+        whole: WholeRun,
+        outside: torch.Tensor,
+        watched: WatchedOutputs | None = None,
+    ) -> str:
+        """What is wrong with it, with another latent outside of it. Empty: nothing."""
+        try:
+            out = self._result(runs, blocks, whole, outside, watched=watched)
+            far = max(map(distance, self._own(out), self._own(whole.result)))
+        except Unproven as unproven:
+            return f"in a band {unproven}"
+        except Exception as error:  # of any kind: its code is not known
+            return f"it does not run in a band ({first_line(error)})"
+        return "" if far <= TOLERANCE else f"a band gives another result (by {far:.1e} of the largest value)"
+
+    def output(
+        self,
+        runs: Runs,
+        blocks: Sequence[OwnBlock],
+        whole: WholeRun,
+        outside: torch.Tensor,
+        tensor_rank: TensorRank | None = None,
+    ) -> torch.Tensor:
+        """[B, n]: its part of the output, with another latent outside of it."""
+        out = self._result(runs, blocks, whole, outside, tensor_rank)
+        return torch.cat([part.flatten(1) for part in self._own(out)], dim=1)
+
+    def _result(
+        self,
+        runs: Runs,
+        blocks: Sequence[OwnBlock],
+        whole: WholeRun,
+        outside: torch.Tensor,
+        tensor_rank: TensorRank | None = None,
+        watched: WatchedOutputs | None = None,
+    ) -> torch.Tensor:
+        """The whole output of its run, of which its part alone is right."""
+        x = outside.clone()
+        for part, own in zip(self._own(x), self._own(self.call.x), strict=True):
+            part.copy_(own)
+        tokens = self.tokens()
+        out = runs.run(
+            replace(self.call, x=x, named=self._named(tokens)), _InBand(blocks, whole, tokens, tensor_rank, watched)
+        )
+        if out.shape != whole.result.shape:
+            raise Unproven("it has an output of another size")
+        return out
+
+    def _named(self, tokens: BandTokens) -> Mapping[str, Any]:
+        """The call's arguments, with a control's residuals for the band alone, in the order of bands."""
+        if (control := self.call.named.get(CONTROL)) is None:
+            return self.call.named
+        rows = tokens.picture_numbers
+        of_band = {
+            kind: residuals if kind.startswith(AROUND) else [residual[:, rows] for residual in residuals]
+            for kind, residuals in control.items()
+        }
+        return {**self.call.named, CONTROL: of_band}
+
+    def _own(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Its part of each latent in a tensor of the form of the call's `x`: views of it."""
+        latent, *companion = self.call.parts(x)
+        axis = AXES[self.along]
+        by = self.latent.patch[axis]
+        band = latent.narrow(axis, by * self.rows.start, by * len(self.rows))
+        return [band, *(companion if self.alone or self.has_words else [])]
+
+    @property
+    def has_words(self) -> bool:
+        return not self.rows.start and not self.words_have_run
+
+    def tokens(self) -> BandTokens:
+        grid = grid_of(self.latent, self.call)
+        row = math.prod(grid) // grid[AXES[self.along]]
+        order = TokenOrder(math.prod(grid), row, self.references, self.along)
+        second = companion_tokens(self.latent, self.call)
+        ahead = self.latent.tokens_ahead(self.call.named)
+        band, numbers = order.of_rows(self.rows), class_numbers(order, grid)
+        return BandTokens(self.latent, order, band, numbers, second, ahead, self.alone, self.words_have_run)
+
+
+class _InBand(HeldAgainst):
+    """A band's run that takes from the whole's what other bands would give."""
+
+    def __init__(
+        self,
+        blocks: Sequence[OwnBlock],
+        whole: WholeRun,
+        band: BandTokens,
+        tensor_rank: TensorRank | None,
+        watched: WatchedOutputs | None,
+    ):
+        super().__init__(blocks, 0, whole, tensor_rank)
+        self.ranks, self.band, self._watched = ONE, band, watched
+
+    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._watched is not None and self._coming is not None:
+            self._watched.attends()
+        return super().attend(function, *args, **kwargs)
+
+    def is_held(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
+        """A row that stands in for words, or for a second latent's tokens, may have any value: its keys are not kept."""
+        if not streams:
+            return super().is_held(own, of_whole, streams)
+        parts = [part for stream in streams for part in self.band_parts(stream)]
+        kept = torch.tensor([part.is_kept for part in parts for _ in range(len(part.place))])
+        rows = self.rows(streams, self.index)
+        return own.shape[1] == len(rows) and is_part(own[:, kept], of_whole, rows[kept])
+
+    def band_parts(self, stream: int) -> list[Part]:
+        """Its tokens of a stream."""
+        assert self.band is not None
+        return self.band.parts(stream, self.tokens, ONE)[0]
+
+    def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        return self.among_all(value, streams) if streams else of_whole

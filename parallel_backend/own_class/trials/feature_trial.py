@@ -1,0 +1,350 @@
+"""Tries whether tensor ranks, each with its part of a class's layers, compute what the whole does.
+
+One run of the whole is noted: what its layers make of their inputs. A rank's run is held against it, one rank after the
+other in one process: where ranks would add up or gather, it goes on with the whole's values, and its own have to make them
+up.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from parallel_backend.core.own_class import OwnBlock, OwnCut
+from parallel_backend.core.spans import Span, split_units
+from parallel_backend.own_class.built.headed import axes_of_heads, give_heads
+from parallel_backend.own_class.calls.tried_calls import Call, copied, distance
+from parallel_backend.own_class.calls.unproven import Unproven, first_line
+from parallel_backend.own_class.cuts.feature_cut import layers_to_cut, run_noted, units_of_heads
+from parallel_backend.own_class.cuts.tensor_plan import CutKind, cut_side
+from parallel_backend.own_class.plans.block_order import Likes, whole_list
+from parallel_backend.own_class.trials.noted_attention import TensorRank
+
+TOLERANCE = 1e-5
+"""Largest difference of what ranks make up and the whole's, as a share of the largest value."""
+MOST_SETTINGS = 64
+"""Of attributes that are tried for a block."""
+
+LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d
+"""Their sizes are those of their weights."""
+
+Made = dict[str, list[torch.Tensor]]
+"""Layer -> its output at each call; norm -> its input."""
+Divided = tuple[tuple[str, str, int], ...]
+"""(module, its attribute, units)."""
+Headed = tuple[tuple[str, int, int, int], ...]
+"""(module, number of a tensor among its arguments, axis of heads, units)."""
+Run = Callable[[TensorRank | None], Any]
+"""Runs what is tried, as the whole (None) or as this tensor rank, and gives its result."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What ranks share of a module's layers. Names are the module's."""
+
+    cuts: tuple[OwnCut, ...]
+    divided: Divided = ()
+    headed: Headed = ()
+    head_units: int = 0
+    """See OwnBlock, for these three."""
+
+    def below(self, name: str) -> "Shares":
+        """With the names in a module that has this one by the name."""
+        cuts = tuple(replace(cut, layer=f"{name}.{cut.layer}") for cut in self.cuts)
+        divided = tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.divided)
+        return Shares(cuts, divided, tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.headed))
+
+    def of_block(self, block: OwnBlock) -> OwnBlock:
+        """The block, whose names these are, with what ranks share of it."""
+        divided, headed = tuple(each[:2] for each in self.divided), tuple(each[1:3] for each in self.headed)
+        units = tuple(each[2] for each in self.divided)
+        block = replace(block, cuts=self.cuts, divided=divided, headed=headed)
+        return replace(block, units=units if any(units) else (), head_units=self.head_units)
+
+
+@dataclass
+class Ranks:
+    """The ranks' runs of `module`, held against the whole's, which has `made` its values."""
+
+    module: nn.Module
+    shares: Shares
+    count: int
+    made: Made
+    sums: Made = field(default_factory=dict)
+    """Of the ranks' values so far, where they are added up."""
+
+    @contextmanager
+    def one(self, rank: int) -> Iterator[None]:
+        """Context in which the module is this rank's. Unproven where a value of its own is no part of the whole's."""
+        with ExitStack() as stack:
+            for cut in self.shares.cuts:
+                layer, calls = self.module.get_submodule(cut.layer), itertools.count()
+                kept = dict(layer._parameters)
+                stack.callback(layer._parameters.update, kept)
+                for name, parameter in kept.items():
+                    if parameter is not None:
+                        layer._parameters[name] = self._shard(cut, name, parameter, rank)
+                if cut.kind == CutKind.NORM.value:
+                    assert isinstance(layer, nn.RMSNorm)
+                    vars(layer)["forward"] = functools.partial(self._norm, cut, layer, rank, calls)
+                    stack.callback(vars(layer).pop, "forward")
+                elif cut.kind != CutKind.COLUMN.value:
+                    hook = layer.register_forward_hook(functools.partial(self._made_up, cut, rank, calls))
+                    stack.callback(hook.remove)
+            for path, attribute, units in self.shares.divided:
+                holder = self.module.get_submodule(path)
+                whole = getattr(holder, attribute)
+                setattr(holder, attribute, len(split_units(Span(0, whole), self.count, units or whole)[rank]))
+                stack.callback(setattr, holder, attribute, whole)
+            for path, tensor, axis, units in self.shares.headed:
+                hook = give_heads(self.module.get_submodule(path), [(tensor, axis, units)], rank, self.count)
+                stack.callback(hook.remove)
+            yield
+
+    def check_sums(self) -> None:
+        """Unproven if the ranks' values do not add up to the whole's."""
+        for cut in self.shares.cuts:
+            if cut.kind != CutKind.ROW.value:
+                continue
+            whole, sums = self.made.get(cut.layer, []), self.sums.get(cut.layer, [])
+            if len(whole) != len(sums) or any(not close(a, b) for a, b in zip(sums, whole, strict=True)):
+                raise Unproven(f"the ranks' values of {cut.layer} do not add up to the whole's")
+
+    def _spans(self, cut: OwnCut, size: int, rank: int) -> tuple[Span, ...]:
+        return cut_side(cut, size, rank, self.count)
+
+    def _part(self, cut: OwnCut, x: torch.Tensor, rank: int, dim: int = -1) -> torch.Tensor:
+        spans = self._spans(cut, x.shape[dim], rank)
+        return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
+
+    def _shard(self, cut: OwnCut, name: str, parameter: nn.Parameter, rank: int) -> nn.Parameter | None:
+        if cut.kind != CutKind.ROW.value:
+            return nn.Parameter(self._part(cut, parameter, rank, 0), requires_grad=False)
+        if name == "bias":  # added once
+            return parameter if rank == 0 else None
+        return nn.Parameter(self._part(cut, parameter, rank, 1), requires_grad=False)
+
+    def _whole(self, cut: OwnCut, calls: "itertools.count[int]") -> tuple[int, torch.Tensor]:
+        number, made = next(calls), self.made.get(cut.layer, [])
+        if number >= len(made):
+            raise Unproven(f"{cut.layer} is called more often if it is cut")
+        return number, made[number]
+
+    def _made_up(
+        self, cut: OwnCut, rank: int, calls: "itertools.count[int]", _layer: nn.Module, _given: tuple, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Forward hook of a layer whose outputs are added up or gathered."""
+        number, whole = self._whole(cut, calls)
+        if cut.kind == CutKind.GATHER.value:
+            if not close(out, self._part(cut, whole, rank), whole):
+                raise Unproven(f"a rank's values of {cut.layer} are not a part of the whole's")
+            return whole.clone()
+        if out.shape != whole.shape:
+            raise Unproven(f"a rank's values of {cut.layer} have another shape than the whole's")
+        sums = self.sums.setdefault(cut.layer, [])
+        if number == len(sums):
+            sums.append(torch.zeros_like(whole))
+        sums[number] += out
+        return whole.clone()
+
+    def _norm(
+        self, cut: OwnCut, norm: nn.RMSNorm, rank: int, calls: "itertools.count[int]", x: torch.Tensor
+    ) -> torch.Tensor:
+        """In place of an RMSNorm of which each rank has its features: with the whole's sum of squares."""
+        whole = self._whole(cut, calls)[1]
+        if not close(x, self._part(cut, whole, rank), whole):
+            raise Unproven(f"a rank's values of {cut.layer} are not a part of the whole's")
+        assert norm.eps is not None
+        return x * torch.rsqrt(whole.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+
+
+def close(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -> bool:
+    """Whether the two are equal but for rounding, by the largest value of `whole`, or else of `b`."""
+    if a.shape != b.shape or not a.numel():  # a sequence rank may have no token of a stream
+        return a.shape == b.shape
+    return bool((a - b).abs().max() <= TOLERANCE * (b if whole is None else whole).abs().max())
+
+
+def _noting(module: nn.Module, shares: Shares, run: Run) -> tuple[Made, Any]:
+    """What the layers make in a run of the whole, and its result."""
+    made: Made = {}
+
+    def note(cut: OwnCut, _layer: nn.Module, given: tuple, out: torch.Tensor) -> None:
+        made.setdefault(cut.layer, []).append((given[0] if cut.kind == CutKind.NORM.value else out).clone())
+
+    hooks = [module.get_submodule(cut.layer).register_forward_hook(functools.partial(note, cut)) for cut in shares.cuts]
+    try:
+        return made, run(None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def why_not_shared(module: nn.Module, shares: Shares, run: Run, ranks: int) -> str:
+    """Why the ranks of `module` do not compute what it does in `run`. Empty: they do."""
+    try:
+        made, whole = _noting(module, shares, run)
+        of_ranks = Ranks(module, shares, ranks, made)
+        for rank in range(ranks):
+            with of_ranks.one(rank):
+                out = run(TensorRank(rank, ranks))
+            for own, of_whole in zip(_tensors(out), _tensors(whole), strict=True):
+                if own.shape != of_whole.shape or not (far := distance(own, of_whole)) <= TOLERANCE:
+                    far = far if own.shape == of_whole.shape else float("inf")
+                    return f"ranks that share its layers give another result (by {far:.1e} of the largest value)"
+        of_ranks.check_sums()
+    except Unproven as unproven:
+        return str(unproven)
+    except Exception as error:  # of any kind: its code is not known
+        return f"it does not run if its layers are cut ({first_line(error)})"
+    return ""
+
+
+def _tensors(out: Any) -> list[torch.Tensor]:
+    return [each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor)]
+
+
+class Sharing:
+    """What `ranks` tensor ranks share of a tried model's blocks, as these calls have proven."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: int):
+        self._model, self._tried, self._ranks = model, blocks, ranks
+        self._shares: dict[str, Shares] = {}
+        self.why = self._found(_arguments(model, blocks, calls[0])) or next(filter(None, map(self.why_not, calls)), "")
+        """Why nothing is proven. Empty: it is."""
+
+    def _found(self, given: Mapping[str, tuple[tuple, dict[str, Any]]]) -> str:
+        for name, arguments in given.items():
+            shares = _of_block(self._model.get_submodule(name), arguments, self._ranks)
+            if isinstance(shares, str):
+                return f"{shares} (in {name})"
+            self._shares[name] = shares
+        return ""
+
+    def why_not(self, call: Call) -> str:
+        """Why what is shared is not right in this call of the whole model. Empty: it is."""
+        return self.why_not_in(lambda _rank: call.run(self._model, options=False))
+
+    def why_not_in(self, run: Run) -> str:
+        """Why what is shared is not right in this run of the model, such as one with a part of its tokens. Empty: it is."""
+        named = [each.below(name) for name, each in self._shares.items()]
+        cuts = tuple(cut for shares in named for cut in shares.cuts)
+        divided = tuple(place for shares in named for place in shares.divided)
+        headed = tuple(place for shares in named for place in shares.headed)
+        return why_not_shared(self._model, Shares(cuts, divided, headed), run, self._ranks)
+
+    def of_all(self, blocks: tuple[OwnBlock, ...], like: Likes) -> tuple[OwnBlock, ...]:
+        """All `blocks` of the class with what ranks share of them. As they are, if nothing is proven."""
+        if self.why:
+            return blocks
+        shared_by: dict[str, OwnBlock] = {}
+        for name in dict.fromkeys(map(_list_of, self._tried)):
+            of_list = [block for block in self._tried if _list_of(block) == name]
+            shares = [self._shares[block.name] for block in of_list]
+            shared = [b.of_block(a) for a, b in zip(of_list, shares, strict=True)]
+            names = [block.name for block in blocks if _list_of(block) == name]
+            shared_by |= {block.name: block for block in whole_list(shared, names, like[name])}
+        fields = "cuts", "divided", "headed", "units", "head_units"
+        return tuple(replace(each, **{name: getattr(shared_by[each.name], name) for name in fields}) for each in blocks)
+
+
+def _list_of(block: OwnBlock) -> str:
+    return block.name.rpartition(".")[0]
+
+
+def _arguments(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> dict[str, tuple[tuple, dict[str, Any]]]:
+    """Block -> its arguments in the call."""
+    found: dict[str, tuple[tuple, dict[str, Any]]] = {}
+
+    def note(name: str, _block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        found[name] = copied((args, kwargs))
+
+    hooks = [
+        model.get_submodule(block.name).register_forward_pre_hook(functools.partial(note, block.name), with_kwargs=True)
+        for block in blocks
+    ]
+    try:
+        call.run(model, options=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int) -> Shares | str:
+    """What ranks can share of a block that gets these arguments, or why nothing."""
+    try:
+        noted = run_noted(block, *given)
+        choices = units_of_heads(noted, ranks)
+        cuts, of_heads = layers_to_cut(noted, ranks, choices) if choices else ([], 0)
+    except Exception as error:  # of any kind: its code is not known
+        return f"the inputs of its layers cannot be found ({first_line(error)})"
+    heads, head_sizes = ({tensors[0].shape[axis] for tensors in noted.heads.values()} for axis in (2, 3))
+    if not choices:
+        return f"its {min(heads)} heads cannot be shared by {ranks} ranks"
+    if not any(cut.kind == CutKind.ROW.value for cut in cuts):
+        return f"neither its heads nor its features can be shared by {ranks} ranks"
+    amounts = _amounts(cuts, head_sizes, ranks)
+    head_units = of_heads if of_heads % ranks else 0
+    tables = axes_of_heads(*given, heads)
+    failures = []
+
+    def run(_rank: TensorRank | None) -> Any:
+        args, kwargs = copied(given)
+        return nn.Module.__call__(block, *args, **kwargs)
+
+    for divided, headed in itertools.islice(_settings(block, amounts, tables), MOST_SETTINGS):
+        shares = Shares(tuple(cuts), divided, tuple((*place, head_units) for place in headed), head_units)
+        if not (why := why_not_shared(block, shares, run, ranks)):
+            return shares
+        failures.append(why)
+    return failures[0]
+
+
+def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[int, int]:
+    """Whole numbers of which ranks may have their part -> units, see OwnBlock: features that a class may split a cut
+    layer's side into, of a part or of those that follow each other together, and heads. Of two parts of a size the one in
+    fewer units counts, which are heads."""
+    parts: set[tuple[int, int]] = set()
+    for cut in cuts:
+        if cut.kind == CutKind.GATHER.value:
+            continue
+        in_units = cut.units or cut.sizes
+        for start, stop in itertools.combinations(range(len(cut.sizes) + 1), 2):
+            sizes, counts = cut.sizes[start:stop], in_units[start:stop]
+            if sizes == counts and not any(size % ranks for size in sizes):
+                parts.add((sum(sizes), sum(sizes)))
+            elif len(set(counts)) == 1:
+                parts.add((sum(sizes), counts[0]))
+    found: dict[int, int] = {}
+    for size, units in sorted(parts, key=lambda part: part[1]):
+        found.setdefault(size, 0 if size == units else units)
+        for heads in (size // each for each in head_sizes if size % each == 0):
+            if heads % (ranks if size == units else units) == 0:
+                found.setdefault(heads, 0 if units in (size, heads) else units)
+    return found
+
+
+def _settings(
+    block: nn.Module, amounts: Mapping[int, int], tables: Mapping[int, Sequence[tuple[int, int]]]
+) -> Iterator[tuple[Divided, tuple[tuple[str, int, int], ...]]]:
+    """The attributes and the arguments of which ranks may have their part, as they are tried: all attributes that are of
+    these amounts and none of the `tables`, then one attribute fewer or one axis of tables more, and so on."""
+    by_name: dict[tuple[str, int], list[tuple[str, str, int]]] = {}
+    for path, module in block.named_modules():
+        if not isinstance(module, LAYERS):
+            for attribute, value in vars(module).items():
+                if type(value) is int and value in amounts:
+                    by_name.setdefault((attribute, value), []).append((path, attribute, amounts[value]))
+    for changes in range(len(by_name) + len(tables) + 1):
+        for taken in range(max(0, changes - len(by_name)), min(changes, len(tables)) + 1):
+            attributes = itertools.combinations(by_name, len(by_name) - changes + taken)
+            for names, axes in itertools.product(attributes, itertools.combinations(tables, taken)):
+                headed = tuple(("", *place) for axis in axes for place in tables[axis])
+                yield tuple(place for name in names for place in by_name[name]), headed

@@ -1,0 +1,323 @@
+"""Finds out where a latent's tokens are: in which stream that enters a class's blocks, in which rows of it.
+
+It is learnt by runs of the prologue with another latent row, column or frame each. Lists of blocks that tokens leave, such
+as refiners, pass them on as they are meanwhile.
+"""
+
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from parallel_backend.core.own_class import COMPANION, LATENT, REFERENCES, WORDS, OwnBlock, OwnEntry, OwnLatent
+from parallel_backend.own_class.calls.block_arguments import Arguments, tensor_places
+from parallel_backend.own_class.calls.patching import Companion
+from parallel_backend.own_class.calls.token_rows import in_rows
+from parallel_backend.own_class.calls.tried_calls import Call, drawn, words_of
+from parallel_backend.own_class.calls.unproven import Unproven, first_line
+from parallel_backend.own_class.cuts.token_cut import entries_of
+from parallel_backend.own_class.trials.token_trial import Runs
+from parallel_backend.own_class.trials.whole_run import WholeRun
+
+OTHER_PICTURES = 2
+"""Seed of their values."""
+
+
+class _HasEntered(Exception):
+    """Not an error: ends a run once all streams are known."""
+
+
+class _Prologue(WholeRun):
+    """Notes the streams where they enter, and then ends the run. Tokens leave lists of blocks as they have entered them."""
+
+    def __init__(self, blocks: Sequence[OwnBlock]):
+        super().__init__([replace(block, attention=()) for block in blocks])
+        self.streams: dict[int, torch.Tensor] = {}
+        self._coming_streams = {cut.streams[0] for block in blocks for cut in block.slices if cut.enters}
+
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        leaves = pytree.tree_leaves((args, kwargs))
+        places = tensor_places(leaves)
+        for cut in self.blocks[number].slices:
+            if cut.enters:
+                self.streams.setdefault(cut.streams[0], in_rows(leaves[places[cut.tensor]], cut).clone())
+        if self._coming_streams <= set(self.streams):
+            raise _HasEntered
+        return super().enter(number, args, kwargs)
+
+    def leaves(self, number: int) -> bool:
+        return bool(self.blocks[number].leaving)
+
+    def leave(self, out: Any, is_known: bool = True) -> Any:
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        entered = [
+            torch.cat([self.streams[stream] for stream in streams], dim=1) if streams else value
+            for value, streams in zip(values, self.block.leaving, strict=True)
+        ]
+        if any(value is not None and value.shape != each.shape for value, each in zip(values, entered, strict=True)):
+            raise Unproven("its tokens leave a list of blocks in another form than they enter it in")
+        return entered[0] if isinstance(out, torch.Tensor) else tuple(entered)
+
+
+def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call, steady: bool = False) -> OwnLatent:
+    """Where the tokens of the call's latent are. Unproven if they are no raster in one of the streams, or in one each time
+    that tokens enter. `steady`: see OwnLatent. References are words then."""
+    call = drawn(call, 1)
+    first = entering(runs, blocks, call)
+    sides = call.latents[0].shape
+    changed = [
+        [_rows_of(runs, blocks, call, 0, axis, index, first) for index in range(sides[axis])]
+        for axis in range(2, len(sides))
+    ]
+    (found, *more) = (_Raster.of(changed, first, streams) for streams in entries_of(blocks))
+    if found.patch[-1] != found.patch[-2]:
+        raise Unproven(f"a token has {found.patch[-2]} rows and {found.patch[-1]} columns of its latent")
+    again = []
+    for each in more:
+        behind = found.start == 0 and each.behind == found.behind and each.start > 0
+        if each.patch != found.patch or (each.start and each.behind and not behind):
+            raise Unproven("its latent's tokens are in other places after they have left a list of blocks")
+        again.append(OwnEntry(each.stream, each.start > 0, behind))
+    pattern, companions = "", _Companions(found.stream, ())
+    if len(call.latents) > 1:
+        if more:
+            raise Unproven("its latent has two parts, and leaves a list of blocks")
+        pattern, companions = _companion(runs, blocks, call, first, found)
+    hints = [] if companions.rows else _hints(runs, blocks, call, first, found)
+    again += [OwnEntry(stream, False, False) for stream in hints]
+    kinds = [] if more or steady else _kinds(runs, blocks, call, first, found, companions)
+    layout, references = tuple(kind for kind, _ in itertools.groupby(kinds)), kinds.count(REFERENCES)
+    frames = found.patch[0] if len(found.patch) == 3 else 1
+    others = sum(value.shape[1] for value in first.values()) - found.count * (1 + len(again)) - references
+    if found.beside and not layout:
+        raise Unproven("other tokens than references' stand beside its latent's rows")
+    before = bool(set(layout[: layout.index(LATENT)]) - {REFERENCES}) if layout else found.start > 0
+    if not layout and found.start and found.behind:
+        raise Unproven("other tokens come before and behind its latent's")
+    patch = frames, found.patch[-2], found.patch[-1]
+    words = others > len(companions.rows)
+    latent = OwnLatent(found.stream, before, patch, words, pads=False, again=tuple(again), companion=pattern, layout=layout)
+    ahead = _ahead(runs, blocks, call, first, latent, kinds) if layout.count(REFERENCES) > 1 else ""
+    return replace(latent, beside=found.beside > 0, ahead=ahead, steady=steady and words and not pattern)
+
+
+Streams = Mapping[int, torch.Tensor]
+"""Where they enter the blocks, by number."""
+Changed = Mapping[int, tuple[int, ...]]
+"""Stream -> its rows that a change of the latent changes, if there are any."""
+
+
+@dataclass(frozen=True)
+class _Raster:
+    """The latent's tokens in a stream, with as many others before and `behind`. `patch`: what a token has of it. `grid`: its
+    tokens by axis. `beside`: other tokens behind each row of a picture's, of which `behind` has none."""
+
+    stream: int
+    start: int
+    behind: int
+    patch: tuple[int, ...]
+    grid: tuple[int, ...]
+    beside: int
+
+    @property
+    def count(self) -> int:
+        """The latent's tokens."""
+        return math.prod(self.grid)
+
+    @property
+    def rows(self) -> list[int]:
+        """Of the latent's tokens."""
+        return self._numbers().flatten().tolist()
+
+    def _numbers(self) -> torch.Tensor:
+        """Row of each token, by axis."""
+        *lines, columns = self.grid
+        along = torch.arange(math.prod(lines))[:, None] * (columns + self.beside) + torch.arange(columns)
+        return along.view(self.grid) + self.start
+
+    @staticmethod
+    def of(changed: Sequence[Sequence[Changed]], first: Mapping[int, torch.Tensor], streams: set[int]) -> "_Raster":
+        """By what the values at each index of each axis of the latent change in these streams. Unproven: no raster."""
+        found = [[_only(rows, streams) for rows in of_axis] for of_axis in changed]
+        if len(among := {stream for of_axis in found for stream, _ in of_axis}) != 1:
+            raise Unproven("a part of its latent is in several streams")
+        (stream,), patch, rows_by_axis = among, [], []
+        for of_axis in found:
+            groups = [(rows, len(list(same))) for rows, same in itertools.groupby(rows for _, rows in of_axis)]
+            if len({count for _, count in groups}) != 1:
+                raise Unproven("its tokens have unequal parts of the latent, or are mixed before its blocks")
+            patch.append(groups[0][1])
+            rows_by_axis.append([rows for rows, _ in groups])
+        grid = tuple(len(rows) for rows in rows_by_axis)
+        start = min(rows_by_axis[0][0])
+        lines = [min(rows) for rows in rows_by_axis[-2]]
+        beside = lines[1] - lines[0] - grid[-1] if len(grid) == 2 and len(lines) > 1 else 0
+        tokens = math.prod(grid[:-1]) * (grid[-1] + beside)
+        raster = _Raster(stream, start, first[stream].shape[1] - start - tokens, tuple(patch), grid, beside)
+        numbers = raster._numbers()
+        for axis, of_rows in enumerate(rows_by_axis):
+            for index, rows in enumerate(of_rows):
+                if beside < 0 or sorted(numbers.select(axis, index).flatten().tolist()) != list(rows):
+                    raise Unproven("its latent's tokens are not in raster order, or are mixed before its blocks")
+        return raster
+
+
+def _only(changed: Changed, streams: set[int]) -> tuple[int, tuple[int, ...]]:
+    """The one of these streams that changes, and its rows."""
+    among = [stream for stream in changed if stream in streams]
+    if len(among) != 1:
+        raise Unproven("a part of its latent is in several streams" if among else "a part of its latent is not used")
+    return among[0], changed[among[0]]
+
+
+def grid_of(latent: OwnLatent, call: Call) -> tuple[int, ...]:
+    """Tokens of the call's first latent along its axes."""
+    sides = call.latents[0].shape[2:]
+    return tuple(size // by for size, by in zip(sides, latent.patch[-len(sides) :], strict=True))
+
+
+def companion_tokens(latent: OwnLatent, call: Call) -> int:
+    """Tokens of the call's second latent. 0: there is none."""
+    shapes = [tuple(each.shape) for each in call.latents]
+    return Companion(latent.companion, ()).tokens(shapes[1]) if len(shapes) > 1 else 0
+
+
+def reference_tokens(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call) -> int:
+    """Tokens of the call's references, if bands share them out."""
+    if not latent.layout:
+        return 0
+    others = {WORDS: words_of(call), COMPANION: companion_tokens(latent, call), LATENT: math.prod(grid_of(latent, call))}
+    tokens = entering(runs, blocks, call)[latent.stream].shape[1]
+    return tokens - sum(count for kind, count in others.items() if kind in latent.layout)
+
+
+def _hints(runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: Streams, found: _Raster) -> list[int]:
+    """Streams that enter beside the latent's and have a token for each of its tokens, which pictures in the call's arguments
+    change: bands share them out alike."""
+    changed = _changed(entering(runs, blocks, _with_other_pictures(call)), first)
+    beside = (stream for stream in entries_of(blocks)[0] if stream != found.stream)
+    all_rows = tuple(range(found.count))
+    return [stream for stream in beside if first[stream].shape[1] == found.count and changed.get(stream) == all_rows]
+
+
+class _Companions(NamedTuple):
+    """The second latent's tokens."""
+
+    stream: int
+    rows: tuple[int, ...]
+
+
+def _companion(
+    runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: Streams, found: _Raster
+) -> tuple[str, _Companions]:
+    """Pattern from the second latent to its tokens (Companion.pattern), and those. `found`: the first one's tokens. Unproven
+    if the second has some of those, or tokens that are not made of whole axes.
+
+    The pattern says how many tokens there are. That they are the second latent's, the bands show."""
+    sizes = call.latents[1].shape
+    stream, rows = _only(_rows_of(runs, blocks, call, 1, 0, 0, first), set(first))
+    if stream == found.stream and set(found.rows) & set(rows):
+        raise Unproven("its second latent is mixed into the first one's tokens before its blocks")
+    of_channels = [axis for axis in range(1, len(sizes)) if rows in _rows_of(runs, blocks, call, 1, axis, 0, first).values()]
+    of_tokens = [axis for axis in range(1, len(sizes)) if axis not in of_channels]
+    if not of_tokens or math.prod(sizes[axis] for axis in of_tokens) != len(rows):
+        raise Unproven("its second latent's tokens are mixed before its blocks")
+    names, tokens, channels = (
+        " ".join(f"a{axis}" for axis in axes) for axes in (range(1, len(sizes)), of_tokens, of_channels)
+    )
+    return f"b {names} -> b ({tokens}) ({channels})", _Companions(stream, rows)
+
+
+def _kinds(
+    runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: Streams, found: _Raster, companions: _Companions
+) -> list[str]:
+    """The kind of each token of the latent's stream (OwnLatent.layout), if references are among them: tokens that pictures
+    in the call's arguments change. Empty: there are none, or they do not follow each other, or others are not the text's."""
+    kinds = [WORDS] * first[found.stream].shape[1]
+    pictures = _changed(entering(runs, blocks, _with_other_pictures(call)), first).get(found.stream, ())
+    of_companion = companions.rows if companions.stream == found.stream else ()
+    for kind, rows in ((REFERENCES, pictures), (COMPANION, of_companion), (LATENT, found.rows)):
+        for row in rows:
+            kinds[row] = kind
+    if found.beside:
+        lines, columns = found.grid
+        stop, others = found.start + lines * (columns + found.beside), [REFERENCES] * found.beside
+        if kinds[found.start : stop] != ([LATENT] * columns + others) * lines or REFERENCES in kinds[stop:]:
+            return []
+        kinds[found.start : stop] = [LATENT] * found.count + others * lines
+    is_known = kinds.count(WORDS) in (0, words_of(call)) and REFERENCES in kinds
+    order = [kind for kind, _ in itertools.groupby(kinds)]
+    is_around = order == [REFERENCES, LATENT, REFERENCES] and not found.beside
+    return kinds if is_known and (is_around or len(order) == len(set(kinds))) else []
+
+
+def _ahead(
+    runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: Streams, latent: OwnLatent, kinds: Sequence[str]
+) -> str:
+    """OwnLatent.ahead. Unproven if no argument has all of the references before the latent, and no others."""
+    before = tuple(range(kinds.index(LATENT)))
+    for name, value in call.named.items():
+        if isinstance(value, torch.Tensor) and value.ndim > 3:
+            changed = _changed(entering(runs, blocks, _with_other_pictures(call, {name})), first)
+            tokens = replace(latent, ahead=name).tokens_ahead(call.named)
+            if changed.get(latent.stream) == before and tokens == len(before):
+                return name
+    raise Unproven("references before and behind its latent are not arguments of their own")
+
+
+def _with_other_pictures(call: Call, some: Collection[str] | None = None) -> Call:
+    """The call with other values in tensors that have rows and columns: all of four axes or more. `some`: in these arguments
+    alone."""
+    drawn_anew = drawn(call, OTHER_PICTURES).named
+
+    def other(leaf: Any, another: Any) -> Any:
+        return another if isinstance(leaf, torch.Tensor) and leaf.ndim > 3 else leaf
+
+    changed = {
+        name: pytree.tree_map(other, value, drawn_anew[name])
+        for name, value in call.named.items()
+        if some is None or name in some
+    }
+    return replace(call, named={**call.named, **changed})
+
+
+def entering(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> dict[int, torch.Tensor]:
+    """The streams where they enter the blocks."""
+    prologue = _Prologue(blocks)
+    try:
+        runs.run(call, prologue)
+    except _HasEntered:
+        return prologue.streams
+    except Exception as error:  # of any kind: its code is not known
+        raise Unproven(f"it does not run in a trial of bands ({first_line(error)})") from error
+    raise Unproven("not all of its streams enter its blocks")
+
+
+def _rows_of(
+    runs: Runs,
+    blocks: Sequence[OwnBlock],
+    call: Call,
+    part: int,
+    axis: int,
+    index: int,
+    first: Streams,
+) -> Changed:
+    """What the values at this index of an axis change, of latent number `part`."""
+    x = call.x.clone()
+    call.parts(x)[part].select(axis, index).add_(1)
+    return _changed(entering(runs, blocks, replace(call, x=x)), first)
+
+
+def _changed(now: Streams, first: Streams) -> Changed:
+    """Rows with other values than in `first`."""
+    if any(value.shape != first[stream].shape for stream, value in now.items()):
+        raise Unproven("it has other tokens for another latent of the same size")
+    rows = {
+        stream: tuple((value - first[stream]).abs().amax(dim=(0, 2)).nonzero()[:, 0].tolist())
+        for stream, value in now.items()
+    }
+    return {stream: of_stream for stream, of_stream in rows.items() if of_stream}

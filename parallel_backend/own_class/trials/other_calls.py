@@ -1,0 +1,94 @@
+"""Whether what is proven for some calls of a class holds for others: with other numbers, or at another width."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from parallel_backend.own_class.calls.tried_calls import Call, drawn, entry_of, numbers_of, smaller, with_numbers, words_of
+from parallel_backend.own_class.plans.proof import Tried
+from parallel_backend.own_class.trials.band_trial import why_not_in_bands
+from parallel_backend.own_class.trials.call_state import held
+from parallel_backend.own_class.trials.feature_trial import Sharing
+from parallel_backend.own_class.trials.held_against import RANKS
+from parallel_backend.own_class.trials.stage_trial import why_not_by_entry, why_not_staged
+from parallel_backend.own_class.trials.token_trial import ENDS, Size, why_not_cut
+
+ENOUGH = 3
+"""Other values of a number with which the class has to run, so that it can be said not to matter."""
+
+
+def free_numbers(
+    model: nn.Module, best: Tried, call: Call, actual: Call, sharing: Sharing | None, sizes: Sequence[Size]
+) -> list[str]:
+    """Proof.numbers. They are changed together first, to unequal values, and one by one if that shows nothing."""
+    half = max(1, words_of(call) // 2)  # a number may be one of words
+    values: dict[str, list[int | float]] = {}
+    for name, number in numbers_of(call).items():
+        tried = half, number // 2, number - 1, *(number + more for more in range(1, 4))
+        others = dict.fromkeys(each for each in tried if each > 0 and each != number)
+        ran = [each for each in others if error_of(model, with_numbers(call, {name: each})) is None]
+        if len(ran) >= ENOUGH:
+            values[name] = ran[: ENOUGH + 1]
+
+    def are_free(names: Sequence[str]) -> bool:
+        for at in range(max(len(values[name]) for name in names)):
+            numbers = {name: values[name][(at + place) % len(values[name])] for place, name in enumerate(names)}
+            one, like = (with_numbers(each, numbers) for each in (call, actual))
+            before, noted = held(model), noted_run(model, drawn(one, 1))
+            if noted is None or held(model) != before:
+                return False
+            with_tokens = [drawn(smaller(like, *size), 1) for size in sizes]
+            if not is_proven(model, best, noted, like, sharing, with_tokens):
+                return False
+        return True
+
+    if not values or are_free(list(values)):
+        return list(values)
+    return [name for name in values if are_free([name])] if len(values) > 1 else []
+
+
+def is_proven(
+    model: nn.Module,
+    tried: Tried,
+    noted: tuple[Call, Any],
+    actual: Call,
+    sharing: Sharing | None,
+    with_tokens: Sequence[Call],
+    time: Sequence[float] = (),
+) -> bool:
+    """Whether what is proven for other calls holds for one and the model's output, for `with_tokens` if tokens are cut, and
+    for bands of those like `actual`. If entries are proven on their own, one of them shows the last two.
+
+    With a `time`, that of the bands, the model is of the class's own width: its first and last rank are tried.
+    """
+    proof, blocks, cut = tried
+    if not proof.stages and why_not_staged(model, blocks, [noted]):
+        return False
+    if not proof.batch and len(noted[0].x) > 1 and why_not_by_entry(model, [noted]):
+        return False
+    if sharing is not None and not sharing.why and sharing.why_not(noted[0]):
+        return False
+    if isinstance(cut, str):
+        return True
+    if not proof.batch:
+        actual, with_tokens = entry_of(actual, 0), [entry_of(each, 0) for each in with_tokens]
+    in_bands = proof.latent is None or not why_not_in_bands(model, cut, proof.latent, actual, *time)
+    return in_bands and not why_not_cut(model, blocks, cut, with_tokens, ENDS if time else range(RANKS))
+
+
+def noted_run(model: nn.Module, call: Call) -> tuple[Call, Any] | None:
+    """The call and the model's output. None: the class does not run, because of an exception of any kind."""
+    try:
+        return call, call.run(model)
+    except Exception:
+        return None
+
+
+def error_of(model: nn.Module, call: Call) -> Exception | None:
+    """What the class raises for the call: exceptions of any kind, since its code is not known."""
+    try:
+        drawn(call, 1).run(model)
+    except Exception as error:
+        return error
+    return None

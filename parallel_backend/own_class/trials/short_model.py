@@ -1,0 +1,139 @@
+"""A model of few blocks for a trial, with weights, and a small call with which it runs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from parallel_backend.core.host_memory import host_memory
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.own_class.built.building import build
+from parallel_backend.own_class.calls.call_form import LATENTS
+from parallel_backend.own_class.calls.tried_calls import SIZES, Call, draw_weights, drawn, smaller, with_whole_axes
+from parallel_backend.own_class.plans.block_order import Likes, block_lists, ends, likes, list_of, recorded_blocks, shortened
+from parallel_backend.own_class.trials.other_calls import error_of
+from parallel_backend.own_class.trials.shallow import likes_of_shallower, shallower
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Short:
+    """A model with few blocks of each list."""
+
+    own: OwnClass
+    """Of the model: the class, or one with fewer blocks by its arguments."""
+    model: nn.Module
+    lists: Mapping[str, Sequence[str]]
+    """Names of all blocks of the class, by list."""
+    kept: Mapping[str, Sequence[str]]
+    """Of those that the model has."""
+    like: Likes
+    actual: Call
+    call: Call
+    """One like `actual` that is small."""
+    error: Exception | None
+    """With which `call` fails. None: it runs."""
+    is_shortened: bool = True
+    """Blocks were taken out of the model."""
+
+    def another(self) -> nn.Module:
+        """A model like it without weights."""
+        model = build(self.own)
+        if self.is_shortened:
+            shortened(model, self.lists, self.like)
+        return model
+
+
+def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short:
+    """A model of the class for calls like `actual`, with weights. `poll` is called before each run of it or a block."""
+    in_full = build(own)
+    lists = {} if own.unet else block_lists(in_full)
+    for like in _tried_likes(in_full, lists):
+        model = build(own)
+        kept = shortened(model, lists, like)
+        give_weights(own, model, poll)
+        if LATENTS in actual.named:
+            actual = with_whole_axes(actual, functools.partial(runs, model))
+        call, error = _first_thatruns(model, _tried_sizes(actual))
+        if error is None:
+            break
+    short = Short(own, model, lists, kept, like, actual, call, error)
+    return _with_all_running(own, short, poll) if error is None and len(lists) > 1 else short
+
+
+def _with_all_running(own: OwnClass, short: Short, poll: Callable[..., None]) -> Short:
+    """The model, or if some blocks of a list run in it, and some do not, one with lists that are mixed as in the class."""
+    lists = _left_out(short.model, short.kept, short.call)
+    for fewer, left in shallower(own, {name: short.lists[name] for name in lists}) if any(lists.values()) else ():
+        model = build(fewer)
+        kept = block_lists(model)
+        if set(kept) != set(short.lists) or any(len(kept[name]) != count for name, count in left.items()):
+            continue
+        give_weights(own, model, poll)
+        if runs(model, short.call) and not any(_left_out(model, kept, short.call).values()):
+            like = likes_of_shallower(short.lists, kept)
+            return dataclasses.replace(short, own=fewer, model=model, kept=kept, like=like, is_shortened=False)
+    return short
+
+
+def _left_out(model: nn.Module, kept: Mapping[str, Sequence[str]], call: Call) -> dict[str, int]:
+    """List of which blocks run -> how many of its blocks do not."""
+    (ran,), _ = recorded_blocks(model, kept, [drawn(call, 1)])
+    return {
+        name: len(kept[name]) - sum(list_of(block) == name for block in ran) for name in dict.fromkeys(map(list_of, ran))
+    }
+
+
+def give_weights(own: OwnClass, model: nn.Module, poll: Callable[..., None], idle: Sequence[str] = ()) -> None:
+    """Weights for a model that has none, if host memory has room for them twice. Modules in `idle` get none."""
+    free = host_memory()[0]
+    of_idle = sum(_values(model.get_submodule(name)) for name in idle)
+    nbytes = 4 * (_values(model) - of_idle)
+    if 2 * nbytes > free:
+        raise ValueError(
+            f"model_name: trying ComfyUI's class {own.name} takes {nbytes / 1e9:.1f} GB of host memory, but only "
+            f"{free / 1e9:.1f} GB are free. Half of it stays for other programs. Close some, or load the model with "
+            "ComfyUI's own loader."
+        )
+    draw_weights(model, SEED, idle)
+    for module in (model, *(model.get_submodule(block) for blocks in block_lists(model).values() for block in blocks)):
+        module.register_forward_pre_hook(poll)
+
+
+def _values(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _tried_likes(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> Iterator[Likes]:
+    """Which blocks are tried, until the class runs with them: few of each list, or other few, or of lists on whose blocks it
+    may count all: of one alone, the smallest first, and of all lists."""
+    few = likes(model, lists)
+    yield few
+    if lists and (of_ends := ends(model, lists)) is not None:
+        yield of_ends
+    if len(lists) > 1:
+        yield from (
+            few | {name: range(len(lists[name]))} for name in sorted(lists, key=lambda at: _values(model.get_submodule(at)))
+        )
+    if lists:
+        yield {name: range(len(blocks)) for name, blocks in lists.items()}
+
+
+def _tried_sizes(call: Call) -> list[Call]:
+    """The calls that are tried, the smallest first."""
+    return [*(smaller(call, *size) for size in SIZES), call]
+
+
+def _first_thatruns(model: nn.Module, calls: Sequence[Call]) -> tuple[Call, Exception | None]:
+    """The first call with which the class runs; else the last one, and what it raises."""
+    for call in calls:
+        if (error := error_of(model, call)) is None:
+            break
+    return call, error
+
+
+def runs(model: nn.Module, call: Call) -> bool:
+    return error_of(model, call) is None

@@ -1,0 +1,173 @@
+"""Finds out how a class's tokens can be cut over sequence ranks, and whether each rank then computes what the whole does.
+
+One run of the whole model is noted: what its blocks get, attend to and return. A rank's run is held against it, one rank
+after the other in one process: its queries, keys and values have to be rows of the whole's, and so has what its last block
+returns.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel_backend.core.own_class import OwnBlock
+from parallel_backend.core.spans import Span
+from parallel_backend.own_class.calls.tried_calls import Call, distance, drawn, smaller, words_of
+from parallel_backend.own_class.calls.unproven import Unproven, first_line
+from parallel_backend.own_class.cuts.stages import StageBlocks
+from parallel_backend.own_class.cuts.token_cut import TokenCut, list_ends
+from parallel_backend.own_class.trials.held_against import RANKS, TOLERANCE, HeldAgainst
+from parallel_backend.own_class.trials.noted_attention import TensorRank
+from parallel_backend.own_class.trials.token_learning import Learning
+from parallel_backend.own_class.trials.whole_run import WholeRun
+
+ENDS = 0, RANKS - 1
+SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
+"""Most latent rows, columns and frames of a call: the first with which there are enough tokens. Most tokens of text."""
+Size = tuple[int, int]
+"""Of a call: see SIDES and WORDS."""
+
+
+def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
+    """`blocks` with the cut of their tokens, or why it is not proven for calls like `actual`, at these times too."""
+    try:
+        return _cut_tokens(Runs(model, blocks), blocks, actual, times)
+    except Unproven as unproven:
+        return str(unproven)
+
+
+def why_not_cut(
+    model: nn.Module,
+    blocks: Sequence[OwnBlock],
+    cut: Sequence[OwnBlock],
+    calls: Sequence[Call],
+    ranks: Sequence[int] = range(RANKS),
+) -> str:
+    """Why `cut`, `blocks` with the cut of their tokens, is not right for these calls on these ranks. Empty: it is."""
+    try:
+        return next(filter(None, Runs(model, blocks).checks(cut, calls, ranks)), "")
+    except Unproven as unproven:
+        return str(unproven)
+
+
+def runs_of_ranks(
+    model: nn.Module, blocks: Sequence[OwnBlock], cut: Sequence[OwnBlock], actual: Call
+) -> Iterator[Callable[[TensorRank | None], Any]]:
+    """Each sequence rank's runs of calls like `actual`, for tensor ranks to be tried in. They give the model's output."""
+    runs = Runs(model, blocks)
+    for number, size in enumerate(runs.sizes(actual), 1):
+        one = drawn(smaller(actual, *size), number)
+        whole = runs.noted(one)
+        yield from (functools.partial(_of_rank, runs, one, cut, rank, whole) for rank in range(RANKS))
+
+
+def _of_rank(runs: "Runs", call: Call, cut: Sequence[OwnBlock], rank: int, whole: WholeRun, of: TensorRank | None) -> Any:
+    return runs.run(call, HeldAgainst(cut, rank, whole, of))
+
+
+def _cut_tokens(runs: "Runs", blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
+    """As cut_tokens. Unproven if the whole model does not run with calls of other sizes."""
+    call, another = (smaller(actual, *size) for size in runs.sizes(actual))
+    first, second = runs.noted(drawn(call, 1)), runs.noted(drawn(another, 1))
+    if not any(first.calls):
+        return "its attention cannot be reached"
+    calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times), drawn(another, 1)]
+    streams, failures = sum(map(bool, blocks[0].returns)), []
+    # Behind its blocks a class counts the tokens that it drops by what it gave to them, or by what it got between them.
+    all_but = (tuple(other for other in range(streams) if other != kept) for kept in range(streams))
+    orders, last = list(itertools.permutations(range(max(streams, 2)))), len(blocks) - 1
+    # Between lists, such as refiners and layers, it may count on all tokens: then they leave each, and enter again.
+    tried = dict.fromkeys([(last,), tuple(list_ends(blocks))])
+    ways = [(ends, each, False) for ends, each in itertools.product(tried, dict.fromkeys([(), *all_but]))]
+    ways += [(ends, (), True) for ends in tried]  # it may count on all of them between blocks, too
+    for (ends, of_rank, placed), order in itertools.product(ways, orders):
+        learning = Learning(blocks, first, second, order, of_rank, ends, placed)
+        why = runs.why_not(learning, calls[0], first) or next(filter(None, runs.checks(learning.blocks, calls)), "")
+        if not why:
+            return learning.blocks
+        failures.append((learning.number, why))
+    return max(failures, key=lambda failure: failure[0])[1]  # of the order that came furthest
+
+
+class Runs:
+    """Calls of `model`, which has these blocks."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock]):
+        self.model, self._blocks = model, blocks
+        self._counted: dict[tuple[torch.Size, int], int] = {}
+
+    def sizes(self, actual: Call) -> tuple[Size, Size]:
+        """Of calls like `actual`: with few tokens that ranks still share out, and with other numbers of them."""
+        words = words_of(actual)
+        for side in SIDES:
+            call = smaller(actual, side, WORDS)
+            tokens, another = self._most_tokens(call), self._another(call, side, words)
+            # A class may fill up its tokens: a call of another size may have as many of them.
+            told_apart = self._most_tokens(smaller(call, *another)) != tokens
+            if call.x.shape == actual.x.shape or (tokens >= 4 * RANKS and told_apart):
+                break
+        return (side, WORDS), another
+
+    def _another(self, call: Call, side: int, words: int) -> Size:
+        """Other numbers of tokens than the call's, of text and picture if possible. The call's own if there are none."""
+        words = min(words, WORDS)
+        # At least a word for each rank: classes may not run without any.
+        fewer, less = max(min(words, RANKS), words - 3), call.longest * 3 // 4
+        sizes = (less, fewer), (less, words), (side, fewer), (side // 2, words), (side // 2, fewer)
+        counts, tokens = [self._most_tokens(smaller(call, *each)) for each in sizes], self._most_tokens(call)
+        told_apart = [size for size, count in zip(sizes, counts, strict=True) if count not in (0, tokens)]
+        return next(iter(told_apart or itertools.compress(sizes, counts)), (side, WORDS))
+
+    def _most_tokens(self, call: Call) -> int:
+        """Of a tensor that the first block gets. 0 if the class does not run with the call."""
+        size = call.x.shape, words_of(call)
+        if size not in self._counted:
+            try:
+                shapes = self.noted(drawn(call, 1)).shapes[0]
+            except Unproven:
+                shapes = []
+            self._counted[size] = max(
+                (math.prod(shape[:-1]) // len(call.x) for shape in shapes if len(shape) > 2), default=0
+            )
+        return self._counted[size]
+
+    def run(self, call: Call, cut: TokenCut) -> Any:
+        stage = StageBlocks(self.model, self._blocks, Span(0, len(self._blocks)), None, cut)
+        try:
+            return call.run(stage.call, options=False)
+        finally:
+            stage.remove()
+
+    def noted(self, call: Call) -> WholeRun:
+        """The whole model's run. Unproven if it fails."""
+        whole = WholeRun(self._blocks)
+        try:
+            whole.result = self.run(call, whole)
+        except Unproven:
+            raise
+        except Exception as error:  # of any kind: its code is not known
+            raise Unproven(f"it does not run in a trial of cut tokens ({first_line(error)})") from error
+        return whole
+
+    def why_not(self, cut: TokenCut, call: Call, whole: WholeRun) -> str:
+        """What is wrong with a rank's run of the call. Empty: nothing."""
+        try:
+            far = distance(self.run(call, cut), whole.result)
+        except Unproven as unproven:
+            return str(unproven)
+        except Exception as error:  # of any kind: its code is not known
+            return f"it does not run if its tokens are cut ({first_line(error)})"
+        return "" if far <= TOLERANCE else f"cut tokens give another result (by {far:.1e} of the largest value)"
+
+    def checks(
+        self, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: Sequence[int] = range(RANKS)
+    ) -> Iterator[str]:
+        """`why_not` of these ranks in every call."""
+        for call in calls:
+            whole = self.noted(call)  # of one call at a time: it has the queries, keys and values of all blocks
+            for rank in ranks:
+                yield self.why_not(HeldAgainst(blocks, rank, whole), call, whole)

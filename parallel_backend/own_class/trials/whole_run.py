@@ -1,0 +1,65 @@
+"""A run of the whole model, noted, to hold runs of ranks and bands against."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from parallel_backend.core.own_class import OwnAttention, OwnBlock
+from parallel_backend.own_class.calls.block_arguments import Arguments, tensor_places
+from parallel_backend.own_class.calls.unproven import Unproven
+from parallel_backend.own_class.cuts.attention_calls import AttentionCall, attention_call
+from parallel_backend.own_class.cuts.band_tokens import ONE
+from parallel_backend.own_class.cuts.token_cut import TokenCut
+from parallel_backend.own_class.trials.noted_attention import Noted
+
+
+class WholeRun(TokenCut):
+    """Cuts nothing, and notes a run."""
+
+    def __init__(self, blocks: Sequence[OwnBlock]):
+        super().__init__(blocks, 0, ONE)
+        self.shapes: list[list[torch.Size]] = []
+        """Of each block's tensors."""
+        self.calls: list[list[Noted]] = []
+        """Each block's attention."""
+        self.outputs: dict[int, tuple[torch.Tensor | None, ...]] = {}
+        """Of each block, by number."""
+        self.result: Any = None
+        """Of the model."""
+
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        self.number = number
+        leaves = pytree.tree_leaves((args, kwargs))
+        self.shapes.append([leaves[at].shape for at in tensor_places(leaves)])
+        self.calls.append([])
+        return args, kwargs
+
+    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._coming is None:
+            return function(*args, **kwargs)
+        call, out = attention_call(function, *args, **kwargs), function(*args, **kwargs)
+        tensors = tuple(x.clone() for x in (call.q_BQHD, call.k_BKHD, call.v_BKHD))
+        of_heads = out.transpose(1, 2) if call.heads_first else out.unflatten(-1, (call.q_BQHD.shape[2], -1))
+        try:
+            key_mask = call.key_mask
+        except Unproven:
+            key_mask = None  # said where the call is cut
+        masked = call.mask is not None
+        self.calls[-1].append(Noted((tensors[0], tensors[1], tensors[2]), of_heads.clone(), masked, key_mask))
+        return out
+
+    def leaves(self, number: int) -> bool:
+        return True
+
+    def leave(self, out: Any, is_known: bool = True) -> Any:
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        self.outputs[self.number] = tuple(None if value is None else value.clone() for value in values)
+        return out
+
+    def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
+        raise AssertionError("nothing is cut")
+
+    def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        raise AssertionError("nothing is cut")

@@ -1,0 +1,61 @@
+"""The trial of guided attention: what it proves, and that it sees what would be wrong on ranks."""
+
+from dataclasses import replace
+
+import pytest
+
+from parallel_backend.core.spans import Span
+from parallel_backend.own_class.calls.tried_calls import Call
+from parallel_backend.own_class.trials.guided_trial import Guidance, trial_of_guidance
+from parallel_backend.own_class.trials.trial import trial
+from tests.own_class import test_own_class
+from tests.support.planted_comfyui import planted
+
+pytestmark = pytest.mark.usefixtures("comfyui")
+
+TIMES = 900.0, 1.0
+PROMPTS = Span(0, 1), Span(1, 2)
+
+
+def call() -> Call:
+    """Of both prompts."""
+    return replace(test_own_class.call(), options={"cond_or_uncond": [0, 1]})
+
+
+def guided(name: str, tensor: int = 1) -> Guidance:
+    proof = trial(planted(name), call(), TIMES, bands=True, tensor=tensor)
+    assert (proof.stages, proof.sequence, proof.bands) == ("", "", "")
+    assert not proof.tensor or tensor == 1
+    return trial_of_guidance(planted(name), proof, call(), TIMES, PROMPTS, tensor)
+
+
+@pytest.mark.parametrize("name", ["Guides", "GuidesNumbered"])
+def test_attention_that_ranks_guide_as_the_class_has_it_guided_is_proven(name):
+    assert guided(name) == Guidance(has_effect=True)
+    assert guided(name, tensor=2) == Guidance(has_effect=True)
+
+
+def test_a_class_that_hands_over_nothing_needs_no_guidance():
+    assert guided("HandsOverNothing") == Guidance()
+
+
+GIVES = "ranks that guide it give another result"
+RANKS = "ranks give another result if it is guided"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("ReadsFunctions", "it gives another result with a function, but does not call it"),
+        ("LeavesPromptsOut", GIVES),
+        ("PartOfPicture", RANKS),
+        ("KeepsGuided", "it keeps something from a guided call"),
+    ],
+)
+def test_guidance_that_ranks_would_get_wrong_is_not_proven(name, why):
+    found = guided(name)
+    assert why in found.why, found
+
+
+def test_tensor_ranks_may_have_all_heads_everywhere_alone():
+    assert guided("WholeWidths", tensor=2) == Guidance(has_effect=True, whole_heads=True)

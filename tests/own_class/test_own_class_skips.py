@@ -1,0 +1,42 @@
+"""The trial of blocks that other nodes skip: what it proves, and that it sees what would be wrong on ranks."""
+
+import pytest
+
+from parallel_backend.own_class.trials.skip_trial import Skips, trial_of_skips
+from parallel_backend.own_class.trials.trial import trial
+from tests.own_class.test_own_class_bands import call
+from tests.support.planted_comfyui import planted
+
+pytestmark = pytest.mark.usefixtures("comfyui")
+
+KINDS = "double_block", "single_block"
+TIMES = 900.0, 1.0
+
+
+def skips(name: str) -> Skips:
+    proof = trial(planted(name), call(), TIMES, bands=True)
+    assert (proof.stages, proof.sequence, proof.bands) == ("", "", "")
+    return trial_of_skips(planted(name), proof, call(), TIMES, KINDS)
+
+
+def test_blocks_that_ranks_skip_as_the_class_does_are_proven():
+    assert skips("Skippable") == Skips({"double_block": "streams", "single_block": "blocks"})
+    assert skips("OneList") == Skips({"double_block": "streams"}), "of the others the class asks for none"
+
+
+GIVES = "blocks that return their arguments give another result"
+ORDER = "the blocks that it skips are not a list in its order"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("AddsWorkLate", GIVES),
+        ("Backwards", ORDER),
+        ("KeepsSkips", "it keeps something from a call with skipped blocks"),
+    ],
+)
+def test_skipped_blocks_that_ranks_would_get_wrong_are_not_proven(name, why):
+    found = skips(name)
+    assert not found.lists
+    assert why in found.why
