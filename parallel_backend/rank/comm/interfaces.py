@@ -10,7 +10,7 @@ LOOPBACK = "127.0.0.1"
 def interface_with(address: str) -> str | None:
     """The interface that has this IPv4 address; None where there is none."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.built == socket.AF_INET and one.address == address for one in addresses):
+        if any(one.family == socket.AF_INET and one.address == address for one in addresses):
             return name
     return None
 

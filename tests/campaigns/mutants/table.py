@@ -6,7 +6,7 @@ from .two_events import TABLES, TWO_EVENTS
 
 CORE = "parallel_backend/core/"
 WIRE = "parallel_backend/wire/"
-FAMILIES = "parallel_backend/families/"
+OWN_CLASS = "parallel_backend/own_class/"
 CHECKPOINTS = "parallel_backend/checkpoints/"
 RANK = "parallel_backend/rank/"
 PROCESSES = "parallel_backend/processes/"
@@ -81,7 +81,7 @@ WIRE_MUTANTS = (
 FAMILY_MUTANTS = (
     Mutant(
         "odd sizes padded with zeros",
-        FAMILIES + "base/patching.py",
+        OWN_CLASS + "calls/patching.py",
         'F.pad(latent, padding, mode="circular")',
         "F.pad(latent, padding)",
         ("tests/own_class/test_patching.py",),
@@ -221,8 +221,8 @@ RANK_MUTANTS = (
     Mutant(
         "shared outputs outlive a LoRA",
         RANK + "engine.py",
-        "self.drop_graphs()\n        self.stage.module_cache.forget()\n        return",
-        "self.drop_graphs()\n        return",
+        "self.drop_graphs()\n        self.stage.module_cache.forget()\n        self._words",
+        "self.drop_graphs()\n        self._words",
         ("tests/rank/test_module_cache.py", "tests/rank/test_lora.py", "-k", "lora or adapt or weight"),
     ),
     Mutant(
