@@ -14,6 +14,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.vae import RemoteVAE
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
+from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.models import on_ranks
@@ -105,7 +106,7 @@ LINKS = m.LinksProbed(1, "a device", 2**30, 2**34, {}, {0: True}, 0.1)
 def blocks(**changes) -> None:
     """The second one of two ranks measured so."""
     pool = pool_of(replace(BLOCKS, rank=0), replace(BLOCKS, **changes))
-    measured_blocks(pool, m.Probe("", "fp32", (32, 8)), ["a", "b", "b"], lambda: None)
+    measured_blocks(pool, m.Probe("", "fp32", own_class=mini_flux()), ["a", "b", "b"], lambda: None)
 
 
 def links(**changes) -> None:
