@@ -58,7 +58,7 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         raise NotImplementedError
 
     def model_size(self):
-        """Bytes of the model in this process, and the bytes that the ranks take on this GPU while nobody else needs them."""
+        """Bytes of the model in this process, and the bytes that the ranks take on this GPU while no other program needs them."""
         return SizeWithRanks(self._local_bytes(), self._wanted_bytes())
 
     def current_loaded_device(self):
@@ -99,7 +99,7 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         return registry().bytes_on(stub.setup, str(self.load_device))
 
     def _wanted_bytes(self) -> int:
-        """Bytes of weights and adapters that ranks take on this GPU while nobody else needs them.
+        """Bytes of weights and adapters that ranks take on this GPU while no other program needs them.
 
         Before loading, an estimate: equal shares of the weights, whatever stage_split says, and the memory of the processes
         that are not running yet.

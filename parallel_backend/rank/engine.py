@@ -50,7 +50,7 @@ class Engine:
         return self.conditionings.nbytes + self.runs.nbytes
 
     def take_working_bytes(self) -> int:
-        """See DeviceMemoryReport. It begins anew."""
+        """See DeviceMemoryReport. It then starts again at zero."""
         taken, self._working_bytes = self._working_bytes, 0
         self._measured.clear()
         return taken

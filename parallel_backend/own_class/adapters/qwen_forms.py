@@ -109,7 +109,7 @@ def qwen_image21_block(kind: type[nn.Module]) -> type[nn.Module]:
 
 @functools.lru_cache(maxsize=4)
 def which_words(words: int, tokens: int) -> torch.Tensor:
-    """[S] bool in host memory, so that nobody waits for a device. The blocks of a call share it."""
+    """[S] bool in host memory, so that the host does not wait for a device. The blocks of a call share it."""
     with torch.inference_mode(False):  # a trial looks at what is written to
         return torch.arange(tokens) < words
 
