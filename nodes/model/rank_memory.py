@@ -58,7 +58,7 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         raise NotImplementedError
 
     def model_size(self):
-        """Bytes of the model in this process, and the bytes that the ranks take on this GPU while no other program needs them."""
+        """Bytes of the model in this process, and of the ranks on this GPU while no other program needs them."""
         return SizeWithRanks(self._local_bytes(), self._wanted_bytes())
 
     def current_loaded_device(self):
