@@ -1,7 +1,9 @@
 """Of which packages ranks build classes, and which attention of a class they reach."""
 
 import json
+import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch.nn.functional as F
@@ -10,9 +12,10 @@ from parallel_backend.acceptance.tiny_model import TINY, call
 from parallel_backend.client.proven_class import call_of, proven
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.own_class.built.building import class_of
+from parallel_backend.own_class.built.building import class_of, imported
 from parallel_backend.quickstart import mini_flux
 from parallel_backend.wire.encoding import Encoding
+from tests.support.planted_comfyui import planted, planted_comfyui
 
 COMFYUI = replace(TINY, module="comfy.ldm.flux.model", folder="/nowhere", settings=(("comfy.cli_args", "args.cpu", True),))
 
@@ -56,3 +59,12 @@ def test_attention_by_another_function_is_not_seen_and_refused(monkeypatch):
     x, _, tensors = call()
     with pytest.raises(ValueError, match="ulysses_degree: the tokens of it cannot be cut: its attention cannot be reached"):
         proven(TINY, call_of(x, tensors), Degrees(ulysses=2), "it")
+
+
+def test_what_a_second_class_names_is_imported_too():
+    """The first one has imported ComfyUI."""
+    with planted_comfyui(), mock.patch.dict(sys.modules):
+        sys.modules.pop(other := "xml.sax.saxutils", None)
+        second = planted("Right")
+        imported("/nowhere", second.module, second.name, (), (other,))
+        assert other in sys.modules

@@ -53,15 +53,17 @@ def imported(
     folder: str, module: str, name: str, settings: tuple[tuple[str, str, bool], ...], imports: tuple[str, ...]
 ) -> type[nn.Module]:
     """The class. In ComfyUI's own process everything is imported already, and its settings stay as they are. ValueError if
-    the module has no class of this name."""
+    the module has no class of this name.
+
+    `imports`: further modules that the class's code names. Those of a process's second class are others."""
     if folder and module.partition(".")[0] not in sys.modules:
         sys.path.append(folder)  # last: it has modules with names as common as `utils`
         for place, attribute, value in settings:
             *path, last = attribute.split(".")
             holder = functools.reduce(getattr, path, importlib.import_module(place))
             setattr(holder, last, value)
-        for each in imports:
-            importlib.import_module(each)
+    for each in imports:
+        importlib.import_module(each)
     kind = getattr(importlib.import_module(module), name)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise ValueError(f"{module} has no model {name}")
