@@ -64,7 +64,7 @@ def test_real_ranks_are_calibrated_once_and_the_file_is_kept(case):
     assert f"Parallel DiT: {choice}" == case["said"], "the choice stays below the run's time"
     assert case["files"] == 1
     assert case["inside"]
-    assert case["key"]["built"].startswith("Flux {")
+    assert case["key"]["class"].startswith("Flux {")
     assert case["key"]["dtype"] == "fp32"
     assert case["difference"] == 0
 

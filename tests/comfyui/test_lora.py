@@ -46,10 +46,10 @@ def test_nothing_is_left_of_what_was_removed(found, case):
     assert found[case].get("difference") == 0.0, found[case]
 
 
-@pytest.mark.parametrize("built", ["Flux", "SD3"])
+@pytest.mark.parametrize("model", ["Flux", "SD3"])
 @pytest.mark.parametrize("what", ["names and shapes", "LoRA names"])
-def test_weights_have_the_names_that_the_native_model_gives_them(found, built, what):
-    got = found[f"{built}, {what}"]
+def test_weights_have_the_names_that_the_native_model_gives_them(found, model, what):
+    got = found[f"{model}, {what}"]
     assert got.get("same"), got
     assert got["count"] > 50
 

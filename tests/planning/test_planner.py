@@ -392,7 +392,7 @@ def test_a_gpu_keeps_some_memory_for_its_processes(mini_file):
     assert set(made.costs[0].blocks) == set(times)
 
 
-KEY = {"version": 1, "devices": [["cuda:0", "a GPU", 24]], "built": "flux"}
+KEY = {"version": 1, "devices": [["cuda:0", "a GPU", 24]], "class": "flux"}
 
 
 class Measurements:
@@ -412,7 +412,7 @@ def test_a_calibration_is_measured_once(tmp_path):
     first = cached(folder, KEY, measure)
     assert cached(folder, KEY, measure) == first
     assert measure.count == 1
-    other = cached(folder, KEY | {"built": "sd3"}, measure)
+    other = cached(folder, KEY | {"class": "sd3"}, measure)
     assert other != first
     assert cached(folder, KEY, measure) == first  # both are kept
     assert measure.count == 2
@@ -435,7 +435,7 @@ def change(path: tuple, value) -> object:
 DAMAGES = {
     "cut off": lambda text: text[: len(text) // 2],
     "no object": lambda _text: "[1, 2]",
-    "of another machine": change(("key", "built"), "sd3"),
+    "of another machine": change(("key", "class"), "sd3"),
     "an older version": change(("key", "version"), 0),
     "no digest": lambda text: text.replace('"digest"', '"digset"'),
     "another figure": change(("calibration", "hop"), 1.0),
