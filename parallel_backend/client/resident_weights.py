@@ -95,8 +95,10 @@ class ResidentWeights:
             self.tell([max(limit, one.least) for one, limit in zip(self.weights, self.limits, strict=True)])
 
     def adapted(self, answered: Future) -> None:
-        """Additions to the weights were added or freed. `answered`: see Adapted. To be called in the order of the
-        replies."""
+        """Note each rank's bytes of host memory after additions to the weights (LoRA) were added or freed.
+
+        `answered`: the ranks' replies, see Adapted. To be called in the order of the replies.
+        """
         if answered.exception() is None:
             in_host = zip(self._held, answered.result(), strict=True)
             self._held = [replace(held, host_bytes=reply.host_bytes) for held, reply in in_host]

@@ -14,9 +14,10 @@ from .shared_residuals import SharedResiduals
 
 
 class Scatter:
-    """`cut`: the cut of a stage's tokens over its sequence ranks.
+    """Cuts micro-steps by tokens and batch entries, conditionings by batch entries, and sends each rank its part.
 
-    `shared` has the residuals of micro-steps under way, for ranks that share memory with this process.
+    `cut`: how the tokens of a stage are cut over its sequence ranks. `shared`: the residuals of micro-steps under way, for
+    ranks that share memory with this process.
     """
 
     def __init__(self, degrees: Degrees, cut: SequenceCut, ranks: ModelRanks):

@@ -183,8 +183,10 @@ class RemoteVAE:
             raise NotExact(f"this VAE cannot be cut: {why}")
 
     def _held_as(self, trial: m.RunVAE | None) -> str:
-        """The name of the part on the ranks: bands on exactly these ranks, tried in this direction and with this number of
-        frames."""
+        """The name by which ranks know the part. It differs by ranks, direction of bands and number of frames.
+
+        `trial`: the trial of bands; None: the part computes tiles, which need no trial.
+        """
         form = "tiles" if trial is None else f"columns {trial.columns}, frames {list(trial.band.shape[2:-2])}"
         return f"{self.name} on {self.pool.part_ranks or 'all'}, {form}"
 

@@ -70,11 +70,12 @@ class OwnSlice:
 
 @dataclass(frozen=True)
 class OwnAttention:
-    """A call of attention in a block."""
+    """One call of attention in a block: the tokens of its queries and keys, and its heads."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    """Streams whose tokens they are, in order. Empty keys: every rank has them all, and nothing is exchanged."""
+    """Numbers of the streams whose tokens they are, in order. Empty `keys`: every rank has all of them, and
+    nothing is exchanged."""
     heads: int
     """Of queries. Keys that several of them share are repeated."""
     head_size: int

@@ -31,10 +31,10 @@ def offload_of(text: str) -> Offload:
 
 
 def share_out(weights: Sequence[RankWeights], budget: int) -> list[int]:
-    """Bytes of a device for each of the ranks whose weights share `budget` bytes there.
+    """Divides a device's `budget` bytes among its ranks. Returns the bytes that the weights of each rank may take.
 
-    Each rank gets all of its weights if the budget holds them. Otherwise it gets its minimum, even above the budget. Every
-    model gets the same fraction of its other weights.
+    If the budget holds all weights, each rank may keep all of its own. Otherwise each rank gets its minimum, even above the
+    budget, and the same fraction of its other weights.
     """
     wanted, least = sum(one.total for one in weights), sum(one.least for one in weights)
     if budget >= wanted or wanted == least:

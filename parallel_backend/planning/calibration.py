@@ -58,7 +58,10 @@ def _device(name: str) -> list[object]:
 
 
 def calibrate(pool: Pool, checkpoint: Checkpoint, dtype: str, poll: Poll) -> Calibration:
-    """Ranks lose their model. RankError if a rank fails."""
+    """Measures links, memory and the time of blocks on the pool's ranks.
+
+    The ranks lose the model that they had. RankError if a rank fails.
+    """
     wait_for(pool.ready, poll)
     links = measured_links(pool, SIZES, poll)
     memories = wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), poll)

@@ -58,7 +58,10 @@ class Prediction:
 
 
 def predict(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) -> Prediction:
-    """`offload`: whether weights may be streamed where devices do not hold them."""
+    """Predicts the seconds, traffic and memory of a run in `mode`.
+
+    `offload`: whether weights may be streamed if devices do not hold them.
+    """
     cut = cut_model(costs, mode, offload)
     model, machine = (costs.workload.sizes, mode.degrees, cut.stage_blocks), costs.machine
     needs = memory_by_rank(*model, (costs.workload.request(mode.exact, mode.bands),))

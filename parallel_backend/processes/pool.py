@@ -148,10 +148,10 @@ class Pool:
         return rank
 
     def enter(self, model: Listener, keep_others: bool = False, ranks: Sequence[int] | None = None) -> int:
-        """The number of a new model, which receives its messages until it is garbage-collected or leaves.
+        """Register a model and return its number. `model` gets its ranks' messages until it is garbage-collected or leaves.
 
-        `ranks`: those that have the model; None: all. Messages of a rank have its place among them as `rank`. Without
-        `keep_others` all other models leave, and the ranks free them before they handle later messages.
+        `ranks`: those that have the model; None: all. A message's `rank` is the sender's index in `ranks`. Without
+        `keep_others` all other models end, and the ranks free them before they handle later messages.
         """
         if not keep_others:
             self.clear(RuntimeError("Parallel DiT: another model has been loaded on these ranks"))

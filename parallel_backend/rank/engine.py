@@ -85,7 +85,7 @@ class Engine:
         self.stage.close()
 
     def adapted(self) -> int:
-        """All adapters have been added. Returns their bytes."""
+        """All adapters are in place. Drops CUDA graphs and results kept from before. Returns the adapters' bytes."""
         self.drop_graphs()
         self.stage.module_cache.forget()
         self._words.forget()

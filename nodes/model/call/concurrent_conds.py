@@ -41,7 +41,10 @@ class Evaluation:
         return self  # ComfyUI copies transformer_options for each model call: all must share one evaluation
 
     def first_replica(self, entries: int) -> int:
-        """For a call of `entries` batch entries: how many entries earlier calls had. Ranks take it modulo the replicas."""
+        """The replica for the first of a call's `entries` batch entries, to be taken modulo the number of replicas.
+
+        It counts the entries of the step's earlier calls, so that calls of one step go to different replicas.
+        """
         before, self._entries = self._entries, self._entries + entries
         return before
 

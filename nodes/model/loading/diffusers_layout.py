@@ -15,7 +15,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def conversion_of(shapes: Shapes) -> Conversion:
-    """As ComfyUI converts a file with these tensors, which its detection does not know. Empty if it does not convert it."""
+    """How ComfyUI converts a file in diffusers' layout. Empty: it does not convert the file.
+
+    `shapes`: of a file that ComfyUI's detection does not know.
+    """
     return _of_transformer(shapes) or _of_unet(shapes)
 
 

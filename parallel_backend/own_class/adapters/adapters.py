@@ -185,8 +185,11 @@ def without_weights(entries: Any) -> bool:
 
 @functools.cache
 def qwen_image_block(kind: type[nn.Module]) -> type[nn.Module]:
-    """The number of the first token at time 0, those of references, becomes a row for each token: whether it is. Options
-    have the numbers of tokens of all references."""
+    """Qwen-Image's block, with [S] bool in place of a number: which tokens are at time 0. Ranks can cut that by tokens.
+
+    The number is that of the first reference token; it and all tokens behind it are at time 0. transformer_options has the
+    token counts of all references.
+    """
 
     class ByToken(kind):  # type: ignore[valid-type, misc]
         def __call__(self, hidden_states, timestep_zero_index=None, **named):
@@ -207,7 +210,10 @@ def qwen_image_block(kind: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def krea2_block(kind: type[nn.Module]) -> type[nn.Module]:
-    """As Qwen-Image's. A block takes a modulation of each token as it takes one of all."""
+    """As `qwen_image_block`, for Krea 2. `vec` becomes [B, S, D], a modulation for each token.
+
+    The block's own code also takes such a `vec` in place of [B, 1, D] for all tokens.
+    """
 
     class ByToken(kind):  # type: ignore[valid-type, misc]
         def __call__(self, x, vec, freqs, mask=None, timestep_zero_index=None, **named):

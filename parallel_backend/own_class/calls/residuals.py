@@ -71,7 +71,10 @@ class AddAround:
 
 
 def fitted(residual_BSD: torch.Tensor, tokens: int) -> torch.Tensor:
-    """A residual of AROUND for so many tokens, which are all. Unproven if it is for others."""
+    """A residual of AROUND with a row for each of a block's `tokens` tokens. Unproven if it has another number of rows.
+
+    A residual of a trial has TRIED_ROWS rows, which are repeated.
+    """
     if residual_BSD.shape[1] == tokens:
         return residual_BSD
     if residual_BSD.shape[1] != TRIED_ROWS:
@@ -142,8 +145,10 @@ def rows_of(sizes: Sequence[int], side: int) -> int:
 
 
 def side_of(residual: torch.Tensor, sizes: Sequence[int]) -> int | None:
-    """Latent rows and columns of a token, if a residual has a row for each token of a latent of these sizes. None: it has
-    not."""
+    """Side of a token in latent rows and columns, if `residual` [B, n, hidden] has a row for each token of a latent.
+
+    `sizes`: the latent's (frames,) rows and columns. None: no side of SIDES gives n tokens.
+    """
     return next((side for side in SIDES if residual.ndim == 3 and rows_of(sizes, side) == residual.shape[1]), None)
 
 

@@ -132,8 +132,10 @@ def with_numbers(call: Call, numbers: Mapping[str, float]) -> Call:
 
 
 def with_whole_axes(call: Call, runs: Callable[[Call], bool]) -> Call:
-    """The call with its `whole_axes`: those of nested latents behind the first with which a call does not run if they are
-    shorter. `runs`: whether a call does."""
+    """The call with its `whole_axes`: axes of the second and later latents that cannot be shorter.
+
+    With shorter ones the class does not run. `runs`: whether it runs with a call.
+    """
     axes = [(number, axis) for number, latent in enumerate(call.latents) for axis in range(latent.ndim - 2)]
     tried = smaller(dataclasses.replace(call, whole_axes=frozenset(each for each in axes if each[0])), *SIZES[0])
     stay = set()
@@ -188,9 +190,11 @@ def conditioning(call: Call) -> dict[str, torch.Tensor]:
 
 
 def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
-    """The call with at most `side` latent rows, columns and frames and `words` tokens of text, in all tensors that have
-    them. A sequence: by axis of the first latent, and the most of them in others. If each cell of the latent has a time,
-    times and other values of cells are fewer, too."""
+    """The call with a smaller latent and at most `words` tokens of text. All tensors that go with them are cut alike.
+
+    `side`: most latent rows, columns and frames. As a sequence it has a limit for each axis of the first latent, and its
+    maximum limits all axes of other latents. If each latent cell has a time, the times and other values by cell are cut too.
+    """
     latents, text, of_cells = call.latents, words_of(call), _has_times_of_cells(call)
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -235,8 +239,10 @@ def _of_frames(times: torch.Tensor, latent: torch.Tensor, smaller_latent: torch.
 
 
 def _of_cells(tensor: torch.Tensor, sizes: Sequence[int], side: int | Sequence[int]) -> torch.Tensor:
-    """A tensor with values for each cell of a latent of these sizes, or of some of its frames: for those of a smaller one,
-    whose frames are not all among the some. Others stay."""
+    """Cuts a tensor that has a value for each cell of a latent of `sizes`, or of some of its frames. Others stay.
+
+    `side`: as in `smaller`. A tensor for some frames keeps at least one, and fewer than the smaller latent has.
+    """
     sizes, most = (1, *sizes)[-3:], (side,) * 3 if isinstance(side, int) else (1, *side)[-3:]
     (frames, *cells), (fewer, *fewer_cells) = sizes, map(min, sizes, most)
     for axis in range(1, tensor.ndim):
@@ -250,8 +256,10 @@ def _of_cells(tensor: torch.Tensor, sizes: Sequence[int], side: int | Sequence[i
 
 
 def _scale(tensor: torch.Tensor, sizes: tuple[int, ...]) -> float | None:
-    """Its rows and columns for each of a latent's. None: it does not go with the latent. It may have other frames, or be a
-    picture beside a video."""
+    """How many rows of `tensor`, and columns, go with one latent row or column. None: it does not go with the latent.
+
+    `sizes`: the latent's. The tensor may have another number of frames, or be an image beside a video.
+    """
     own = tuple(tensor.shape[-len(sizes) :])
     if own == sizes:
         return 1

@@ -183,7 +183,7 @@ class BandTokens:
         return found
 
     def words(self, streams: Sequence[int], tokens: Mapping[int, int]) -> int:
-        """Tokens of these streams that are not the latent's."""
+        """How many tokens of these streams are neither the latent's nor references. `tokens`: number by stream."""
         return sum(self.others(stream, tokens[stream]) for stream in streams)
 
     def in_buffer(self, streams: Sequence[int], tokens: Mapping[int, int], device: torch.device) -> torch.Tensor:

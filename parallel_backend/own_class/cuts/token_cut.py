@@ -130,7 +130,11 @@ class TokenCut(ABC):
         return keys
 
     def _with_own_tokens(self, tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
-        """A tensor among a block's arguments, with this rank's tokens."""
+        """This rank's tokens of `tensor`, an argument of the block that runs.
+
+        A stream is cut where it enters, and again behind a block with `placed`; otherwise it is cut already. Other tensors,
+        such as rotary tables, are cut once a call.
+        """
         if not cut.enters:
             key = id(tensor), cut  # blocks share tables
             if key not in self._parts:
@@ -324,12 +328,15 @@ class TokenCut(ABC):
         return [sum(map(len, self.picks(streams, rank))) for rank in range(self.ranks.size)]
 
     def leaves(self, number: int) -> bool:
-        """Whether all tokens have their places behind block `number`."""
+        """Whether the class needs values for all tokens behind block `number`: cut ones leave, or are `placed` there."""
         return bool(self.blocks[number].leaving or self.blocks[number].placed)
 
     def leave(self, out: Any, is_known: bool = True) -> Any:
-        """What a block returns behind which tokens leave, with all ranks' tokens, or with this rank's at their places. Not
-        `is_known`: all NaN."""
+        """The output of the block that runs, if tokens leave behind it, in the shape for all tokens.
+
+        It has the tokens of all ranks; if the block has `placed`, only this rank's, and NaN for others. Not `is_known`: all
+        values are NaN.
+        """
         values = (out,) if isinstance(out, torch.Tensor) else out
         make = self._unknown if not is_known else self.at_places if self.block.placed else self.whole
         whole = [

@@ -24,7 +24,7 @@ FEWEST_BLOCKS = 2
 DEPTH = re.compile("depth|layers|blocks")
 """Names of a model's attributes that are numbers of blocks."""
 Likes = Mapping[str, Sequence[int]]
-"""List -> for each of its blocks, the number of the one that is tried in its place among those that are."""
+"""List -> for each of its blocks, the index of the block that is tried in its place, among the list's tried blocks."""
 
 
 def block_lists(model: nn.Module) -> dict[str, list[str]]:
@@ -57,8 +57,11 @@ def choices(
 
 
 def likes(model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT_BLOCKS) -> dict[str, Sequence[int]]:
-    """Which blocks are tried: the first ones of a list, its last, and between them the first of each kind, by the names and
-    sizes of its parameters. `most`: of a list whose blocks are all of a kind."""
+    """Chooses the blocks to try: a list's first ones, its last one, and between them the first of each kind.
+
+    Blocks are of one kind if their parameters have the same names and shapes. `most`: most tried blocks of a list that has
+    one kind.
+    """
     first = min(most, KEPT_BLOCKS if len(lists) == 1 else KEPT_BLOCKS - 1) - 1
     found: dict[str, Sequence[int]] = {}
     for name, blocks in lists.items():
@@ -76,8 +79,11 @@ def likes(model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT
 
 
 def ends(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> dict[str, Sequence[int]] | None:
-    """As `likes`, of a class whose later blocks are of another kind than its first ones, and read what those return: the
-    first of both kinds are tried, and the last. None: lists are shorter, or have other kinds of blocks."""
+    """As `likes`, for lists whose later blocks are of another kind than the first ones, and may read the first ones' output.
+
+    The first FIRST blocks are tried, the first block of the later kind, and the last block. None: a list has fewer blocks of
+    a kind than FIRST and LATER, or blocks of other kinds.
+    """
     found: dict[str, Sequence[int]] = {}
     for name, blocks in lists.items():
         kinds = [_parameters(model.get_submodule(block)) for block in blocks]
@@ -118,8 +124,11 @@ def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Likes)
 
 @dataclass(frozen=True)
 class Ran:
-    """A block in a call. `returns`: for each value, the arguments of its shape and dtype; none for None. `reads`: earlier
-    blocks of its list whose output is among its arguments."""
+    """What a block did in one call. `reads`: earlier blocks of its list whose output is among its arguments.
+
+    `returns`: for each returned value, the arguments that have its shape and dtype; None if the value is None. `alone`: the
+    block returns one tensor, and not a tuple.
+    """
 
     name: str
     returns: tuple[frozenset[str] | None, ...]
@@ -127,7 +136,11 @@ class Ran:
     reads: frozenset[str]
 
     def with_another(self, other: "Ran") -> OwnBlock | None:
-        """The block, by a call of another size too. None: a value is like no argument in both."""
+        """The OwnBlock of this block. `other`: the same block in a call of another size.
+
+        Each returned value gets an argument that has its shape and dtype in both calls. None: a value has no such argument,
+        or the block returns or reads other things in the other call.
+        """
         if (self.name, len(self.returns), self.alone, self.reads) != (
             other.name,
             len(other.returns),
@@ -205,8 +218,11 @@ def are_mixed(blocks: Sequence[OwnBlock]) -> bool:
 
 
 def read_by_next(blocks: Sequence[OwnBlock], names: Collection[str]) -> list[OwnBlock]:
-    """Mixed blocks, of which those of these lists are read up to the next one of their list: what the class adds to their
-    output is a new tensor."""
+    """Mixed blocks. Each block of the lists `names` gets the next block of its list as `until`, if others run between.
+
+    The class may add something to a block's output before the next block reads it. That sum is a new tensor, so
+    `recorded_blocks` does not see that the next block reads the output.
+    """
     found = []
     for number, block in enumerate(blocks):
         after = [each.name for each in blocks[number + 1 :] if list_of(each) == list_of(block)][:1]
@@ -233,8 +249,11 @@ def _note(
     kwargs: dict[str, Any],
     out: Any,
 ) -> None:
-    """A hook that notes the block's call; in `odd`, by list, why a list's blocks cannot have stand-ins; and what blocks have
-    returned."""
+    """Forward hook. Appends the block's call to `order`, and each returned tensor to `outputs` as (block, tensor).
+
+    If a returned value has the shape and dtype of no argument, `odd[list]` says so, and `order` does not get the call. The
+    blocks of that list cannot have stand-ins.
+    """
     given = by_place(args, kwargs)
     of_block = {id(value): other for other, value in outputs}
     read = {of_block[id(value)] for value in given.values() if id(value) in of_block}

@@ -110,8 +110,10 @@ def bare(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
 
 
 def _even(runs: Runs, blocks: Sequence[OwnBlock], call: Call, less: int = 2) -> Call:
-    """With sizes that are multiples of whatever a token has of them: a class may fill up others. Of smaller powers of two if
-    the class does not run otherwise."""
+    """The call with latent sizes that are multiples of large powers of two, and so of the usual patch sizes.
+
+    A class may fill up other sizes. If it does not run with these sizes, smaller powers are taken.
+    """
     powers = [max(1, 1 << max(0, size.bit_length() - less)) if size > 1 else size for size in call.latents[0].shape[2:]]
     sizes = [size - size % power for size, power in zip(call.latents[0].shape[2:], powers, strict=True)]
     even = smaller(call, sizes, WORDS)
@@ -164,7 +166,10 @@ def _check_words(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call
 
 
 def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
-    """Whether a latent of other sizes gives what it gives once it is filled up in a circle."""
+    """Whether the class fills up a latent of other sizes than whole tokens in a circle: OwnLatent.pads.
+
+    It does if a latent gives the same output as that latent filled up in a circle outside of the class.
+    """
     frames, side, _ = latent.patch
     sides = call.latents[0].shape[2:]
     patching = Patching(side=side, frames=frames, video=len(sides) == 3)
@@ -192,9 +197,11 @@ def _why_not(
     watched: WatchedOutputs | None = None,
     few: bool = False,
 ) -> str:
-    """What is wrong with the bands of these calls. Empty: nothing. `watched` sees the bands' runs, with NaN, too, outside of
-    the band. `few`: of each call the first band by rows and the last by frames alone. Those of the last call are tried as
-    naive patches, too."""
+    """What is wrong with the bands of these calls. Empty: nothing.
+
+    `watched` sees the bands' runs; each band then also runs with NaN outside of it. `few`: only the first and the last band
+    of each call are tried. Bands of the last call that run without words are tried as naive patches, too.
+    """
     shared = SharedOutputs(runs.model, latent.shared)
     for call in calls:
         whole = runs.noted(call)
@@ -219,7 +226,11 @@ def _why_not(
 
 
 def _bands(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call) -> Iterator["_Band"]:
-    """The call's first, middle and last band, by rows and by frames; and all of it, if words may have run before."""
+    """The bands that a trial runs: the call's first, middle and last one, by rows and then by frames.
+
+    If the latent is `steady`, also the whole latent as one band whose words have run in an earlier call. An axis with fewer
+    than two rows of tokens gives no bands.
+    """
     shape = call.latents[0].shape
     references = reference_tokens(runs, blocks, latent, call)
     for along, axis in AXES.items():

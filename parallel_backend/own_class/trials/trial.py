@@ -308,7 +308,10 @@ def _at_width(
 
 
 def _at(places: Mapping[str, str], blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
-    """Blocks with other names. Others are left out."""
+    """The blocks renamed. `places`: old name -> new name; blocks without a new name are left out.
+
+    Mixed blocks get their `until` again, by the blocks that are left.
+    """
     found = [dataclasses.replace(block, name=places[block.name]) for block in blocks if block.name in places]
     if not are_mixed(blocks):
         return found

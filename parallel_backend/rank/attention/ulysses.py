@@ -32,10 +32,11 @@ def start_sequence_to_heads(
     traffic: Traffic,
     codec: Codec | None = None,
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Ulysses (arXiv 2309.14509) before attention. Starts the transfer. Call the result to wait for the same [B, S, h, D].
+    """Ulysses (arXiv 2309.14509) before attention: starts the all-to-all from tokens to heads.
 
-    `tensors_BsHD`: queries, keys and values, or some of them. `tokens[i][j]`: tokens of tensor i on rank j. `spans[j]`:
-    heads that rank j gets. Tokens of the result are in rank order.
+    Returns a function that waits for it and returns each tensor as [B, S, h, D], tokens in rank order. `tensors_BsHD`:
+    queries, keys and values, or some of them. `tokens[i][j]`: tokens of tensor i on rank j. `spans[j]`: heads that rank j
+    gets.
     """
     tokens = [list(of_tensor) for of_tensor in tokens]
     if any(of_tensor != tokens[0] for of_tensor in tokens):
@@ -121,8 +122,7 @@ def start_heads_to_sequence(
 
 @functools.lru_cache
 def are_even(spans: tuple[Span, ...], heads: int) -> bool:
-    """Whether ranks have as many of the `heads` each, at as many from each other: they are a view then, and one copy serves
-    them all."""
+    """Whether the ranks' spans are equally long and heads / ranks apart. `_of_ranks` then is a view of them all."""
     apart, rest = divmod(heads, len(spans))
     return not rest and all(span == spans[0].shift(rank * apart) for rank, span in enumerate(spans))
 
@@ -147,7 +147,10 @@ def _start(
 
 
 def groups_of(q_BQHD: torch.Tensor, tokens: int, heads: int) -> int:
-    """Groups of a Ulysses rank's `heads`, of which the rank with fewest has so many, with the queries of all `tokens`."""
+    """Into how many groups Ulysses ranks divide their heads.
+
+    `heads`: of the rank that has the fewest. `tokens`: query tokens of all Ulysses ranks.
+    """
     groups = HEAD_GROUPS[q_BQHD.device.type]
     work = len(q_BQHD) * tokens * (heads // groups)
     return 1 if heads < groups or (q_BQHD.is_cuda and work < LEAST_WORK) else groups

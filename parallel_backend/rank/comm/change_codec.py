@@ -34,7 +34,7 @@ class ChangeCodec:
     """Bits of a value. A byte has a whole number of values."""
 
     def nbytes(self, values: int, size: int) -> int:
-        """Bytes of `values` values of heads of `size`, packed."""
+        """Packed bytes of `values` elements. `size`: elements of a head."""
         return change_bytes(values, size, self.bits)
 
     def encode(self, values_N: torch.Tensor, held_N: torch.Tensor, size: int) -> torch.Tensor:

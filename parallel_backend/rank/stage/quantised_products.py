@@ -125,7 +125,7 @@ class Arithmetic:
 
 
 def arithmetic(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Arithmetic:
-    """For a weight [out, n] uint8 on its device and a layer whose input is in `dtype`."""
+    """Chooses how a layer multiplies its input, of the dtype `dtype`, by the packed weight [out, n] uint8 on its device."""
     if isinstance(packing, Fp8):
         format = "float8_e4m3fn" if packing.kind == "fp8_e4m3fn" else "float8_e5m2"
         full_precision = packing.full_precision
