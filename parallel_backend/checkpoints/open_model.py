@@ -51,8 +51,8 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
         found, needed = checkpoint.shape(target), built.shapes[target]
         if not _fits(found, needed):
             raise ValueError(
-                f"model_name: {contents.name} holds {short(key)} of the shape {short(list(found))}, and "
-                f"ComfyUI's class {own.name} has {list(needed)}. It is damaged, or for another version of the class."
+                f"model_name: {contents.name} has {short(key)} in the shape {short(list(found))}, but ComfyUI's class "
+                f"{own.name} has {list(needed)}. The file is damaged, or for another version of the class."
             )
     return replace(checkpoint, file_state=file_state(entry.file for entry in checkpoint.entries.values()))
 

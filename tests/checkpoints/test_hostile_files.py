@@ -107,7 +107,7 @@ def test_names_from_a_file_are_clipped_and_escaped(tmp_path, mini_file, mini_sha
         },
         path,
     )
-    plain(path, "no use")
+    plain(path, "does not use")
     save_file(whole | {f"img_in{said}.weight": zero, f"img_in{said}.comfy_quant": torch.tensor([1, 2])}, path)
     plain(path)
     save_file(whole, path, {"_quantization_metadata": json.dumps({"layers": {"img_in": {"format": said}}})})

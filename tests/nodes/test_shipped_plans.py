@@ -166,7 +166,7 @@ def test_a_damaged_plan_is_not_believed(shipped, caplog, damage):
     assert "has no usable plans" in caplog.text
 
 
-FILES = sorted(Path(plans.__file__).with_name("plans").glob("*.json"))
+FILES = sorted(plans.PLANS.glob("*.json"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
