@@ -4,7 +4,6 @@ import dataclasses
 import json
 import sys
 import types
-from pathlib import Path
 
 import pytest
 

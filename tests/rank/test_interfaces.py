@@ -25,7 +25,7 @@ WINDOWS = {
 
 @pytest.fixture
 def on_windows(monkeypatch):
-    found = {name: [SimpleNamespace(built=f, address=a) for f, a in all_of] for name, all_of in WINDOWS.items()}
+    found = {name: [SimpleNamespace(family=f, address=a) for f, a in all_of] for name, all_of in WINDOWS.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(found, SimpleNamespace(isup=True)))
     monkeypatch.setattr(sys, "platform", "win32")
