@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.campaigns.compatibility import verdict as of
-from tests.campaigns.compatibility.runner import FAMILIES, PackSession, save_models
+from tests.campaigns.compatibility.runner import MODELS, PackSession, save_models
 from tests.campaigns.compatibility.verdict import BAD, MODES, NATIVE, judge
 from tests.comfyui.conftest import comfyui  # noqa: F401 (a fixture)
 
@@ -52,12 +52,12 @@ def test_a_node_is_what_it_is_in_its_worst_mode(changes, outcome):
 def test_comfyuis_own_nodes_do_what_they_do_natively(comfyui, tmp_path):  # noqa: F811
     save_models(tmp_path, comfyui)
 
-    def run(built: str) -> list:
+    def run(model: str) -> list:
         with contextlib.closing(PackSession(comfyui, tmp_path, None)) as session:
-            return list(session.run(session.nodes, built))
+            return list(session.run(session.nodes, model))
 
     with ThreadPoolExecutor(2) as pool:
-        verdicts = [verdict for found in pool.map(run, FAMILIES) for verdict in found]
+        verdicts = [verdict for found in pool.map(run, MODELS) for verdict in found]
     bad = [verdict.as_json() for verdict in verdicts if verdict.outcome in BAD or verdict.after]
     assert not bad, json.dumps(bad, indent=1)
     assert len(verdicts) > 300

@@ -1,4 +1,4 @@
-"""What weights are kept and computed in, by card, file and built. tests/comfyui/test_hardware.py asks ComfyUI the same."""
+"""What weights are kept and computed in, by card, file and class. tests/comfyui/test_hardware.py asks ComfyUI the same."""
 
 import pytest
 import torch

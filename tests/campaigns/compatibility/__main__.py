@@ -20,7 +20,7 @@ import torch
 from scripts.comfyui_server import find_python
 from testing.comfyui.scripted import ComfyUI
 
-from .runner import CORE, FAMILIES, PackSession, save_models
+from .runner import CORE, MODELS, PackSession, save_models
 from .verdict import BAD, Verdict, counts
 
 AT_ONCE = 2
@@ -44,18 +44,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="parallel-dit-models-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         save_models(Path(folder), comfyui)
 
-        def run(pack: Path | None, built: str) -> None:
+        def run(pack: Path | None, model: str) -> None:
             with contextlib.closing(PackSession(comfyui, Path(folder), pack)) as session:
                 if session.failed:
                     failed[pack.name] = session.failed
                 chosen = [node for node in session.nodes if not options.names or node.name in options.names]
-                for verdict in session.run(chosen, built):
+                for verdict in session.run(chosen, model):
                     verdicts.append(verdict)
                     print(verdict, flush=True)
 
-        for done in [pool.submit(run, *which) for which in itertools.product(packs, FAMILIES)]:
+        for done in [pool.submit(run, *which) for which in itertools.product(packs, MODELS)]:
             done.result()
-    verdicts.sort(key=lambda each: (each.pack, each.node, each.built))
+    verdicts.sort(key=lambda each: (each.pack, each.node, each.model))
     print(json.dumps(counts(verdicts), indent=1))
     if options.json is not None:
         machine = {"cores": len(os.sched_getaffinity(0)), "processor": platform.processor(), "torch": torch.__version__}

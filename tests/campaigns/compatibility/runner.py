@@ -21,7 +21,7 @@ from .settings import SETTINGS
 from .verdict import MODES, NATIVE, Verdict, judge
 
 CORE = "core"
-FAMILIES = {"flux": "flux-dev", "sd3": "sd3.5-medium", "wan": "wan-2.1-t2v"}
+MODELS = {"flux": "flux-dev", "sd3": "sd3.5-medium", "wan": "wan-2.1-t2v"}
 SECONDS, TRIAL_SECONDS = 600.0, 240.0
 """A process takes no new trial after so long; a trial that takes so long hangs."""
 LORA_RANK = 4
@@ -48,10 +48,10 @@ def save_models(base: Path, comfyui: ComfyUI) -> None:
         (base / folder).mkdir(parents=True, exist_ok=True)
     inside = Inside(comfyui, base, SCRIPTS)
     try:
-        inside.run("small_files", names=list(FAMILIES.values()))
+        inside.run("small_files", names=list(MODELS.values()))
     finally:
         inside.close()
-    for name in FAMILIES.values():
+    for name in MODELS.values():
         path = base / "models/diffusion_models" / f"{name}.safetensors"
         weights, g = load_file(path), torch.Generator().manual_seed(7)
         other = {key: value + 0.1 * value.std() * torch.randn(value.shape, generator=g) for key, value in weights.items()}
@@ -97,26 +97,26 @@ class PackSession:
         with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):  # of one that was killed
             self._inside.close()
 
-    def run(self, nodes: list[Node], built: str) -> Iterator[Verdict]:
+    def run(self, nodes: list[Node], model: str) -> Iterator[Verdict]:
         """Each node with a model, in every mode."""
         told: dict[str, dict[str, dict[str, Any]]] = {node.key: {} for node in nodes}
         for mode in (NATIVE, *MODES):
             wanted = [node for node in nodes if mode == NATIVE or _runs(told[node.key][NATIVE])]
             while wanted:
-                ended = self._some(wanted, built, mode, told)
+                ended = self._some(wanted, model, mode, told)
                 wanted = [node for node in wanted if node.key not in ended]
         for node in nodes:
-            yield judge((node.pack, node.name, node.title, built), told[node.key], node.own)
+            yield judge((node.pack, node.name, node.title, model), told[node.key], node.own)
 
-    def _some(self, nodes: list[Node], built: str, mode: str, told: dict[str, dict[str, dict[str, Any]]]) -> set[str]:
+    def _some(self, nodes: list[Node], model: str, mode: str, told: dict[str, dict[str, dict[str, Any]]]) -> set[str]:
         """Runs as many as one process can; notes what it told. Their keys."""
         self.progress.unlink(missing_ok=True)
-        requests = [{"name": node.name, "kind": node.kind, "key": node.key, **_settings(node, built)} for node in nodes]
+        requests = [{"name": node.name, "kind": node.kind, "key": node.key, **_settings(node, model)} for node in nodes]
         died = ""
         try:
             self._inside.run(
                 "compatibility",
-                built=FAMILIES[built],
+                model=MODELS[model],
                 mode=mode,
                 requests=requests,
                 progress=str(self.progress),
@@ -138,7 +138,7 @@ class PackSession:
             elif "after" not in trial:
                 trial["after"] = {"error": {"type": "died", "text": how(died)}}
         if not seen:
-            raise RuntimeError(f"{built}, {mode}: no trial began:\n{died[-3000:]}")
+            raise RuntimeError(f"{model}, {mode}: no trial began:\n{died[-3000:]}")
         for key, trial in seen.items():
             told[key][mode] = trial
         if self._inside.ended:
@@ -147,10 +147,10 @@ class PackSession:
         return set(seen)
 
 
-def _settings(node: Node, built: str) -> dict[str, Any]:
-    """Those of the table for every built, with those for this one."""
+def _settings(node: Node, model: str) -> dict[str, Any]:
+    """Those of the table for every model, with those for this one."""
     entry = SETTINGS.get(node.name, {})
-    own = entry.get(built, {})
+    own = entry.get(model, {})
     floats = {name: entry[name] for name in ("floats",) if name in entry}
     return {
         "inputs": entry.get("inputs", {}) | own.get("inputs", {}),

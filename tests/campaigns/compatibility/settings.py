@@ -2,7 +2,7 @@
 
 Node -> "inputs" (a value, or {"link": what it is linked to}), "nodes" that these links
 name, "settings" of the sampling (steps, cfg, sampler, scheduler, latent), "floats" (the value of every FLOAT widget), and
-inputs and settings by built.
+inputs and settings by model.
 """
 
 HALF = {"floats": 0.5}

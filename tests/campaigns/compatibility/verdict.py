@@ -1,4 +1,4 @@
-"""What a trial's facts amount to: classes, per mode, per built and per node."""
+"""What a trial's facts amount to: classes, per mode, per model and per node."""
 
 import math
 import re
@@ -17,7 +17,7 @@ EQUAL, CLOSE, WHOLE, REFUSED, UNNAMED = "equal", "close", "whole", "refused", "r
 NO_EFFECT, WRONG, CRASH, HANG = "no effect", "wrong", "crash", "hang"
 NOT_THESE, NOT_TRIED = "not for these models", "not tried"
 ORDER = (NOT_TRIED, NOT_THESE, NO_EFFECT, EQUAL, CLOSE, WHOLE, REFUSED, UNNAMED, WRONG, CRASH, HANG)
-"""From best to worst: a node is what it is in its worst mode and built. Those that say nothing come first."""
+"""From best to worst: a node is what it is in its worst mode and model. Those that say nothing come first."""
 SPOILT = "next prompt not right"
 BAD = (UNNAMED, WRONG, CRASH, HANG)
 NATIVE, MODES = "native", ("ulysses", "split batch", "full warm-up", "one warm-up")
@@ -27,7 +27,7 @@ GENERAL = {"node", "apply", "advanced", "model", "patch", "simple", "di", "t"}
 
 @dataclass
 class Verdict:
-    """A node with one built's model.
+    """A node with one model's model.
 
     `modes`: mode -> class. `psnr`: dB, pipelined. `word`: of the worst mode. `after`: what became of the next prompt where
     that was not right.
@@ -36,7 +36,7 @@ class Verdict:
     pack: str
     node: str
     title: str
-    built: str
+    model: str
     outcome: str
     modes: dict[str, str] = field(default_factory=dict)
     word: str = ""
@@ -49,7 +49,7 @@ class Verdict:
 
 
 def judge(about: tuple[str, str, str, str], trials: dict[str, dict[str, Any]], own: str = "") -> Verdict:
-    """`about`: pack, node, title, built. `trials`: mode -> what inside/compatibility.py told, or "died": how. `own`: the
+    """`about`: pack, node, title, model. `trials`: mode -> what inside/compatibility.py told, or "died": how. `own`: the
     name of the node's class.
 
     A difference from the node that has no effect natively is an effect of its own, and as wrong as any.
@@ -135,7 +135,7 @@ def _letters(text: str) -> str:
 
 
 def counts(verdicts: Iterable[Verdict]) -> dict[str, int]:
-    """Class -> nodes, each counted once, by its worst built; and the next prompts that were not right."""
+    """Class -> nodes, each counted once, by its worst model; and the next prompts that were not right."""
     worst: dict[tuple[str, str], Verdict] = {}
     spoilt = set()
     for verdict in verdicts:

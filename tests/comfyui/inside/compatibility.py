@@ -101,11 +101,11 @@ def _described(names: set[str]) -> dict[str, dict[str, str]]:
 
 
 class Trials:
-    """One built's files, in one mode: see `node_graphs.source`."""
+    """The files of a model, in one mode: see `node_graphs.source`."""
 
-    def __init__(self, built: str, mode: str, expected: Path):
-        self.case, self.mode, self.expected = stand_ins.Case(built), mode, expected
-        self.latent_format = load_native(f"{built}.safetensors").model.latent_format
+    def __init__(self, model: str, mode: str, expected: Path):
+        self.case, self.mode, self.expected = stand_ins.Case(model), mode, expected
+        self.latent_format = load_native(f"{model}.safetensors").model.latent_format
         node_graphs.install(self.case, self.latent_format)
 
     def native(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -181,15 +181,15 @@ def psnr(expected: torch.Tensor, found: torch.Tensor) -> float | None:
 
 
 def trials(
-    built: str, mode: str, requests: list[dict[str, Any]], progress: str, expected: str, seconds: float, limit: float
+    model: str, mode: str, requests: list[dict[str, Any]], progress: str, expected: str, seconds: float, limit: float
 ) -> None:
     """Each line of `progress` has "key", "mode" and "begun" or the outcome. Ends early after `seconds`, and where a trial
     left something behind; a trial of more than `limit` seconds ends the process."""
     if mode == "native":  # compiled or not, it gives the same
         torch.compile = lambda model=None, **_named: model if model is not None else lambda function: function
     started = time.monotonic()
-    with open(progress, "a") as lines, detecting(stand_ins.Case(built).settings["detected"]):
-        trial = Trials(built, mode, Path(expected))
+    with open(progress, "a") as lines, detecting(stand_ins.Case(model).settings["detected"]):
+        trial = Trials(model, mode, Path(expected))
         trial.plain(SHORT)
         for request in requests:
             if time.monotonic() - started > seconds:

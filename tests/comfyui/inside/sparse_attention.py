@@ -1,4 +1,4 @@
-"""Model Sparse Attention on every built's MODEL, native and on ranks in threads. Run by serve.py.
+"""Model Sparse Attention on every MODEL, native and on ranks in threads. Run by serve.py.
 
 In place of comfy-kitchen's kernel stands attention in which a token sees those before it: it depends on the order of tokens
 as block-sparse attention does, and in a sequence of any length.
