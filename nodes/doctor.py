@@ -87,14 +87,12 @@ class ParallelDoctor:
                 "latent_image": link("LATENT", "The latent that you want to sample. Only its size and batch matter."),
                 "steps": whole_number(20, 1, 10000, "Denoising steps of the run."),
                 "cfg": cfg_scale("The same as in the sampler. At 1 the model runs one prompt, otherwise two."),
-                "text_tokens": whole_number(
-                    256, 1, 100000, "Length of the prompt in tokens. Unused if positive is connected."
-                ),
+                "text_tokens": whole_number(256, 1, 100000, "Has no effect: positive gives the length of the prompt."),
                 "devices": text(
                     "auto", "auto (all GPUs; without a GPU, the model's CPU ranks), or a list such as cuda:0,cuda:1."
                 ),
             },
-            "optional": {"positive": link("CONDITIONING", "The prompt. Only its length matters.")},
+            "optional": {"positive": link("CONDITIONING", "The prompt, which the trial needs.")},
         }
 
     def examine(self, model, latent_image, steps, cfg, text_tokens, devices, positive=None):
@@ -103,13 +101,12 @@ class ParallelDoctor:
         trials = trials_of(model, latent_image, steps, cfg, positive, chosen)
         check_can_be_planned(stub, trials)
         checkpoint = stub.checkpoint
-        if positive is not None:
-            text_tokens = max(cond[0].shape[1] for cond in positive)
+        words = max(cond[0].shape[1] for cond in positive)
         shape = tuple(latent_image["samples"].shape)
         if checkpoint.built.patching.video and len(shape) == 4:  # an image for a model of videos, as samplers take it
             shape = (*shape[:2], 1, *shape[2:])
         entries = shape[0] * (1 if cfg == 1.0 else 2)
-        run = (shape, entries, steps, text_tokens, setup.transfer_dtype)
+        run = (shape, entries, steps, words, setup.transfer_dtype)
         workload = replace(workload_of(checkpoint, setup.dtype, chosen[0], *run), trials=trials)
         calibration = calibrated_anew(chosen, checkpoint, setup.dtype, setup.attention)
         found = plan(CalibratedCosts(calibration, workload), offload=setup.offload)

@@ -96,8 +96,8 @@ def own_model(model: RemoteModelPatcher) -> OwnModel:
     stub = remote_stub(model)
     if (call := stub.checkpoint.built.call) is None:
         raise ValueError(
-            f"model: {stub.checkpoint.path.name} runs as ComfyUI's own class, and its test repeats the last call. Sample "
-            "with it once before, or leave this input empty."
+            f"model: {stub.checkpoint.path.name} has not been called yet, and its test repeats the last call. Sample with "
+            "it once before, or leave this input empty."
         )
     sampling = model.get_model_object("model_sampling")
     return OwnModel(stub.checkpoint.path, replace(stub.own, blocks=(), latent=None), call, times_of(sampling))

@@ -53,9 +53,7 @@ def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positi
     """
     stub = remote_stub(model)
     if positive is None:
-        raise ValueError(
-            f"positive: {stub.checkpoint.path.name} runs as ComfyUI's own class, whose trial needs a prompt. Connect one."
-        )
+        raise ValueError(f"positive: the trial of {stub.checkpoint.path.name} needs a prompt. Connect one.")
     before, found, patched = stub.setup, [], model.clone()
     setup = replace(before, planned=",".join(devices), devices=devices)
 
@@ -91,8 +89,8 @@ def check_can_be_planned(stub: RemoteDiffusionModel, trials: Trials) -> None:
     """ValueError for a UNet, and for a class whose blocks cannot be timed."""
     if trials.own.unet or not can_be_planned(stub):
         raise ValueError(
-            f"model: the blocks of {stub.checkpoint.path.name}, which runs as ComfyUI's own class, cannot be timed. Set "
-            "the degrees by hand. If cfg is not 1, start with split_batch_degree."
+            f"model: the blocks of {stub.checkpoint.path.name} cannot be timed. Set the degrees by hand. If cfg is not 1, "
+            "start with split_batch_degree."
         )
 
 

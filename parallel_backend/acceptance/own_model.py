@@ -1,4 +1,4 @@
-"""Checks with the user's model, which runs as ComfyUI's own class: the host itself, one rank and all ranks sample the same
+"""Checks with the user's model: the host itself, one rank and all ranks sample the same
 noise with it."""
 
 import math
@@ -72,7 +72,7 @@ def modes_of(world: int) -> list[Degrees]:
 
 def look_at_model(session: SelfTestSession, findings: Findings) -> None:
     if session.settings.model is None:
-        raise NotLookedAt("the node Parallel Self-Test has no model that runs as ComfyUI's own class")
+        raise NotLookedAt("the node Parallel Self-Test has no model")
     problem = problem_of(session, session.settings.model)
     name = problem.checkpoint.path.name
     runs: list[dict[str, Any]] = []

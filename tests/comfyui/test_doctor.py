@@ -88,4 +88,4 @@ def test_what_users_do_wrong_is_said(server):
     without_prompt = doctor()
     without_prompt[LOADER]["inputs"]["model_name"] = "tiny.safetensors"
     del without_prompt["20"]["inputs"]["positive"]
-    assert "positive: tiny.safetensors runs as ComfyUI's own class" in server.run(without_prompt).error
+    assert "positive: the trial of tiny.safetensors needs a prompt" in server.run(without_prompt).error

@@ -22,6 +22,6 @@ def check_latents(x: Any, axes: int) -> None:
     latents = [x] if isinstance(x, torch.Tensor) else list(x)
     if latents[0].ndim != axes or any(0 in latent.shape for latent in latents):
         raise ValueError(
-            f"latent_image: this model runs as ComfyUI's own class, which takes one latent with {axes} axes, none of "
-            "them empty. Use the Empty Latent node made for this model."
+            f"latent_image: this model takes one latent with {axes} axes, none of them empty. Use the Empty Latent node "
+            "made for this model."
         )

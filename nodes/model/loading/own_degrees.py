@@ -13,7 +13,7 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
     ways = "split_batch_degree alone"
     if not own.unet:
         ways = f"pipefusion_degree, tensor_parallel_degree, patch_degree, ulysses_degree, ring_degree and {ways}"
-    runs = f"{name} runs as ComfyUI's own class, by {ways}"
+    runs = f"{name} runs by {ways}"
     if planned and own.unet:
         raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
     alone = {
