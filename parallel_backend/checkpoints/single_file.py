@@ -8,10 +8,10 @@ from typing import Any
 
 from parallel_backend.core.setup import Conversion
 from parallel_backend.core.short_text import short
-from parallel_backend.own_class.built.others import OtherModel, other_model
 
 from .attention_preferences import take_preferences
 from .conversion import convert
+from .other_models import OtherModel, other_model
 from .quantised_layers import MARKER, attach_quantisation
 from .tensor_files import GGUF, SAFETENSORS, Entry, read_header
 

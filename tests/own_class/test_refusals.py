@@ -2,9 +2,9 @@
 
 import pytest
 
+from parallel_backend.checkpoints.other_models import OTHERS
 from parallel_backend.checkpoints.single_file import Contents
 from parallel_backend.checkpoints.tensor_files import Entry
-from parallel_backend.own_class.built.others import OTHERS
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.keys[0])

@@ -11,6 +11,7 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.limits import check_own_arguments
 from parallel_backend.checkpoints.open_model import checkpoint_of
+from parallel_backend.checkpoints.other_models import NOT_RUN, UNET
 from parallel_backend.checkpoints.single_file import Contents, contents_of, refusals
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.meta_parameters import meta_parameters
@@ -18,7 +19,6 @@ from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
 from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.own_class.adapters.adapters import unstated
-from parallel_backend.own_class.built.others import NOT_RUN, UNET
 
 from ..native.native_call import class_arguments, is_plain, native_config, on_meta
 from .class_code import modules_named_by
