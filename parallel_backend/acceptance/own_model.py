@@ -77,7 +77,7 @@ def look_at_model(session: SelfTestSession, findings: Findings) -> None:
     name = problem.checkpoint.path.name
     runs: list[dict[str, Any]] = []
     findings.note("file", name)
-    findings.note("class", problem.checkpoint.built.name)
+    findings.note("class", problem.own.name)
     findings.note("weight_dtype", problem.dtype)
     findings.note("latent", list(latents_of(problem.noise)[0].shape))
     findings.note("steps", problem.steps)

@@ -36,5 +36,5 @@ def test_values_of_the_file_have_zeros_behind_them(mini_file):
 
 
 def test_sizes_that_the_class_has_not_are_refused(mini_file):
-    with pytest.raises(ValueError, match=r"^model_name: .* holds final_layer\.linear\.\w+ of the shape"):
+    with pytest.raises(ValueError, match=r"^model_name: .* has final_layer\.linear\.\w+ in the shape"):
         open_own_class(mini_file, OF_TWICE_THE_CHANNELS, enlarged=LARGER[:1])
