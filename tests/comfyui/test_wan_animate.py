@@ -24,7 +24,7 @@ def test_it_equals_the_native_model(found, case):
     ("case", "why"),
     [
         ("hook", "a LoRA in a conditioning .* for diffusion_model.face_encoder.out_proj.weight"),
-        ("skipped blocks", "skipped blocks: between its blocks the class runs modules that would not be skipped"),
+        ("skipped blocks", "skipped blocks: between its blocks the class runs modules that are not skipped with them"),
         ("small faces", "positive, negative: the face video is 9 x 8, this model needs 512 x 512"),
     ],
 )
