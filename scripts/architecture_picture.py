@@ -259,7 +259,7 @@ def picture() -> str:
     legend = last.y + last.height + MARGIN
     height = legend + 16 + MARGIN
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-built="sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">',
         "<!-- Drawn by scripts/architecture_picture.py. -->",
         '<marker id="tip" viewBox="0 0 8 8" refX="1" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse">'
         '<path d="M0 0L8 4L0 8z" fill="#333"/></marker>',

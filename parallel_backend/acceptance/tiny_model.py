@@ -1,7 +1,7 @@
 """A tiny random model of the bundled one's class (quickstart/mini_flux.py), its inputs, and its forward in this process.
 
 8 heads, so that up to 8 ranks can share them; the bundled model has 2. Its file is also one of a tiny Flux,
-whose built takes the same conditioning.
+whose class takes the same conditioning.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Workflows that make images with models of the Flux built, whose files users bring."""
+"""Workflows that make images with Flux's models, whose files users bring."""
 
 from scripts.workflow_form import Graph, Group, Node
 

@@ -81,7 +81,7 @@ class Two(nn.Module):
 
 
 class Registers(Right):
-    """Two streams in a dictionary of blocks, with registers, then joint blocks: another layout than any built's."""
+    """Two streams in a dictionary of blocks, with registers, then joint blocks: another layout than usual."""
 
     def __init__(self, operations, dtype, device):
         super().__init__(operations, dtype, device)

@@ -67,10 +67,10 @@ def _of_setup(setup: Setup, each: int, chance: random.Random) -> list[Request]:
     found = []
     for index in range(each):
         sampler = samplers[index % len(samplers)]
-        if sampler == "dpm_adaptive" and setup.built != DIGITS:  # a model of random weights may take it thousands of calls
+        if sampler == "dpm_adaptive" and setup.model != DIGITS:  # a model of random weights may take it thousands of calls
             sampler = "euler"
         width, height = sizes[index % len(sizes)]
-        trained, native = setup.built == DIGITS, setup.ranks == 0
+        trained, native = setup.model == DIGITS, setup.ranks == 0
         cached = sampler == "euler" and not native and chance.random() < 0.4
         found.append(
             Request(
@@ -136,7 +136,7 @@ def prompt(request: Request, serial: int = 0, trace: bool = False) -> Prompt:
 
 
 def _model(graph: Graph, request: Request) -> Link:
-    setup, name = request.setup, FILES[request.setup.built]
+    setup, name = request.setup, FILES[request.setup.model]
     if setup.ranks == 0:
         model = graph.add("UNETLoader", unet_name=name, weight_dtype="default")
     else:
@@ -152,7 +152,7 @@ def _model(graph: Graph, request: Request) -> Link:
 
 
 def _texts(graph: Graph, request: Request) -> tuple[Link, Link]:
-    if request.setup.built == DIGITS:
+    if request.setup.model == DIGITS:
         encode = graph.text
     else:
         names = {"clip_name1": "clip_l.safetensors", "clip_name2": "t5xxl_fp8_e4m3fn.safetensors"}

@@ -5,7 +5,7 @@ from typing import Any
 
 DIGITS, FLUX_DEV = "digits", "flux-dev"
 FILES = {DIGITS: "digits.safetensors", FLUX_DEV: "flux1-dev.safetensors"}
-"""By built: the trained mini model, and a tiny Flux with real text encoders' layout."""
+"""By model: the trained mini model, and a tiny Flux with real text encoders' layout."""
 
 CONFIG = {
     "ulysses_degree": 1,
@@ -25,7 +25,7 @@ class Setup:
     """
 
     name: str
-    built: str
+    model: str
     ranks: int
     loader: dict[str, Any] = field(default_factory=dict, hash=False)
     config: dict[str, Any] = field(default_factory=dict, hash=False)

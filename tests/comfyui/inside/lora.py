@@ -196,12 +196,12 @@ class Comparison:
     def removed(self, name: str) -> None:
         self.results.case(name, lambda: {"difference": difference(self.plain, self.sample(self.ours))})
 
-    def names(self, built: str) -> None:
+    def names(self, kind: str) -> None:
         both = (self.native.model, self.ours.model)
         shapes = [{key: value.shape for key, value in model.state_dict().items()} for model in both]
-        self.results.case(f"{built}, names and shapes", lambda: {"same": shapes[0] == shapes[1], "count": len(shapes[0])})
+        self.results.case(f"{kind}, names and shapes", lambda: {"same": shapes[0] == shapes[1], "count": len(shapes[0])})
         names = [comfy.lora.model_lora_keys_unet(model, {}) for model in both]
-        self.results.case(f"{built}, LoRA names", lambda: {"same": names[0] == names[1], "count": len(names[0])})
+        self.results.case(f"{kind}, LoRA names", lambda: {"same": names[0] == names[1], "count": len(names[0])})
 
 
 def over_tensor(_model):

@@ -150,13 +150,13 @@ def kind_of(name: str) -> str | None:
 class Graph:
     """Its nodes, while it is put together."""
 
-    def __init__(self, built: str, mode: str, settings: dict[str, Any]):
-        self.built, self.mode, self.prompt = built, mode, Prompt()
+    def __init__(self, name: str, mode: str, settings: dict[str, Any]):
+        self.name, self.mode, self.prompt = name, mode, Prompt()
         self.steps, self.cfg = settings.get("steps", STEPS), settings.get("cfg", CFG)
         self.floats = settings.get("floats")
         self.further: dict[str, list] = {}  # a name -> [node, its inputs]
         self.sampler, self.scheduler = settings.get("sampler", "euler"), settings.get("scheduler", "simple")
-        self.model = self.source("model", built)
+        self.model = self.source("model", name)
 
     def add(self, name: str, kind: str, /, **inputs: Any) -> Link:
         """Link to the first output of a new node, or of the one that has the name."""
@@ -206,7 +206,7 @@ class Graph:
             return self.add(kind, node, **self.inputs(node, given, ""))
         if kind == "MODEL":
             second = any(part in name for part in ("2", "negative", "refiner", "matched", "other"))
-            return self.source("second", f"{self.built}-2") if second else self.model
+            return self.source("second", f"{self.name}-2") if second else self.model
         if kind == "CONDITIONING":
             what = "other" if name.endswith("2") or "empty" in name else "negative" if "neg" in name else "positive"
             return self.give(what)
@@ -277,7 +277,7 @@ class Graph:
         if kind == "FLOAT" and self.floats is not None:
             return self.floats
         choices = list(kind) if isinstance(kind, (list, tuple)) else options.get("options") or []
-        if (own := f"{self.built}.safetensors") in choices:
+        if (own := f"{self.name}.safetensors") in choices:
             return own
         if "default" in options:
             return options["default"]
@@ -288,7 +288,7 @@ class Graph:
         return {"INT": options.get("min", 0), "FLOAT": options.get("min", 0.0), "BOOLEAN": False}.get(kind, "")
 
 
-def graph(request: dict[str, Any], built: str, mode: str) -> Prompt:
+def graph(request: dict[str, Any], model_name: str, mode: str) -> Prompt:
     """A prompt with the node of this name, or none. `nodes` of the request: others, that its inputs are linked to by name.
     How it is used, by `kind`:
 
@@ -296,23 +296,23 @@ def graph(request: dict[str, Any], built: str, mode: str) -> Prompt:
     guider, sampler, sigmas: SamplerCustomAdvanced takes it. latent, image: its output is the result.
     passed: KSampler takes its first output as the latent.
     """
-    built = Graph(built, mode, request.get("settings", {}))
-    built.further = request.get("nodes", {})
+    made = Graph(model_name, mode, request.get("settings", {}))
+    made.further = request.get("nodes", {})
     name, kind, outputs = request.get("name"), request["kind"], ()
-    model, conds, latent = built.model, [built.give("positive"), built.give("negative")], built.give("LATENT")
+    model, conds, latent = made.model, [made.give("positive"), made.give("negative")], made.give("LATENT")
     if "latent" in request.get("settings", {}):
-        latent = built.give(request["settings"]["latent"])
+        latent = made.give(request["settings"]["latent"])
     if name is not None:
-        inputs = built.inputs(name, request.get("inputs", {}), kind)
-        built.add("node", name, **inputs)
+        inputs = made.inputs(name, request.get("inputs", {}), kind)
+        made.add("node", name, **inputs)
         outputs = list(map(str, nodes.NODE_CLASS_MAPPINGS[name].RETURN_TYPES))
     if kind in ("latent", "image"):
-        built.add("result", "CompatibilityResult", value=["node", outputs.index(kind.upper())])
-        return built.prompt
+        made.add("result", "CompatibilityResult", value=["node", outputs.index(kind.upper())])
+        return made.prompt
     if kind in ("guider", "sampler", "sigmas"):
-        links = {each: built.link(each, each.upper()) for each in ("noise", "guider", "sampler", "sigmas")}
+        links = {each: made.link(each, each.upper()) for each in ("noise", "guider", "sampler", "sigmas")}
         links[kind] = ["node", outputs.index(kind.upper())]
-        built.add("sampled", "SamplerCustomAdvanced", latent_image=latent, **links)
+        made.add("sampled", "SamplerCustomAdvanced", latent_image=latent, **links)
     else:
         if kind == "passed":
             latent = ["node", 0]
@@ -324,19 +324,19 @@ def graph(request: dict[str, Any], built: str, mode: str) -> Prompt:
                     conds[place] = ["node", output]
             if "LATENT" in outputs and takes & {"LATENT", "VAE"}:
                 latent = ["node", outputs.index("LATENT")]
-        built.add(
+        made.add(
             "sampled",
             "KSampler",
             model=model,
             seed=SEED,
-            steps=built.steps,
-            cfg=built.cfg,
-            sampler_name=built.sampler,
-            scheduler=built.scheduler,
+            steps=made.steps,
+            cfg=made.cfg,
+            sampler_name=made.sampler,
+            scheduler=made.scheduler,
             positive=conds[0],
             negative=conds[1],
             latent_image=latent,
             denoise=1.0,
         )
-    built.add("result", "CompatibilityResult", value=["sampled", 0])
-    return built.prompt
+    made.add("result", "CompatibilityResult", value=["sampled", 0])
+    return made.prompt
