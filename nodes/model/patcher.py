@@ -14,7 +14,7 @@ from parallel_backend.client.registry import registry
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.setup import Setup
-from parallel_backend.own_class.adapters.adapters import computed_of
+from parallel_backend.own_class.adapters.adapters import adapter_of
 
 from ..ui.host import refuse
 from ..ui.node_text import say
@@ -194,7 +194,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights, and for weights with
         which this process computes what a call brings in: it knows no strengths of calls."""
         built = self.stub.checkpoint.built
-        for target in patches if computed_of(built.own.kind) else ():
+        for target in patches if adapter_of(built.own.kind).computed else ():
             key = target if isinstance(target, str) else target[0]
             if built.is_elsewhere(key.removeprefix(f"{INSIDE}.")):
                 refuse(f"a LoRA in a conditioning (a hook) for {key}", "Load it for the whole model.")

@@ -15,7 +15,7 @@ from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.sparse_attention import SparseAttention
-from parallel_backend.own_class.adapters.adapters import gate_of
+from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.kernel_choice import RankKernel, choose_kernel
 from parallel_backend.rank.comm.peers import Peers
@@ -95,7 +95,7 @@ class LoadedStage:
         self._kernels = {"": kernel}
         self.attention = AttentionContext(degrees, axes, kernel, self.traffic, setup.transfer_dtype)
         is_cut = degrees.sequence > 1 or own.latent is not None
-        gate = "" if setup.compile else gate_of(own.kind)
+        gate = "" if setup.compile else adapter_of(own.kind).gate
         attend_over_ranks(stage, self.attention, self.cut if is_cut else None, gate)
         self.module_cache = ModuleCache(self.model, () if own.latent is None else own.latent.shared, setup.cuda_graphs)
         self.compiler = self._compile(checkpoint, stage.modules, degrees.world) if setup.compile else None

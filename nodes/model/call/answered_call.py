@@ -14,14 +14,7 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
-from parallel_backend.own_class.adapters.adapters import (
-    carries,
-    check_call,
-    computed_of,
-    is_steady,
-    sent,
-    takes_one_entry,
-)
+from parallel_backend.own_class.adapters.adapters import adapter_of, sent
 from parallel_backend.own_class.adapters.minimax_forms import INSIDE
 from parallel_backend.own_class.built.built_class import built_class
 from parallel_backend.own_class.built.counts import misfit
@@ -142,7 +135,7 @@ def answered(
     `_forward` does."""
     options = transformer_options or {}
     latents = latents_of(x if isinstance(x, torch.Tensor) else tuple(x))
-    if len(latents[0]) > 1 and takes_one_entry(stub.own.kind):
+    if len(latents[0]) > 1 and adapter_of(stub.own.kind).one_entry:
         if BAND_KEY in options:
             raise NotLocal(OTHER_CALL)
         named = {"context": context, "control": control, "transformer_options": options, **extra}
@@ -166,8 +159,9 @@ def answered(
             raise NotLocal("a Fun control needs the whole latent")
         residuals |= of_all
     sizes = tuple(latents[0].shape[2:]) if band is None else built.patching.whole(band.run.layout.grid)
-    check_call(stub.own.kind, sizes, extra)
-    by_method = {name: each for name, each in computed_of(stub.own.kind).items() if extra.get(name) is not None}
+    adapter = adapter_of(stub.own.kind)
+    adapter.check(sizes, extra)
+    by_method = {name: each for name, each in adapter.computed.items() if extra.get(name) is not None}
     computed = {name: stub.computed(method, extra[name]) for name, method in by_method.items()}
     named = {
         "context": context,
@@ -175,7 +169,7 @@ def answered(
         OPTIONS: told,
         **sent(stub.own.kind, extra | computed, stub.native),
         **told_form,
-        **({INSIDE: True} if carries(stub.own.kind) and not is_carried else {}),
+        **({INSIDE: True} if adapter.carries and not is_carried else {}),
     }
     if band is not None and LATENTS in named:
         named[LATENTS] = [[latents[0].shape[1], *sizes], *(list(shape[1:]) for shape in band.wholes[1:])]
@@ -271,7 +265,7 @@ def _key(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Key:
     """What a trial is for. Bands are tried only for a run in bands, since that takes many calls of the model, and for words
     that run once; and a plan is made of all modes."""
     degrees = stub.setup.degrees
-    bands = stub.run.whole_calls is not None or degrees.naive or is_steady(stub.own.kind)
+    bands = stub.run.whole_calls is not None or degrees.naive or adapter_of(stub.own.kind).steady
     return structure(call, sizes), degrees.sequence > 1 or bool(stub.setup.planned), bands, degrees.tensor
 
 

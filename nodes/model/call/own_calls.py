@@ -14,7 +14,7 @@ from parallel_backend.client.call import Residuals
 from parallel_backend.core.block_changes import BlockChanges, NormalizedGuidance
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.sparse_attention import SparseAttention
-from parallel_backend.own_class.adapters.adapters import segments_of
+from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.built.counts import counted
 from parallel_backend.own_class.calls.call_arguments import OPTIONS, STRUCTURE
@@ -147,7 +147,7 @@ def sparse_attention(
     found = settings_of(options.get(OVERRIDE), of_block, built.counts, options)
     if found is None:
         return None
-    segments, grid = segments_of(built.own.kind, latents, arguments, native)
+    segments, grid = adapter_of(built.own.kind).segments(latents, arguments, native)
     return replace(found, segments=segments, grid=grid)
 
 

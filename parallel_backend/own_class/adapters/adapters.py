@@ -5,7 +5,7 @@ All that is proven for other classes is proven for these.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,8 +49,8 @@ class Adapter:
     """Entries that a file's header has to have: ComfyUI's values in their place are those of no such model."""
     carries: bool = False
     """Its `forward` changes latents around its `_forward`. A call inside of wrappers has minimax_forms.INSIDE."""
-    segments: Callable[..., tuple[Runs, tuple[int, ...]]] | None = None
-    """(latents, arguments, the class) -> SparseAttention's `segments` and `grid` of a call. None: nobody knows them."""
+    segments: Callable[..., tuple[Runs, tuple[int, ...]]] = lambda _latents, _arguments, _native: ((), ())
+    """(latents, arguments, the class) -> SparseAttention's `segments` and `grid` of a call. Empty: they are unknown."""
     gate: str = ""
     """A layer that blocks may have, and that no call of the class reads. Tensor ranks have the part for their heads."""
     one_entry: bool = False
@@ -67,105 +67,38 @@ class Adapter:
     """Name of a parameter, moved or not -> the class's own."""
     options: tuple[str, ...] = ()
     """This pack's entries of transformer_options that `model` reads."""
-    check: Callable[[tuple[int, ...], Mapping[str, Any]], None] | None = None
+    check: Callable[[tuple[int, ...], Mapping[str, Any]], None] = lambda _sizes, _arguments: None
     """(sizes of the whole latent, arguments) of a call. ValueError if the class does not take it."""
     steady: bool = False
     """See OwnLatent. A trial proves it."""
 
 
+def adapter_of(kind: str) -> Adapter:
+    """The adapter of a class of ComfyUI's supported_models, or one that changes nothing."""
+    return ADAPTERS.get(kind, UNCHANGED)
+
+
 def adapt(kind: str, model: nn.Module) -> None:
     """Bring the blocks of a model, of this class of ComfyUI's supported_models, into the form that ranks cut."""
-    if adapter := ADAPTERS.get(kind):
-        if adapter.model is not None:
-            model.__class__ = adapter.model(type(model))
-        if adapter.moves is not None:
-            adapter.moves(model)
-        for block in model.get_submodule(adapter.blocks).children():
-            for name, form in adapter.forms.items():
-                module = block.get_submodule(name)
-                module.__class__ = form(type(module))
+    adapter = adapter_of(kind)
+    if adapter.model is not None:
+        model.__class__ = adapter.model(type(model))
+    if adapter.moves is not None:
+        adapter.moves(model)
+    for block in model.get_submodule(adapter.blocks).children():
+        for name, form in adapter.forms.items():
+            module = block.get_submodule(name)
+            module.__class__ = form(type(module))
 
 
 def unstated(kind: str, stated: Mapping[str, Any]) -> str:
     """An entry that the header of this class's files has to have, and that is not `stated` in one. Empty: there is none."""
-    adapter = ADAPTERS.get(kind)
-    return next((entry for entry in (adapter.stated if adapter else ()) if entry not in stated), "")
-
-
-def carries(kind: str) -> bool:
-    """See Adapter.carries."""
-    adapter = ADAPTERS.get(kind)
-    return adapter is not None and adapter.carries
-
-
-def segments_of(
-    kind: str, latents: Sequence[torch.Tensor], arguments: Mapping[str, Any], native: Any
-) -> tuple[Runs, tuple[int, ...]]:
-    """See Adapter.segments. Empty: nobody knows them."""
-    adapter = ADAPTERS.get(kind)
-    return ((), ()) if adapter is None or adapter.segments is None else adapter.segments(latents, arguments, native)
-
-
-def gate_of(kind: str) -> str:
-    """See Adapter.gate. Empty: there is none."""
-    adapter = ADAPTERS.get(kind)
-    return "" if adapter is None else adapter.gate
-
-
-def takes_one_entry(kind: str) -> bool:
-    """See Adapter.one_entry."""
-    adapter = ADAPTERS.get(kind)
-    return adapter is not None and adapter.one_entry
-
-
-def only_here(kind: str) -> tuple[str, ...]:
-    """See Adapter.here."""
-    adapter = ADAPTERS.get(kind)
-    return adapter.here if adapter else ()
-
-
-def computed_of(kind: str) -> Mapping[str, str]:
-    """See Adapter.computed."""
-    adapter = ADAPTERS.get(kind)
-    return adapter.computed if adapter else {}
-
-
-def why_not_skipped(kind: str) -> str:
-    """See Adapter.unskipped."""
-    adapter = ADAPTERS.get(kind)
-    return adapter.unskipped if adapter else ""
-
-
-def own_name(kind: str, parameter: str) -> str:
-    """See Adapter.own_name."""
-    adapter = ADAPTERS.get(kind)
-    return adapter.own_name(parameter) if adapter else parameter
-
-
-def options_of(kind: str) -> tuple[str, ...]:
-    """See Adapter.options."""
-    adapter = ADAPTERS.get(kind)
-    return adapter.options if adapter else ()
-
-
-def check_call(kind: str, sizes: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
-    """See Adapter.check."""
-    adapter = ADAPTERS.get(kind)
-    if adapter is not None and adapter.check is not None:
-        adapter.check(sizes, arguments)
-
-
-def is_steady(kind: str) -> bool:
-    """See Adapter.steady."""
-    adapter = ADAPTERS.get(kind)
-    return adapter is not None and adapter.steady
+    return next((entry for entry in adapter_of(kind).stated if entry not in stated), "")
 
 
 def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
     """The arguments as they are sent. `native`: the class."""
-    adapter = ADAPTERS.get(kind)
-    if adapter is None:
-        return dict(arguments)
+    adapter = adapter_of(kind)
     if adapter.arguments is not None:
         arguments = adapter.arguments(arguments, native)
     left_out = adapter.unsent
@@ -293,6 +226,7 @@ def pixart_cross_attention(kind: type[nn.Module]) -> type[nn.Module]:
     return ByHeads
 
 
+UNCHANGED = Adapter("", {})
 GUIDES = {"guide_attention_entries": without_weights}
 WAN = Adapter("blocks", {}, model=wan_model, options=(FREQUENCY,))
 PIXART = Adapter("blocks", {"attn": pixart_attention, "cross_attn": pixart_cross_attention})

@@ -12,7 +12,7 @@ import torch
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.own_class import COMPANION, WORDS, OwnAttention, OwnClass, OwnCut, OwnLatent
 from parallel_backend.core.token_order import TokenOrder
-from parallel_backend.own_class.adapters.adapters import gate_of, only_here, options_of, own_name
+from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.built.counts import counted, counts_of
 from parallel_backend.own_class.calls.call_arguments import (
@@ -106,7 +106,7 @@ class BuiltClass:
     def key_map(self) -> dict[str, str]:
         """Tensor of the class -> its key in a file of ComfyUI's layout."""
         keys = dict(self.own.keys)
-        names = {name: own_name(self.own.kind, name) for name in self.shapes}
+        names = {name: adapter_of(self.own.kind).own_name(name) for name in self.shapes}
         return {name: keys.get(key, key) for name, key in names.items()}
 
     @cached_property
@@ -160,7 +160,7 @@ class BuiltClass:
     def tensor_plan(self) -> LayerCuts:
         """Layers that tensor ranks share, as a trial has shown. And one beside the attention whose heads they cut."""
         plan = {f"{block.name}.{cut.layer}": cut for block in self.own.blocks for cut in block.cuts}
-        gates = (f"{block.name}.{gate_of(self.own.kind)}" for block in self.own.blocks if block.cuts)
+        gates = (f"{block.name}.{adapter_of(self.own.kind).gate}" for block in self.own.blocks if block.cuts)
         rows = {gate: self.shapes[f"{gate}.weight"][0] for gate in gates if f"{gate}.weight" in self.parameters}
         return plan | {gate: OwnCut("", CutKind.COLUMN.value, (size,), (self.own.heads,)) for gate, size in rows.items()}
 
@@ -180,18 +180,18 @@ class BuiltClass:
     @property
     def options(self) -> tuple[str, ...]:
         """This pack's entries of transformer_options that ranks get."""
-        return options_of(self.own.kind)
+        return adapter_of(self.own.kind).options
 
     @property
     def native_values(self) -> dict[str, None]:
         """The layer that blocks of this file are without, by core.own_class.name_pattern. Other nodes look for it in
         ComfyUI's native model."""
-        gate = gate_of(self.own.kind)
+        gate = adapter_of(self.own.kind).gate
         return {} if not gate or any(name.endswith(f"{gate}.weight") for name in self.parameters) else {f"*.{gate}": None}
 
     def is_elsewhere(self, parameter: str) -> bool:
         """No rank has this parameter of the class: ComfyUI's process computes with it."""
-        return parameter.startswith(tuple(f"{module}." for module in only_here(self.own.kind)))
+        return parameter.startswith(tuple(f"{module}." for module in adapter_of(self.own.kind).here))
 
     def attention_share(self, block_list: str) -> float:
         """In a block of the list: operations of attention for a query and a key, divided by those of a token's layers. Of

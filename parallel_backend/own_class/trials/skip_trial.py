@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from parallel_backend.core.own_class import OwnBlock, OwnClass
-from parallel_backend.own_class.adapters.adapters import why_not_skipped
+from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.calls.residuals import BLOCKS, REPLACED
 from parallel_backend.own_class.calls.tried_calls import Call, distance, drawn, smaller
 from parallel_backend.own_class.cuts.stages import passing_through
@@ -57,7 +57,7 @@ def trial_of_skips(
     def failed(why: str) -> Skips:
         return Skips(why=f"it does not run with skipped blocks ({why})")
 
-    if why := why_not_skipped(own.kind):
+    if why := adapter_of(own.kind).unskipped:
         return Skips(why=why)
     return trial_of_change(own, proof, call, tried, failed, poll)
 

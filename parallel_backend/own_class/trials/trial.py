@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from parallel_backend.core.own_class import OwnBlock, OwnClass
-from parallel_backend.own_class.adapters.adapters import is_steady
+from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.tried_calls import (
     SIZES,
@@ -193,7 +193,7 @@ def _found(
             cut = LONG_SKIPS
         latent, why = None, cut if isinstance(cut, str) else NOT_TRIED
         if not isinstance(cut, str) and bands:
-            latent, why = latent_of(model, cut, actual, times, is_steady(own.kind))
+            latent, why = latent_of(model, cut, actual, times, adapter_of(own.kind).steady)
         order = blocks_of_all(blocks if isinstance(cut, str) else cut, lists, like)
         if are_mixed(blocks) or (len(order) > len(blocks) and not stages and any(block.until for block in blocks)):
             order, stages = _of_all_blocks(own, lists, order, stages, calls[0], poll)

@@ -14,7 +14,7 @@ from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split_units
-from parallel_backend.own_class.adapters.adapters import only_here
+from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.own_class.built.headed import give_heads
@@ -186,7 +186,7 @@ def build_own_stage(
         if block.name not in own:
             without_values(model.get_submodule(block.name))
     plan = replace(plan, plan={name: cuts for name, cuts in plan.plan.items() if not name.startswith(elsewhere)})
-    for name in only_here(built.own.kind):
+    for name in adapter_of(built.own.kind).here:
         without_values(model.get_submodule(name))
     targets = [name for name in checkpoint.key_map if not (name.startswith(elsewhere) or built.is_elsewhere(name))]
     load(StageWeights(model, checkpoint, targets, plan, device, dtype_name), kept)
