@@ -17,6 +17,10 @@ from parallel_backend.processes.pool import LoadProgress, Poll, Pool
 from .mini import for_tensor
 
 
+def nobody() -> None:
+    """A Poll that never gives up."""
+
+
 def on_ranks(
     pool: Pool,
     checkpoint: Checkpoint,

@@ -22,7 +22,7 @@ from parallel_backend.planning.workload import workload_of
 from parallel_backend.rank.stage.lora import Adapters
 from testing import mini
 from testing.emulated_device import EmulatedDevice
-from testing.models import on_ranks
+from testing.models import nobody, on_ranks
 from tests.conftest import Pools
 from tests.rank.test_lora import diffs, lora
 
@@ -30,10 +30,6 @@ pytestmark = [pytest.mark.threads, pytest.mark.slow]
 
 BUDGET, RATE = 6_600_000, 1e9
 """Bytes of each rank's device, and bytes a second that come there. The model has 13 MB of weights."""
-
-
-def nobody() -> None:
-    pass
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.processes.pool import LinksDown, RankError
 from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire import messages as m
+from testing.models import nobody
 from tests.support.fake_cuda import ADA, fake_cuda
 
 DEVICES = ("cpu", "cpu")
@@ -149,10 +150,6 @@ def loaded(registry, monkeypatch):
         return key, registry.model(key, nobody, make_room=make_room, owner=owner)
 
     return load
-
-
-def nobody() -> None:
-    pass
 
 
 def test_nothing_of_models_of_failed_ranks_is_kept_beside_the_next_model(loaded):

@@ -255,17 +255,6 @@ def test_traffic_weights_and_buffers_are_those_of_real_runs(planned, pools, mini
     pools.forget(2)
 
 
-FOUR = [
-    Mode(Degrees(pipe=4), 4),
-    Mode(Degrees(pipe=2, ulysses=2), 4),
-    Mode(Degrees(pipe=2, ring=2), 2),
-    Mode(Degrees(batch=2, pipe=2), 2),
-    Mode(Degrees(ring=2, ulysses=2)),
-    Mode(Degrees(tensor=2, ulysses=2)),
-    Mode(Degrees(patch=2, ring=2, patch_mode="displaced")),
-]
-
-
 @pytest.fixture(scope="module")
 def registry() -> Iterator[Registry]:
     found = Registry()

@@ -506,6 +506,3 @@ def test_a_plan_is_kept_with_the_model_on_the_ranks(tmp_path):
     on_ranks(loaded)
     model.on_ranks = False
     assert registry.planned(left) is None
-
-
-# The command line.

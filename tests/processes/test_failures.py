@@ -1,5 +1,6 @@
 """What happens when a rank, a request or ComfyUI itself ends at the wrong moment."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -140,6 +141,31 @@ def test_cancel_in_a_run_leaves_ranks_that_work(remote, given, expected, degrees
     fresh = sample_in_bands(remote(degrees, fresh=True), x, linear_sigmas(3), Prompt(tensors, tensors, 1.0), 3, 1)[0]
     assert torch.equal(after, fresh)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("band ")]
+
+
+def test_thirty_cancels_leave_nothing(remote, given, expected):
+    """No thread, no open file, and the same output as before."""
+    model = remote(Degrees(pipe=2), fresh=True)
+    x, _, tensors = given
+
+    def state() -> tuple[list[int], list[int], list[str]]:
+        model.predict(ModelCall(*given), lambda: None)  # what was cancelled is over
+        gc.collect()
+        processes = [psutil.Process(), *map(psutil.Process, model.pool.pids)]
+        names = sorted(thread.name for thread in threading.enumerate())
+        return [each.num_fds() for each in processes], [each.num_threads() for each in processes[1:]], names
+
+    def cancelled(number: int) -> None:
+        polls = iter([lambda: None] * (number % 5))
+        with pytest.raises(Cancelled):
+            sample_in_bands(model, x, linear_sigmas(50), Prompt(tensors, tensors, 1.0), 2, 1, lambda: next(polls, cancel)())
+
+    cancelled(0)  # the first one makes what stays
+    before = state()
+    for number in range(30):
+        cancelled(number)
+    assert state() == before
+    assert mini.relative(model.predict(ModelCall(*given), lambda: None), expected) <= 1e-5
 
 
 @pytest.mark.alone

@@ -17,7 +17,7 @@ from parallel_backend.processes.failure_text import NCCL_OFF, P2P_OFF
 from parallel_backend.processes.pool import LinksDown, Pool, RankError
 from parallel_backend.wire.rank_settings import SELF_TEST
 from testing import mini
-from testing.models import on_ranks
+from testing.models import nobody, on_ranks
 from tests.processes.test_failures import wait_until_gone
 from tests.support import deaf_rank
 
@@ -27,10 +27,6 @@ LIMIT = 2.0
 """Seconds of the self-test here. It has 60."""
 BOUND = LIMIT + 10.0
 """Seconds until its error that tests allow: a rank more may explain it for one, and the machine may be busy with others."""
-
-
-def nothing() -> None:
-    """A Poll that never gives up."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +39,7 @@ def pool() -> Pool:
 
 
 def load(pool: Pool, path) -> RemoteTransformer:
-    return on_ranks(pool, mini.opened(path), Degrees(pipe=2), "fp32", "sdpa", nothing)
+    return on_ranks(pool, mini.opened(path), Degrees(pipe=2), "fp32", "sdpa", nobody)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +67,7 @@ def test_a_link_that_never_comes_up_is_named_and_the_next_prompt_works(
             assert wait_until_gone(deaf.pids)
     with closing(pool()) as working:
         expected = mini.reference(mini_model, *given)
-        assert mini.relative(load(working, mini_file).predict(ModelCall(*given), nothing), expected) <= 1e-5
+        assert mini.relative(load(working, mini_file).predict(ModelCall(*given), nobody), expected) <= 1e-5
 
 
 def test_a_store_that_goes_away_while_ranks_wait_for_each_other_is_named(monkeypatch):
@@ -99,7 +95,7 @@ def test_where_nccl_fails_ranks_talk_in_another_way(monkeypatch, mini_file, give
     said: list[str] = []
     with closing(Registry()) as registry:
         key = mini.setup(mini_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")
-        model = registry.model(key, nothing, lambda doing, _fraction: said.append(doing))
+        model = registry.model(key, nobody, lambda doing, _fraction: said.append(doing))
         assert said[-1].endswith(note)
         assert model.pool.notes == (note,)
-        assert model.predict(ModelCall(*given), nothing).isfinite().all()
+        assert model.predict(ModelCall(*given), nobody).isfinite().all()

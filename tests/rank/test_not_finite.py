@@ -20,16 +20,13 @@ from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.rank.finite_check import FiniteWatch
 from parallel_backend.wire import messages as m
 from testing import mini
+from testing.models import nobody
 
 pytestmark = pytest.mark.threads
 
 NAN, INF = float("nan"), float("inf")
 LAST_BLOCK = "single_blocks.4.linear2.weight"
 """On the second of two stages."""
-
-
-def nobody() -> None:
-    pass
 
 
 # What counts.
