@@ -39,6 +39,9 @@ def small_devices(thread_pools) -> Iterator[Pools]:
     pools.close()
 
 
+DISPLACED = Degrees(patch=2, patch_mode="displaced")
+
+
 def load(pools: Pools, path, degrees: Degrees, offload: str = "auto") -> RemoteTransformer:
     """Always anew: how it is placed goes by what is free."""
     pool = pools(degrees.world)
@@ -53,13 +56,14 @@ def results(model: RemoteTransformer) -> list[torch.Tensor]:
         model.begin_timeline()
         x, timestep, tensors = mini.inputs(batch=1, height=height, width=width)
         found.append(model.predict(ModelCall(x, timestep, tensors), nobody))
-    if model.degrees.pipe > 1:
+    if model.degrees.pipe > 1 or model.degrees.displaced:
         model.begin_timeline()
-        found.append(sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, {}, 1.0), 2, 1)[0])
+        bands = 1 if model.degrees.displaced else 2
+        found.append(sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, {}, 1.0), bands, 1)[0])
     return found
 
 
-@pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2)], ids=str)
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2), DISPLACED], ids=str)
 def test_what_does_not_fit_is_streamed(degrees, small_devices, thread_pools, mini_file):
     expected = results(thread_pools.mini(mini_file, degrees))
     model = load(small_devices, mini_file, degrees)
@@ -202,13 +206,3 @@ def test_no_more_gives_way_than_is_needed_and_others_first(devices, mini_file, o
     model.adapt("a LoRA", deltas, nobody)
     assert asked
     assert model.weight_bytes == [total]  # another program has given it
-
-
-def test_where_weights_may_not_be_streamed_nothing_moves(devices, mini_file, overfull):
-    model = load(devices(40_000_000), mini_file, Degrees(), "none")
-    asked: list[int] = []
-    model._memory.make_room = lambda device, missing: asked.append(missing) or 0
-    model.adapt("a LoRA", lora(load_file(mini_file), rank=8 * RANK), nobody)
-    assert len(asked) == 1  # which was in vain
-    assert set(model.resident.limits) == {ALL}
-    assert model.on_ranks

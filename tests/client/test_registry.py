@@ -392,16 +392,6 @@ def test_models_that_take_turns_in_a_run_take_from_each_other_once(registry, loa
     assert second.asked == [10]
 
 
-def test_what_was_used_again_in_one_run_is_used_for_the_first_time_in_the_next(registry, loaded):
-    for name in "ab":
-        loaded(name)
-    registry.begin_run()
-    loaded("a"), loaded("b"), loaded("a")
-    registry.begin_run()
-    loaded("b")
-    assert loaded("a")[1].make_room("cpu", 10) == 10
-
-
 def test_ranks_talk_through_gloo_where_nccl_fails_in_every_way(starts, monkeypatch):
     monkeypatch.setattr(FakePool, "down", {True: "nccl", False: "nccl"})
     assert [starts(), starts()] == [(BY_GLOO, 3), (BY_GLOO, 1)]

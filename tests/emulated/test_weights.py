@@ -8,7 +8,6 @@ import torch
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
-from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
@@ -123,35 +122,6 @@ def test_adapters(both: Both, files: Files, offload):
     found = both.check(run)
     assert torch.equal(found[0], found[-1])
     assert all(mini.relative(one, found[0]) > 1e-3 for one in found[1:-1])
-
-
-@pytest.mark.full
-def test_several_models_one_after_the_other_and_beside_each_other(both: Both, files: Files):
-    """Through the registry: each at other degrees; all give way, and come back."""
-
-    def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        registry, devices = Registry(), pool(2).devices
-        registry.start_of = lambda _devices: pool.start
-        path = files.mini().path
-        keys = [
-            mini.setup(path, "fp32", devices, degrees, "sdpa", "even") for degrees in (PIPE, Degrees(tensor=2), DISPLACED)
-        ]
-        found = []
-        try:
-            for _ in range(2):
-                for key in keys:
-                    registry.begin_run()
-                    found += results(registry.model(key, nothing))
-                for device in devices:
-                    registry.make_way(registry.pool, device, 1 << 50)
-            if on_gpu(registry.pool):
-                held = registry.pool.ask(m.ReadMemory(), m.DeviceMemoryReport).result(timeout=60)
-                assert max(each.held_bytes for each in held) < SMALL
-        finally:
-            registry.close()
-        return found
-
-    both.check(run)
 
 
 def test_buffers_of_another_models_open_run_are_not_counted_as_a_models_own(both: Both, files: Files):

@@ -28,7 +28,7 @@ from parallel_backend.placement.memory_model import Request, bytes_by_block, mem
 from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.wire import messages as m
 from testing import mini
-from testing.models import conditioning_of, nobody, on_ranks
+from testing.models import conditioning_of, nobody
 from tests.support.one_rank import OneRank
 
 pytestmark = pytest.mark.threads
@@ -320,13 +320,3 @@ def test_a_run_that_cannot_fit_is_refused_and_the_next_one_works(remote, mini_mo
     found = model.predict(ModelCall(x, timestep, tensors), nobody)
     assert mini.relative(found, mini.reference(mini_model, x, timestep, tensors)) < 1e-5
     assert not model._memory._runs
-
-
-def test_weights_that_do_not_fit_are_refused_before_they_are_sent(pools, mini_file, monkeypatch):
-    pool = pools(2)
-    pools.forget(2)
-    monkeypatch.setattr(MemoryGuard, "_device_memories", lambda self, poll: (DeviceMemory("cpu", (0, 1), 1000, 1000, None),))
-    sent = Messages(pool, monkeypatch).asked
-    with pytest.raises(ValueError, match=r"model_name: the weights of tiny\.safetensors take"):
-        on_ranks(pool, mini.opened(mini_file), Degrees(pipe=2), "fp32", "sdpa", nobody, "even")
-    assert m.Load not in sent

@@ -145,12 +145,6 @@ def test_four_gpus_with_slow_links():
     assert "0-1 0.3 GB/s, 100 us" in text
 
 
-def test_one_gpu_stays_alone():
-    found = plan(costs(workload(), machine([1.0])))
-    assert len(found.predictions) == 1
-    assert "advice: stay on one GPU (cuda:0)" in describe(found)
-
-
 def test_gpus_that_gain_nothing_stay_alone():
     """Links so slow that nothing pays, and a picture so small that patches do not either."""
     crawl = Link(0.5, 1e6)

@@ -83,21 +83,6 @@ def test_a_killed_rank_is_named_and_the_next_pool_works(remote, given, expected)
     lose_a_rank(remote, given, expected, r"rank 1 \(cpu\) was killed by signal 9")
 
 
-def test_a_rank_killed_during_a_call_is_named(pools, remote, given):
-    """The other rank of a Ulysses pair fails in its all-to-all: still the killed one is named, not the one that noticed."""
-    model = remote(Degrees(ulysses=2))
-    stop = threading.Event()
-
-    def kill():
-        stop.wait(0.3)
-        os.kill(model.pool.pids[1], signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
-    with pytest.raises(RankError, match=r"rank 1 \(cpu\) was killed by signal 9"):
-        while True:
-            model.predict(ModelCall(*given), lambda: None)
-
-
 def test_an_error_inside_the_model_comes_back_with_rank_and_traceback(remote, given):
     x, timestep, tensors = given
     model = remote(Degrees(pipe=2))

@@ -105,11 +105,6 @@ def test_a_rank_that_is_not_heard_is_named_after_the_silence():
     assert verdict.text.startswith("sent no heartbeat for 20 s, last seen in micro-step 12. It was stopped")
 
 
-def test_ranks_at_rest_may_rest_for_ever():
-    played = Played()
-    assert played.until(heard=lambda: [played.beat(rank) for rank in range(2)])[1] is None
-
-
 def test_silence_before_the_first_beat_is_the_starts():
     played = Played(ready=False)
     played.beat(0, m.START_UP, waiting=True)
