@@ -1,4 +1,4 @@
-"""Faults that the emulated devices have to notice, one of each kind that test_left_out.py has not in the product.
+"""Faults that the emulated devices have to notice.
 
 Each fault is a few lines against torch.cuda that a real device would let pass, or punish with other timing.
 """

@@ -45,9 +45,10 @@ take turns in two places."""
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Callable[[int], Pool]]:
-    """`pools(n)`: ranks on cards of their own."""
+    """`pools(n)`: ranks on cards of their own, which note what does not wait."""
     with both_kinds(HOPPER, HOPPER, devices=lambda world: ("cuda:0", "cuda:1")[:world]) as both:
         yield both.gpu
+        assert not both.machine.record.violations
 
 
 def load(
