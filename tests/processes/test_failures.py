@@ -30,16 +30,6 @@ class Cancelled(BaseException):
     """As ComfyUI's InterruptProcessingException, no Exception in recent versions."""
 
 
-@pytest.fixture(scope="module")
-def given():
-    return mini.inputs()
-
-
-@pytest.fixture(scope="module")
-def expected(mini_model, given):
-    return mini.reference(mini_model, *given)
-
-
 def many_steps(model, given, poll=lambda: None):
     """A run that lasts until something ends it."""
     x, _, tensors = given

@@ -29,11 +29,6 @@ BOUND = LIMIT + 10.0
 """Seconds until its error that tests allow: a rank more may explain it for one, and the machine may be busy with others."""
 
 
-@pytest.fixture(scope="module")
-def given():
-    return mini.inputs()
-
-
 def pool() -> Pool:
     return Pool(("cpu", "cpu"), self_test=replace(SELF_TEST, seconds=LIMIT))
 
@@ -49,9 +44,7 @@ def load(pool: Pool, path) -> RemoteTransformer:
         ("loading", "the link (to rank 1|from rank 0) (cpu)"),
     ],
 )
-def test_a_link_that_never_comes_up_is_named_and_the_next_prompt_works(
-    monkeypatch, mini_file, mini_model, given, when, what
-):
+def test_a_link_that_never_comes_up_is_named_and_the_next_prompt_works(monkeypatch, mini_file, given, expected, when, what):
     with monkeypatch.context() as patch:
         patch.setattr(local, "rank_entry", lambda: functools.partial(deaf_rank.deaf, when))
         with closing(pool()) as deaf:
@@ -66,7 +59,6 @@ def test_a_link_that_never_comes_up_is_named_and_the_next_prompt_works(
             assert f"did not end within {LIMIT:g} s. Try: " in str(error.value)
             assert wait_until_gone(deaf.pids)
     with closing(pool()) as working:
-        expected = mini.reference(mini_model, *given)
         assert mini.relative(load(working, mini_file).predict(ModelCall(*given), nobody), expected) <= 1e-5
 
 

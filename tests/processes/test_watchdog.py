@@ -391,11 +391,6 @@ BOUND = SILENCE + 20.0
 """Seconds from the stop of a rank to its error that tests allow; the machine may be busy with others."""
 
 
-@pytest.fixture(scope="module")
-def given():
-    return mini.inputs()
-
-
 @pytest.fixture
 def orders(tmp_path, monkeypatch):
     """`orders('1 sleep')`: what ranks that are started in this test do from then on."""
