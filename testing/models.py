@@ -1,6 +1,6 @@
 """Models on the ranks of a pool, with settings that tests and benchmarks name one by one."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,6 +19,15 @@ from .mini import for_tensor
 
 def nobody() -> None:
     """A Poll that never gives up."""
+
+
+class Cancelled(BaseException):
+    """As ComfyUI's InterruptProcessingException, no Exception in recent versions."""
+
+
+def cancel() -> NoReturn:
+    """A Poll that gives up at once."""
+    raise Cancelled
 
 
 def on_ranks(

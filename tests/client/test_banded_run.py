@@ -23,6 +23,7 @@ from parallel_backend.own_class.built.built_class import built_class
 from parallel_backend.own_class.calls.patching import Companion, Patching
 from parallel_backend.processes.pool import POLL_SECONDS
 from testing import mini
+from testing.models import Cancelled
 
 FAMILY = built_class(mini.proven())
 SHAPE = (1, 16, 12, 4)  # 6 rows of 2 tokens
@@ -289,10 +290,6 @@ def test_an_exception_in_one_band_ends_all(model, band, exact):
 
     with pytest.raises(KeyError, match="the sampler's own"):
         run_all(run, sample)
-
-
-class Cancelled(BaseException):
-    """As ComfyUI's InterruptProcessingException, no Exception in recent versions."""
 
 
 @pytest.mark.parametrize("mute", [False, True])

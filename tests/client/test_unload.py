@@ -19,7 +19,7 @@ from parallel_backend.processes import pool as pool_module
 from parallel_backend.quickstart.model import mini_flux
 from testing import mini
 from testing.host_memory import held_bytes
-from testing.models import nobody, whole_call
+from testing.models import Cancelled, nobody, whole_call
 
 LARGE = mini.CONFIG | {"double_blocks": 1, "single_blocks": 4, "width": 8 * 128, "axes": (16, 56, 56)}
 """About 400 MB in fp32."""
@@ -29,10 +29,6 @@ COPY, LEFT = 1.1, 0.05
 CPUS = ("cpu", "cpu")
 
 pytestmark = pytest.mark.processes
-
-
-class Cancelled(BaseException):
-    """As ComfyUI's own, which is no Exception."""
 
 
 def write_random(path: Path, config: dict) -> int:

@@ -19,15 +19,11 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from testing import mini
-from testing.models import on_ranks
+from testing.models import Cancelled, cancel, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 5.0
 """Seconds within which an error, or the end of a process, is promised."""
-
-
-class Cancelled(BaseException):
-    """As ComfyUI's InterruptProcessingException, no Exception in recent versions."""
 
 
 def many_steps(model, given, poll=lambda: None):
@@ -97,10 +93,6 @@ def test_a_file_that_vanished_fails_in_loading(pools, mini_model, given, tmp_pat
         on_ranks(pools(2), checkpoint, Degrees(pipe=2), "fp32", "sdpa", lambda: None)
 
 
-def cancel():
-    raise Cancelled
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(pipe=2, ulysses=2)], ids=str)
 def test_cancel_in_a_run_leaves_ranks_that_work(remote, given, expected, degrees):
@@ -154,7 +146,7 @@ def test_no_rank_outlives_a_killed_parent(mini_file, tmp_path):
         "from parallel_backend.core.degrees import Degrees\n"
         "from parallel_backend.processes.pool import Pool\n"
         "from testing import mini\n"
-        "from testing.models import on_ranks\n"
+        "from testing.models import Cancelled, cancel, on_ranks\n"
         "pool = Pool(('cpu', 'cpu'))\n"
         f"checkpoint = mini.opened(Path({str(mini_file)!r}))\n"
         "model = on_ranks(pool, checkpoint, Degrees(pipe=2), 'fp32', 'sdpa', lambda: None)\n"

@@ -23,7 +23,7 @@ from parallel_backend.processes.pool import Pool
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.emulated_device import EmulatedCopies, EmulatedDevice
-from testing.models import on_ranks
+from testing.models import Cancelled, on_ranks
 from tests.checkpoints.test_formats import scaled_new
 from tests.support import tracing_rank
 from tests.support.one_rank import OneRank
@@ -165,9 +165,6 @@ def test_bands_with_old_keys(tracing_pools, pools, mini_file):
 
 
 def test_cancel_does_not_wait_for_the_compiler(mini_file, pools, monkeypatch):
-    class Cancelled(Exception):
-        pass
-
     inputs = mini.inputs()
     expected = pools.mini(mini_file, Degrees()).predict(ModelCall(*inputs), lambda: None)
     # Of ranks to come; those of `pools` are for all tests.
