@@ -39,9 +39,6 @@ def small_devices(thread_pools) -> Iterator[Pools]:
     pools.close()
 
 
-DISPLACED = Degrees(patch=2, patch_mode="displaced")
-
-
 def load(pools: Pools, path, degrees: Degrees, offload: str = "auto") -> RemoteTransformer:
     """Always anew: how it is placed goes by what is free."""
     pool = pools(degrees.world)
@@ -56,14 +53,13 @@ def results(model: RemoteTransformer) -> list[torch.Tensor]:
         model.begin_timeline()
         x, timestep, tensors = mini.inputs(batch=1, height=height, width=width)
         found.append(model.predict(ModelCall(x, timestep, tensors), nobody))
-    if model.degrees.pipe > 1 or model.degrees.displaced:
+    if model.degrees.pipe > 1:
         model.begin_timeline()
-        bands = 1 if model.degrees.displaced else 2
-        found.append(sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, {}, 1.0), bands, 1)[0])
+        found.append(sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, {}, 1.0), 2, 1)[0])
     return found
 
 
-@pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2), DISPLACED], ids=str)
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(ulysses=2), Degrees(tensor=2)], ids=str)
 def test_what_does_not_fit_is_streamed(degrees, small_devices, thread_pools, mini_file):
     expected = results(thread_pools.mini(mini_file, degrees))
     model = load(small_devices, mini_file, degrees)

@@ -24,6 +24,7 @@ from tests.rank.test_quantised_ranks import INPUTS, KINDS, RATIO, files, plain, 
 from tests.support.cpu_and_gpu import Both, both_kinds
 
 pytestmark = pytest.mark.threads
+packed = test_formats.files
 
 
 @pytest.fixture(scope="module")

@@ -43,13 +43,14 @@ def results(model: RemoteTransformer) -> list[torch.Tensor]:
     return [model.predict(ModelCall(*GIVEN), nothing), sampled]
 
 
-def test_streamed_weights_with_several_shares_on_the_device(both: Both, files: Files):
+@pytest.mark.parametrize("degrees", [PIPE, pytest.param(DISPLACED, marks=pytest.mark.slow)], ids=str)
+def test_streamed_weights_with_several_shares_on_the_device(both: Both, files: Files, degrees: Degrees):
     """What is to be resident changes between runs: blocks come, go, and take turns in slots."""
 
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
         if not on_gpu(pool(2)):
-            return results(load(files.mini(DEEP), PIPE)) * (1 + len(SHARES))
-        model = load(files.mini(DEEP), PIPE, offload=EVERYTHING)
+            return results(load(files.mini(DEEP), degrees)) * (1 + len(SHARES))
+        model = load(files.mini(DEEP), degrees, offload=EVERYTHING)
         whole = [one.total for one in model.resident.weights]
         assert all(held < total for held, total in zip(model.weight_bytes, whole, strict=True))
         found = results(model)
