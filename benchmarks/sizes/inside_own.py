@@ -35,8 +35,12 @@ from parallel_backend.core.degrees import Degrees  # noqa: E402
 from parallel_backend.own_class.adapters.adapters import sent  # noqa: E402
 from parallel_backend.own_class.built import built_class  # noqa: E402
 from parallel_backend.own_class.built.building import build  # noqa: E402
-from parallel_backend.own_class.calls.call_arguments import OPTIONS, structure_of, to_tensors  # noqa: E402
-from parallel_backend.own_class.calls.call_form import in_form  # noqa: E402
+from parallel_backend.own_class.calls.call_arguments import (  # noqa: E402
+    OPTIONS,
+    in_form,
+    structure_of,
+    to_tensors,
+)
 from parallel_backend.own_class.calls.tried_calls import Call  # noqa: E402
 from parallel_backend.own_class.trials.trial import trial  # noqa: E402
 from testing.files import write_header  # noqa: E402

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.own_class.cuts.row_attention import attention_by_rows, kept_with
+from parallel_backend.own_class.cuts.attention_calls import attention_by_rows, kept_with
 from tests.own_class.planted_tokens import Mixing, TwoStreams
 
 SIZE = 7

@@ -30,7 +30,7 @@ from parallel_backend.own_class.adapters.wan_forms import (
 )
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.tried_calls import draw_weights
-from parallel_backend.own_class.cuts.row_attention import attention_by_rows
+from parallel_backend.own_class.cuts.attention_calls import attention_by_rows
 from tests.own_class.planted_tokens import optimized_attention
 from tests.support.planted_comfyui import planted
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel_backend.own_class.cuts.normalized_guidance import normalized
+from parallel_backend.own_class.cuts.guided_attention import normalized
 from parallel_backend.own_class.trials.guided_trial import SETTINGS, Guidance
 from parallel_backend.own_class.trials.second_text_trial import trial_of_second_text
 from parallel_backend.own_class.trials.trial import trial

@@ -18,8 +18,7 @@ from parallel_backend.own_class.adapters.adapters import adapter_of, sent
 from parallel_backend.own_class.adapters.minimax_forms import INSIDE
 from parallel_backend.own_class.built.built_class import built_class
 from parallel_backend.own_class.built.counts import misfit
-from parallel_backend.own_class.calls.call_arguments import OPTIONS, to_tensors
-from parallel_backend.own_class.calls.call_form import LATENTS, in_form, unpack
+from parallel_backend.own_class.calls.call_arguments import LATENTS, OPTIONS, in_form, to_tensors, unpack
 from parallel_backend.own_class.calls.patching import Latents, latents_of
 from parallel_backend.own_class.calls.residuals import CONTROL, for_trial
 from parallel_backend.own_class.calls.tried_calls import (

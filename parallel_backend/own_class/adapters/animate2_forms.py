@@ -16,9 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.own_class.cuts.attention_calls import attention_of
-from parallel_backend.own_class.cuts.row_attention import attention_by_rows, kept_with
-from parallel_backend.own_class.cuts.row_rule import Attend
+from parallel_backend.own_class.cuts.attention_calls import AttendAll, attention_by_rows, attention_of, kept_with
 
 BESIDE = "parallel_dit_beside"
 """Option of its blocks: Beside. Missing: there is no pose, and the video sees the character as it is."""
@@ -57,7 +55,7 @@ class SameFrame:
 
     def __call__(
         self,
-        attend: Attend,
+        attend: AttendAll,
         q_BQHE: torch.Tensor,
         k_BKHE: torch.Tensor,
         v_BKHE: torch.Tensor,

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel_backend.own_class.cuts.row_attention import attention_by_rows, kept_with
-from parallel_backend.own_class.cuts.row_rule import Attend
+from parallel_backend.own_class.cuts.attention_calls import AttendAll, attention_by_rows, kept_with
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Causal:
 
     def __call__(
         self,
-        attend: Attend,
+        attend: AttendAll,
         q_BQHD: torch.Tensor,
         k_BKHD: torch.Tensor,
         v_BKHD: torch.Tensor,

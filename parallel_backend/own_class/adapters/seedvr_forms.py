@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.own_class.cuts.row_attention import attention_by_rows, kept_with
-from parallel_backend.own_class.cuts.row_rule import Attend
+from parallel_backend.own_class.cuts.attention_calls import AttendAll, attention_by_rows, kept_with
 
 CONDITION = "condition"
 """Argument: the video that is to be made sharper [B, 17, T, H, W], as latents and a mask."""
@@ -72,7 +71,7 @@ class InWindows:
 
     def __call__(
         self,
-        attend: Attend,
+        attend: AttendAll,
         q_BQHD: torch.Tensor,
         k_BKHD: torch.Tensor,
         v_BKHD: torch.Tensor,

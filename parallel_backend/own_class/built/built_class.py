@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,24 +11,26 @@ import torch
 
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.own_class import COMPANION, WORDS, OwnAttention, OwnClass, OwnCut, OwnLatent
+from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
-from parallel_backend.own_class.built.counts import counted, counts_of
+from parallel_backend.own_class.built.counts import Counts, counted, counts_of
 from parallel_backend.own_class.calls.call_arguments import (
     LATENT,
+    LATENTS,
     OPTIONS,
     STRUCTURE,
     from_tensors,
+    pack,
+    run_call,
     structure_of,
     timestep_of,
+    unpack,
 )
-from parallel_backend.own_class.calls.call_form import LATENTS, pack, unpack
-from parallel_backend.own_class.calls.call_form import run as run_in_form
 from parallel_backend.own_class.calls.patching import Companion, Latents, Patching, latents_of
 from parallel_backend.own_class.calls.residuals import CONTROL, by_kind
-from parallel_backend.own_class.calls.step_inputs import StepInputs
-from parallel_backend.own_class.calls.tried_calls import Call, conditioning, one_entry
+from parallel_backend.own_class.calls.tried_calls import Call, conditioning, one_entry, smaller, with_whole_axes
 from parallel_backend.own_class.cuts.band_tokens import BandTokens, class_numbers
 from parallel_backend.own_class.cuts.guided_attention import GUIDED, Guided, own_sums
 from parallel_backend.own_class.cuts.second_text import ADD_UP, SECOND, WHOLE_HEADS
@@ -74,6 +76,39 @@ class Counted(NamedTuple):
 
 
 @dataclass(frozen=True)
+class StepInputs:
+    """Inputs of a rank's model in one micro-step. Tensors are on the rank's device and have the rank's b batch entries."""
+
+    x: torch.Tensor
+    """Tokens [b, n, C]: the rank's shard of the band's packed latent, in the order of `token_order`."""
+
+    x_companion: torch.Tensor
+    """Tokens [b, a, C] of the companion latent, with channels padded to those of `x`. a = 0: the micro-step has none."""
+
+    timestep: torch.Tensor
+    """The sampler's timestep, float32: [b], or [b, T] with a time for each latent frame, or [b, N, 1] with a time for each
+    token of the whole video."""
+
+    tensors: dict[str, torch.Tensor]
+    """Conditioning tensors."""
+
+    grid: tuple[int, ...]
+    """The picture's tokens along its axes."""
+
+    token_order: TokenOrder
+    """The order of the call's image tokens."""
+
+    image: Span
+    """The rank's image tokens, in that order."""
+
+    kept: dict[Any, Any]
+    """Cache shared by all micro-steps with the same tokens and the same conditioning."""
+
+    companion_tokens: int = 0
+    """Tokens of the whole companion latent (patching.Companion)."""
+
+
+@dataclass(frozen=True)
 class BuiltClass:
     """What is known about `own`."""
 
@@ -85,7 +120,7 @@ class BuiltClass:
     exact: frozenset[str]
     """Parameters and tables that the class keeps in float32 when it is built in another dtype."""
     call: Call | None = None
-    """The call that a trial was made for, see example.py. None: there was none in this process."""
+    """The call that a trial was made for, an example for others. None: there was none in this process."""
 
     @property
     def name(self) -> str:
@@ -213,6 +248,23 @@ class BuiltClass:
             return {"context": torch.empty(1, prompt, 1, device="meta")}
         return conditioning(one_entry(self.call))
 
+    def timed_calls(self, rows: Sequence[int], columns: int, text: int) -> list[tuple[Call, Counts]]:
+        """The example's first entry cut to each of `rows` rows of `columns` tokens and `text` words, and what it takes.
+
+        It gets no more than it has. Empty: there is no example, or the class cannot be counted or cut so."""
+        own, call = self.own, None if self.call is None else one_entry(self.call)
+        if call is None or (whole := counted(own, call)) is None:
+            return []
+        call = with_whole_axes(call, lambda each: counted(own, each) is not None)
+        sizes, side = call.latents[0].shape[2:], self.patching.side
+        if own.latent is None:
+            side = max(1, round(math.sqrt(math.prod(sizes) * self.hidden / whole.states)))
+        frames = (self.patching.frames,) if own.video else ()
+        most = min(max(rows), math.ceil(sizes[-2] / side))
+        cut = [smaller(call, (*frames, side * max(1, most * count // max(rows)), side * columns), text) for count in rows]
+        found = [(each, counts) for each in cut if (counts := counted(own, each)) is not None]
+        return found if len(found) == len(cut) else []
+
     def noise(self, shape: tuple[int, ...]) -> Latents:
         """Random latents of a model call, of which the first has this shape. Nested latents without proven bands are
         packed."""
@@ -294,10 +346,10 @@ class BuiltClass:
             # A naive patch has no row of another one with which the class could fill it up.
             sizes = () if stage.tokens is not None and stage.tokens.alone else structure[LATENT][1:]
             latent = patching.unpack(x, sizes or patching.whole(step.grid))
-            out = run_in_form(stage.call, latent, timestep, named)
+            out = run_call(stage.call, latent, timestep, named)
             return step.x[:, :0] if out is None else patching.pack(out)[:, pictures.slice]
         shapes = [(len(x), *shape) for shape in structure[LATENTS]]
-        out = run_in_form(stage.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
+        out = run_call(stage.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
         if out is None:
             return step.x[:, :0]
         tokens = patching.pack_all(tuple(unpack(out, structure[LATENTS])))

@@ -18,10 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from parallel_backend.core.own_class import OwnBlock, OwnClass
 from parallel_backend.own_class.built.building import build
-from parallel_backend.own_class.calls.block_arguments import tensor_places
-from parallel_backend.own_class.calls.call_arguments import LATENT, STRUCTURE, from_tensors, timestep_of
-from parallel_backend.own_class.calls.call_form import LATENTS, TIMES
-from parallel_backend.own_class.calls.token_rows import token_count
+from parallel_backend.own_class.calls.block_arguments import tensor_places, token_count
+from parallel_backend.own_class.calls.call_arguments import LATENT, LATENTS, STRUCTURE, TIMES, from_tensors, timestep_of
 from parallel_backend.own_class.calls.tried_calls import Call, entry_of
 from parallel_backend.own_class.cuts.attention_calls import AttentionCall, attention_by, attention_call
 from parallel_backend.own_class.cuts.second_text import SECOND

@@ -11,8 +11,20 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.own_class.calls.call_arguments import OPTIONS, SIGMAS, from_tensors, structure_of, to_tensors
-from parallel_backend.own_class.calls.call_form import LATENTS, TIMES, apart, joined, pack, run, unpack
+from parallel_backend.own_class.calls.call_arguments import (
+    LATENTS,
+    OPTIONS,
+    SIGMAS,
+    TIMES,
+    apart,
+    from_tensors,
+    joined,
+    pack,
+    run_call,
+    structure_of,
+    to_tensors,
+    unpack,
+)
 from parallel_backend.own_class.calls.residuals import CONTROL, of_other_sizes, with_patches
 
 SIZES = (8, 8), (16, 32)
@@ -48,7 +60,7 @@ class Call:
         named = copied(dict(self.named))
         if options:
             named[OPTIONS] = named.get(OPTIONS, {}) | copied(dict(self.options))
-        return run(model, self.x.clone(), self.timestep.clone(), with_patches({OPTIONS: {}} | named))
+        return run_call(model, self.x.clone(), self.timestep.clone(), with_patches({OPTIONS: {}} | named))
 
     @property
     def latents(self) -> list[torch.Tensor]:

@@ -5,21 +5,24 @@ import inspect
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from parallel_backend.core.own_class import PACKAGES, ROOTS
 from parallel_backend.own_class.calls.unproven import Unproven
-from parallel_backend.own_class.cuts.row_rule import RowRule
 
 FUNCTIONS = {package.attention: package.functions for package in PACKAGES}
 """Module -> beginning of the names of its attention functions."""
 REPLACES = "parallel_dit_replaces"
 """Attribute of a replacement: the function."""
+KEPT = "parallel_dit_kept"
+"""Attribute of a tensor of numbers: see `kept_with`."""
+Kept = TypeVar("Kept")
 Attend = Callable[..., torch.Tensor]
 """(function, *its arguments) -> what the function would return."""
 Traced = Callable[..., torch.Tensor]
@@ -164,6 +167,27 @@ def replacement_of(name: str) -> Callable[..., torch.Tensor]:
     return _replaced().by_name[name]
 
 
+AttendAll = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""([B, q, H, D], [B, k, H, D], [B, k, H, D]) -> [B, q, H, D]: all of these queries see all of these keys."""
+
+
+class RowRule(Protocol):
+    """A frozen dataclass, hashable and picklable, of the facts of a call, such as a grid of tokens."""
+
+    def __call__(
+        self,
+        attend: AttendAll,
+        q_BQHD: torch.Tensor,
+        k_BKHD: torch.Tensor,
+        v_BKHD: torch.Tensor,
+        queries_Q: torch.Tensor,
+        keys_K: torch.Tensor,
+    ) -> torch.Tensor:
+        """[B, Q, H, D]. `queries_Q`, `keys_K`: int64 in host memory, the number of each row among all tokens of the call's
+        queries, or keys, in the class's order. The rows may be any of them, in any order: a rank's, or a band's. H may be
+        some of the heads. `attend` computes by the user's kernel."""
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """A call of attention, by `function`."""
@@ -246,3 +270,42 @@ def attention_call(
     others = {name: value for name, value in others.items() if name != "enable_gqa"}
     arguments = {"attn_precision": attn_precision} | others
     return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, arguments, shared > 1, rule)
+
+
+@torch.compiler.disable  # it decides by numbers on the host
+def attention_by_rows(rule: RowRule, q_BQHD: torch.Tensor, k_BKHD: torch.Tensor, v_BKHD: torch.Tensor) -> torch.Tensor:
+    """[B, Q, H, D]. Ranks cut and exchange the call as they do any other one of attention."""
+    tensors = (x.transpose(1, 2) for x in (q_BQHD, k_BKHD, v_BKHD))
+    shapes = {"skip_reshape": True, "skip_output_reshape": True}
+    return attend_now(attention_rows, *tensors, q_BQHD.shape[2], rule=rule, **shapes).transpose(1, 2)
+
+
+def attention_rows(
+    q_BHQD: torch.Tensor,
+    k_BHKD: torch.Tensor,
+    v_BHKD: torch.Tensor,
+    _heads: int,
+    rule: RowRule | None = None,
+    scale: float | None = None,
+    **_shapes: Any,
+) -> torch.Tensor:
+    """[B, H, Q, D] of a call with all tokens, in the form of ComfyUI's functions. None: all queries see all keys."""
+    if rule is None:
+        return F.scaled_dot_product_attention(q_BHQD, k_BHKD, v_BHKD, scale=scale)
+
+    def attend(q_BqHD: torch.Tensor, k_BkHD: torch.Tensor, v_BkHD: torch.Tensor) -> torch.Tensor:
+        q_BHqD, k_BHkD, v_BHkD = (x.transpose(1, 2) for x in (q_BqHD, k_BkHD, v_BkHD))
+        return F.scaled_dot_product_attention(q_BHqD, k_BHkD, v_BHkD).transpose(1, 2)
+
+    tensors = [x.transpose(1, 2) for x in (q_BHQD, k_BHKD, v_BHKD)]
+    numbers = (torch.arange(x.shape[1]) for x in tensors[:2])
+    return rule(attend, *tensors, *numbers).transpose(1, 2)
+
+
+def kept_with(numbers: torch.Tensor, key: Hashable, make: Callable[[], Kept]) -> Kept:
+    """What `make` gives, such as rows by group on a device, kept as long as these numbers are. A rank gives a rule the same
+    tensor in all layers, and in all calls that are alike."""
+    kept = vars(numbers).setdefault(KEPT, {})
+    if key not in kept:
+        kept[key] = make()
+    return kept[key]

@@ -17,8 +17,7 @@ from torch import nn
 
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import Attend, attention_by
-from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
-from parallel_backend.own_class.cuts.normalized_guidance import normalized
+from parallel_backend.own_class.cuts.guided_attention import Sum, normalized, own_sums
 
 SECOND = "parallel_dit_second_text"
 """Argument of a call, which the class does not get: {TEXT: [B, U, C] as the class gets its own text, or embedded; SETTINGS:

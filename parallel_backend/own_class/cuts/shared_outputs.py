@@ -1,9 +1,10 @@
-"""Finds the modules whose outputs all bands of a call share: they depend on its time and its prompt alone.
+"""What bands of a call do not compute: outputs that all bands share, and layers of words in bands without words.
 
 The prologue runs whole in each band, and so do a block's modulations, whose weights are read again for each. Once a trial
-has shown that a module gives all bands the same, a rank computes it in the first of a call (rank/stage/module_cache.py).
+has shown that a module gives all bands the same, a rank computes it in a call's first band (rank/stage/module_cache.py).
 """
 
+import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -187,3 +188,36 @@ def _of_list(name: str, blocks: Sequence[OwnBlock]) -> str:
 
 def _versions(out: Any) -> list[int]:
     return [leaf._version for leaf in pytree.tree_leaves(out) if torch.is_tensor(leaf)]
+
+
+class IdleLayers:
+    """`names`: of the model's linear layers, see core.own_class.name_pattern. `has_words`: whether the present band has
+    words. `value`: what they give otherwise."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], has_words: Callable[[], bool], value: float):
+        self._layers = list(modules_of(model, names).values())
+        self._has_words, self._value = has_words, value
+        self._made: dict[int, tuple[int, torch.dtype]] = {}  # by layer: its outputs' features and dtype
+
+    def put(self) -> None:
+        """In the layers' place."""
+        for number, layer in enumerate(self._layers):
+            layer.forward = functools.partial(self._forward, number, layer.forward)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which they are put."""
+        self.put()
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                del layer.forward
+
+    def _forward(self, number: int, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if self._has_words() or number not in self._made:
+            out = forward(x)
+            self._made[number] = out.shape[-1], out.dtype
+            return out
+        features, dtype = self._made[number]
+        return x.new_full((*x.shape[:-1], features), self._value, dtype=dtype)

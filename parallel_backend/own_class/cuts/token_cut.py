@@ -20,9 +20,8 @@ from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
-from parallel_backend.own_class.calls.block_arguments import Arguments, tensor_places
+from parallel_backend.own_class.calls.block_arguments import Arguments, TokenAxes, in_rows, tensor_places, token_count
 from parallel_backend.own_class.calls.residuals import fitted
-from parallel_backend.own_class.calls.token_rows import TokenAxes, in_rows, token_count
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import Attend, AttentionCall, attention_call, call_itself
 from parallel_backend.own_class.cuts.band_tokens import BandTokens, Pick, numbers, shift

@@ -24,8 +24,7 @@ from parallel_backend.own_class.calls.residuals import AROUND, CONTROL
 from parallel_backend.own_class.calls.tried_calls import Call, distance, drawn, smaller
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.band_tokens import ONE, BandTokens, Part, class_numbers
-from parallel_backend.own_class.cuts.idle_layers import IdleLayers
-from parallel_backend.own_class.cuts.shared_outputs import SharedOutputs, WatchedOutputs
+from parallel_backend.own_class.cuts.shared_outputs import IdleLayers, SharedOutputs, WatchedOutputs
 from parallel_backend.own_class.cuts.token_cut import HOST
 from parallel_backend.own_class.trials.held_against import TOLERANCE, HeldAgainst, is_part
 from parallel_backend.own_class.trials.latent_tokens import (
@@ -35,9 +34,8 @@ from parallel_backend.own_class.trials.latent_tokens import (
     grid_of,
     reference_tokens,
 )
-from parallel_backend.own_class.trials.noted_attention import TensorRank
 from parallel_backend.own_class.trials.token_trial import WORDS, Runs
-from parallel_backend.own_class.trials.whole_run import WholeRun
+from parallel_backend.own_class.trials.whole_run import TensorRank, WholeRun
 
 ROWS = 3, 3, 5
 """Most frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from parallel_backend.own_class.calls.call_arguments import OPTIONS
-from parallel_backend.own_class.calls.call_form import run
+from parallel_backend.own_class.calls.call_arguments import OPTIONS, run_call
 from parallel_backend.own_class.calls.tried_calls import Call, copied, distance, stored_tables
 from parallel_backend.own_class.calls.unproven import first_line
 from parallel_backend.own_class.trials.stage_trial import TOLERANCE, Wholes
@@ -39,7 +38,7 @@ def why_not_apart(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) -> 
         given = dataclasses.replace(call, x=call.x.clone(), named=copied(call.named), options=copied(call.options))
         before, arguments = held(model), _written(given)
         both = {OPTIONS: given.named.get(OPTIONS, {}) | dict(given.options)}
-        outputs.append(run(model, given.x, call.timestep.clone(), dict(given.named) | both))
+        outputs.append(run_call(model, given.x, call.timestep.clone(), dict(given.named) | both))
         if changed := [name for name, value in held(model).items() if before.get(name) != value]:
             return f"it keeps {changed[0]} from call to call"
         after = _written(given)
@@ -68,7 +67,7 @@ def _stay_alike(model: nn.Module, calls: Sequence[Call]) -> bool:
     for call in (*calls, *reversed(calls)):
         for first, written in zip(calls, given, strict=True):
             options = {OPTIONS: written.get(OPTIONS, {}) | copied(dict(first.options))}
-            out = run(model, call.x.clone(), call.timestep.clone(), written | options)
+            out = run_call(model, call.x.clone(), call.timestep.clone(), written | options)
             if distance(out, dataclasses.replace(first, x=call.x, timestep=call.timestep).run(model)) > 0:
                 return False
     return True

@@ -18,13 +18,12 @@ from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnBlock, OwnCut
 from parallel_backend.core.spans import Span, split_units
-from parallel_backend.own_class.built.headed import axes_of_heads, give_heads
 from parallel_backend.own_class.calls.tried_calls import Call, copied, distance
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.feature_cut import layers_to_cut, run_noted, units_of_heads
-from parallel_backend.own_class.cuts.tensor_plan import CutKind, cut_side
+from parallel_backend.own_class.cuts.tensor_plan import CutKind, axes_of_heads, cut_side, give_heads
 from parallel_backend.own_class.plans.block_order import Likes, whole_list
-from parallel_backend.own_class.trials.noted_attention import TensorRank
+from parallel_backend.own_class.trials.whole_run import TensorRank
 
 TOLERANCE = 1e-5
 """Largest difference of what ranks make up and the whole's, as a share of the largest value."""

@@ -26,12 +26,12 @@ from parallel_backend.own_class.trials.band_trial import bare
 from parallel_backend.own_class.trials.call_state import held
 from parallel_backend.own_class.trials.change_trial import trial_of_change
 from parallel_backend.own_class.trials.feature_trial import Run, Sharing, close
-from parallel_backend.own_class.trials.noted_attention import TensorRank
 from parallel_backend.own_class.trials.other_calls import is_proven
 from parallel_backend.own_class.trials.product_trial import why_no_products
 from parallel_backend.own_class.trials.short_model import Short
 from parallel_backend.own_class.trials.stage_trial import TOLERANCE, Wholes
 from parallel_backend.own_class.trials.token_trial import Runs
+from parallel_backend.own_class.trials.whole_run import TensorRank
 
 PROMPTS = "cond_or_uncond"
 """Entry of transformer_options: which prompts a call has."""

@@ -12,8 +12,7 @@ from parallel_backend.own_class.calls.block_arguments import Arguments
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import AttentionCall, shares_keys
 from parallel_backend.own_class.cuts.token_cut import TokenCut
-from parallel_backend.own_class.trials.noted_attention import Noted, TensorRank
-from parallel_backend.own_class.trials.whole_run import WholeRun
+from parallel_backend.own_class.trials.whole_run import Noted, TensorRank, WholeRun
 
 RANKS = 3
 """In the trial, so that they have different numbers of tokens."""

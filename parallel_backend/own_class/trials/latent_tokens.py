@@ -14,9 +14,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import COMPANION, LATENT, REFERENCES, WORDS, OwnBlock, OwnEntry, OwnLatent
-from parallel_backend.own_class.calls.block_arguments import Arguments, tensor_places
+from parallel_backend.own_class.calls.block_arguments import Arguments, in_rows, tensor_places
 from parallel_backend.own_class.calls.patching import Companion
-from parallel_backend.own_class.calls.token_rows import in_rows
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, words_of
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.token_cut import entries_of

@@ -9,8 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
-from parallel_backend.own_class.calls.block_arguments import Arguments, by_place, tensor_places
-from parallel_backend.own_class.calls.token_rows import token_axes, token_count
+from parallel_backend.own_class.calls.block_arguments import Arguments, by_place, tensor_places, token_axes, token_count
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import attention_call, shares_keys
 from parallel_backend.own_class.trials.held_against import OTHER_MASK, RANKS, HeldAgainst, is_part

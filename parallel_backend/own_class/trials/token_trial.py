@@ -21,9 +21,8 @@ from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.stages import StageBlocks
 from parallel_backend.own_class.cuts.token_cut import TokenCut, list_ends
 from parallel_backend.own_class.trials.held_against import RANKS, TOLERANCE, HeldAgainst
-from parallel_backend.own_class.trials.noted_attention import TensorRank
 from parallel_backend.own_class.trials.token_learning import Learning
-from parallel_backend.own_class.trials.whole_run import WholeRun
+from parallel_backend.own_class.trials.whole_run import TensorRank, WholeRun
 
 ENDS = 0, RANKS - 1
 SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
