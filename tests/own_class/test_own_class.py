@@ -247,7 +247,7 @@ def two_stages(name: str, fault: str, given: Call) -> tuple[torch.Tensor, torch.
         for span in (Span(0, 2), Span(2, 4)):
             stage = StageBlocks(model, blocks, span, link)
             out = given.run(stage.call)
-            stage.remove()
+            stage.close()
     return whole, out
 
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -16,9 +16,9 @@ from parallel_backend.own_class.calls.tried_calls import Call, entry_of, numbers
 from parallel_backend.own_class.cuts.guided_attention import IMAGE, Guide, Guided
 from parallel_backend.own_class.cuts.second_text import SECOND, SETTINGS, TEXT, WHOLE_HEADS
 from parallel_backend.own_class.plans.proof import Proof
-from parallel_backend.own_class.trials.guided_trial import PROMPTS, Guidance, trial_of_guidance
-from parallel_backend.own_class.trials.second_text_trial import trial_of_second_text
-from parallel_backend.own_class.trials.skip_trial import Skips, trial_of_skips
+from parallel_backend.own_class.trials.change_trial import ChangeTrial, Shown
+from parallel_backend.own_class.trials.guided_trial import PROMPTS, TrialOfGuidance, TrialOfSecondText
+from parallel_backend.own_class.trials.skip_trial import TrialOfSkips
 
 from ...ui.loading_bar import Elapsed
 from ..patches.reach import Unread, refuse_unread
@@ -28,7 +28,6 @@ from .own_calls import NodeChanges, form, on_host, structure
 OTHER_CALL = "a patch calls the model in another way than the whole latent did in the trial"
 CLOSE = 1e-5
 """Largest difference of two functions, as a share of the largest value."""
-Shown = TypeVar("Shown", Skips, Guidance)
 
 
 class OwnChanges:
@@ -57,15 +56,15 @@ class OwnChanges:
         named: dict[str, Any] = {}
         if keys := asked.skipped:
             kinds = tuple(sorted({kind for kind, _ in keys}))
-            skips = self._found((of_call, kinds), partial(trial_of_skips, kinds=kinds), "skipped blocks", *given)
+            skips = self._found((of_call, kinds), partial(TrialOfSkips, kinds=kinds), "skipped blocks", *given)
             if skips.why:
                 refuse_unread(Unread(f"skipped blocks: {skips.why}", function) for function in keys.values())
             of_list = ((lists[skips.lists[kind]], number) for kind, number in keys if kind in skips.lists)
             fields["skipped"] = tuple(sorted(names[number] for names, number in of_list if number < len(names)))
         if (guidance := asked.guidance) is not None and asked.nag is not None:
             prompts = guidance.positive, guidance.negative
-            trial = partial(trial_of_guidance, prompts=prompts, tensor=tensor)
-            shown = self._found((of_call, prompts, tensor), trial, "NAG", *given)
+            guided = partial(TrialOfGuidance, prompts=prompts, tensor=tensor)
+            shown = self._found((of_call, prompts, tensor), guided, "NAG", *given)
             why = shown.why or ("" if computes(asked.nag, guidance, call) else "its function computes something else")
             if why or asked.skipped:
                 refuse_unread([Unread(f"guided attention: {why or 'blocks are skipped, too'}", asked.nag)])
@@ -74,7 +73,7 @@ class OwnChanges:
             tried = tried_guidance(text)
             settings = tried.settings(len(call.x))
             node = partial(forward_of_node, tried)
-            trial = partial(trial_of_second_text, settings=settings, node=node, tensor=tensor)
+            trial = partial(TrialOfSecondText, settings=settings, node=node, tensor=tensor)
             key = of_call, type(text.node), tuple(settings.flatten().tolist()), tensor
             shown = self._found(key, trial, "WanVideoNAG", *given)
             if shown.why or asked.skipped or asked.guidance:
@@ -87,7 +86,7 @@ class OwnChanges:
     def _found(
         self,
         key: Any,
-        trial: Callable[..., Shown],
+        trial: Callable[..., ChangeTrial],
         what: str,
         own: OwnClass,
         proof: Proof,
@@ -98,7 +97,7 @@ class OwnChanges:
             if key not in self._known:
                 host = Call(call.x.cpu(), call.timestep.cpu(), on_host(call.named), on_host(call.options))
                 poll = Elapsed(f"trying {what} of {own.name}, ComfyUI's own class")
-                self._known[key] = trial(own, proof, host, times, poll=poll)
+                self._known[key] = trial(own, proof, host, times, poll=poll).shown()
             return self._known[key]
 
 

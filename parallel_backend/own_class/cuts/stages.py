@@ -149,7 +149,7 @@ class StageBlocks:
             return fitted(residual_BSD, tokens)
         return self._cut.residual_of_all(residual_BSD)
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Make the model again what it was."""
         self._second.remove()
         for block in self.blocks:

@@ -336,13 +336,18 @@ class TokenCut(ABC):
         It has the tokens of all ranks; if the block has `placed`, only this rank's, and NaN for others. Not `is_known`: all
         values are NaN.
         """
-        values = (out,) if isinstance(out, torch.Tensor) else out
-        make = self._unknown if not is_known else self.at_places if self.block.placed else self.whole
-        whole = [
-            None if value is None else self.of_rows(make(self.rows_of(value), streams), value)
-            for value, streams in zip(values, self.block.placed or self.block.leaving, strict=True)
-        ]
+        values, streams_of = (out,) if isinstance(out, torch.Tensor) else out, self.block.placed or self.block.leaving
+        whole: list[torch.Tensor | None] = []
+        for number, (value, streams) in enumerate(zip(values, streams_of, strict=True)):
+            rows = None if value is None else self.rows_of(value)
+            if rows is not None:
+                rows = self.left(number, rows, streams) if is_known else self._unknown(rows, streams)
+            whole.append(None if rows is None else self.of_rows(rows, value))
         return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
+
+    def left(self, _number: int, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """All tokens in place of this rank's in `value`, the block's returned value of this number."""
+        return self.at_places(value, streams) if self.block.placed else self.whole(value, streams)
 
     def _unknown(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         tokens = sum(self.tokens[stream] for stream in streams)

@@ -54,5 +54,5 @@ class Proof:
         return set(numbers) <= set(self.numbers)
 
 
-Tried = tuple[Proof, Sequence[OwnBlock], Sequence[OwnBlock] | str]
-"""The proof, and the tried model's blocks: as they are, and with their tokens cut, or why they cannot be."""
+Tried = tuple[Proof, Sequence[OwnBlock]]
+"""The proof, and the tried model's blocks, with the cut of their tokens if they can be cut."""

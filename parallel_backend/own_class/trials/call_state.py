@@ -1,6 +1,7 @@
 """Tries whether calls of a class depend on each other, or on what ranks do not get."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from parallel_backend.own_class.calls.call_arguments import OPTIONS, run_call
 from parallel_backend.own_class.calls.tried_calls import Call, copied, distance, stored_tables
-from parallel_backend.own_class.calls.unproven import first_line
-from parallel_backend.own_class.trials.stage_trial import TOLERANCE, Wholes
+from parallel_backend.own_class.trials.comparison import difference, first_why_not
+from parallel_backend.own_class.trials.stage_trial import Wholes
 
 HELD_DEPTH = 4
 """Of containers in a module's attributes that are looked into."""
@@ -19,14 +20,12 @@ HELD_DEPTH = 4
 
 def why_not_without_options(model: nn.Module, wholes: Wholes) -> str:
     """Why the class needs entries of transformer_options that ranks do not get. Empty: it does not."""
-    for call, whole in wholes:
-        try:
-            far = distance(call.run(model, options=False), whole)
-        except Exception as error:  # of any kind, since its code is not known
-            return f"it does not run without ComfyUI's transformer_options ({first_line(error)})"
-        if not far <= TOLERANCE:
-            return f"it gives another result without ComfyUI's transformer_options (by {far:.1e} of the largest value)"
-    return ""
+    without = "without ComfyUI's transformer_options"
+
+    def tried(call: Call, whole: torch.Tensor) -> str:
+        return difference(f"it gives another result {without}", call.run(model, options=False), whole)
+
+    return first_why_not((functools.partial(tried, *each) for each in wholes), f"it does not run {without}")
 
 
 def why_not_apart(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) -> str:

@@ -1,6 +1,7 @@
 """What a trial says of a run that is compared with the whole model's. An empty text: they agree."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -13,7 +14,7 @@ TOLERANCE = 1e-5
 
 def difference(what: str, out: torch.Tensor, whole: torch.Tensor) -> str:
     """`what`, with the difference, if an output is not the whole model's but for rounding."""
-    far = distance(out, whole)
+    far = distance(out, whole) if out.shape == whole.shape else math.inf
     return "" if far <= TOLERANCE else f"{what} (by {far:.1e} of the largest value)"
 
 
@@ -24,11 +25,17 @@ def close(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -
     return bool((a - b).abs().max() <= TOLERANCE * (b if whole is None else whole).abs().max())
 
 
-def why_not(run: Callable[[], str], fails: str) -> str:
-    """What `run` returns, or the text of the Unproven that it raises. For another error `fails`, with its first line."""
+def why_not(run: Callable[[], str], fails: str, before: str = "") -> str:
+    """What `run` returns, or the text of the Unproven that it raises, with `before` in front of it. For another error
+    `fails`, with its first line."""
     try:
         return run()
     except Unproven as unproven:
-        return str(unproven)
+        return f"{before}{unproven}"
     except Exception as error:  # of any kind: a class's code is not known
         return f"{fails} ({first_line(error)})"
+
+
+def first_why_not(runs: Iterable[Callable[[], str]], fails: str) -> str:
+    """Of the first of these runs that does not return an empty text, see `why_not`. The others do not run."""
+    return next(filter(None, (why_not(run, fails) for run in runs)), "")

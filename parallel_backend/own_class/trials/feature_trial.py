@@ -5,11 +5,11 @@ other in one process: where ranks would add up or gather, it goes on with the wh
 up.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +18,14 @@ from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnBlock, OwnCut
 from parallel_backend.core.spans import Span, split_units
-from parallel_backend.own_class.calls.tried_calls import Call, copied, distance
+from parallel_backend.own_class.calls.tried_calls import Call, copied
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.feature_cut import layers_to_cut, run_noted, units_of_heads
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, axes_of_heads, cut_side, give_heads
 from parallel_backend.own_class.plans.block_order import Likes, whole_list
+from parallel_backend.own_class.trials.comparison import close, difference, why_not
 from parallel_backend.own_class.trials.whole_run import TensorRank
 
-TOLERANCE = 1e-5
-"""Largest difference of what ranks make up and the whole's, as a share of the largest value."""
 MOST_SETTINGS = 64
 """Of attributes that are tried for a block."""
 
@@ -91,10 +90,10 @@ class Ranks:
                         layer._parameters[name] = self._shard(cut, name, parameter, rank)
                 if cut.kind == CutKind.NORM.value:
                     assert isinstance(layer, nn.RMSNorm)
-                    vars(layer)["forward"] = functools.partial(self._norm, cut, layer, rank, calls)
+                    vars(layer)["forward"] = partial(self._norm, cut, layer, rank, calls)
                     stack.callback(vars(layer).pop, "forward")
                 elif cut.kind != CutKind.COLUMN.value:
-                    hook = layer.register_forward_hook(functools.partial(self._made_up, cut, rank, calls))
+                    hook = layer.register_forward_hook(partial(self._made_up, cut, rank, calls))
                     stack.callback(hook.remove)
             for path, attribute, units in self.shares.divided:
                 holder = self.module.get_submodule(path)
@@ -163,13 +162,6 @@ class Ranks:
         return x * torch.rsqrt(whole.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
 
 
-def close(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -> bool:
-    """Whether the two are equal but for rounding, by the largest value of `whole`, or else of `b`."""
-    if a.shape != b.shape or not a.numel():  # a sequence rank may have no token of a stream
-        return a.shape == b.shape
-    return bool((a - b).abs().max() <= TOLERANCE * (b if whole is None else whole).abs().max())
-
-
 def _noting(module: nn.Module, shares: Shares, run: Run) -> tuple[Made, Any]:
     """What the layers make in a run of the whole, and its result."""
     made: Made = {}
@@ -177,32 +169,28 @@ def _noting(module: nn.Module, shares: Shares, run: Run) -> tuple[Made, Any]:
     def note(cut: OwnCut, _layer: nn.Module, given: tuple, out: torch.Tensor) -> None:
         made.setdefault(cut.layer, []).append((given[0] if cut.kind == CutKind.NORM.value else out).clone())
 
-    hooks = [module.get_submodule(cut.layer).register_forward_hook(functools.partial(note, cut)) for cut in shares.cuts]
-    try:
+    with ExitStack() as hooks:
+        for cut in shares.cuts:
+            hooks.enter_context(module.get_submodule(cut.layer).register_forward_hook(partial(note, cut)))
         return made, run(None)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def why_not_shared(module: nn.Module, shares: Shares, run: Run, ranks: int) -> str:
     """Why the ranks of `module` do not compute what it does in `run`. Empty: they do."""
-    try:
+
+    def tried() -> str:
         made, whole = _noting(module, shares, run)
         of_ranks = Ranks(module, shares, ranks, made)
         for rank in range(ranks):
             with of_ranks.one(rank):
                 out = run(TensorRank(rank, ranks))
-            for own, of_whole in zip(_tensors(out), _tensors(whole), strict=True):
-                if own.shape != of_whole.shape or not (far := distance(own, of_whole)) <= TOLERANCE:
-                    far = far if own.shape == of_whole.shape else float("inf")
-                    return f"ranks that share its layers give another result (by {far:.1e} of the largest value)"
+            for each in zip(_tensors(out), _tensors(whole), strict=True):
+                if why := difference("ranks that share its layers give another result", *each):
+                    return why
         of_ranks.check_sums()
-    except Unproven as unproven:
-        return str(unproven)
-    except Exception as error:  # of any kind: its code is not known
-        return f"it does not run if its layers are cut ({first_line(error)})"
-    return ""
+        return ""
+
+    return why_not(tried, "it does not run if its layers are cut")
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:
@@ -215,7 +203,8 @@ class Sharing:
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: int):
         self._model, self._tried, self._ranks = model, blocks, ranks
         self._shares: dict[str, Shares] = {}
-        self.why = self._found(_arguments(model, blocks, calls[0])) or next(filter(None, map(self.why_not, calls)), "")
+        runs = (partial(self._run, call) for call in calls)
+        self.why = self._found(_arguments(model, blocks, calls[0])) or self.why_not(runs)
         """Why nothing is proven. Empty: it is."""
 
     def _found(self, given: Mapping[str, tuple[tuple, dict[str, Any]]]) -> str:
@@ -226,9 +215,20 @@ class Sharing:
             self._shares[name] = shares
         return ""
 
-    def why_not(self, call: Call) -> str:
+    def _run(self, call: Call, _rank: TensorRank | None) -> Any:
+        """With all tokens, in one stage."""
+        return call.run(self._model, options=False)
+
+    def why_not_for(self, call: Call) -> str:
         """Why what is shared is not right in this call of the whole model. Empty: it is."""
-        return self.why_not_in(lambda _rank: call.run(self._model, options=False))
+        return self.why_not_in(partial(self._run, call))
+
+    def why_not(self, runs: Iterable[Run]) -> str:
+        """Why what is shared is not right in the first of these runs in which it is not. Empty: it is, in all."""
+        try:
+            return next(filter(None, map(self.why_not_in, runs)), "")
+        except Unproven as unproven:  # of a run of the whole, with which ranks would be compared
+            return str(unproven)
 
     def why_not_in(self, run: Run) -> str:
         """Why what is shared is not right in this run of the model, such as one with a part of its tokens. Empty: it is."""
@@ -264,15 +264,11 @@ def _arguments(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> dict
     def note(name: str, _block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         found[name] = copied((args, kwargs))
 
-    hooks = [
-        model.get_submodule(block.name).register_forward_pre_hook(functools.partial(note, block.name), with_kwargs=True)
-        for block in blocks
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name in (block.name for block in blocks):
+            hook = model.get_submodule(name).register_forward_pre_hook(partial(note, name), with_kwargs=True)
+            hooks.enter_context(hook)
         call.run(model, options=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
 
 

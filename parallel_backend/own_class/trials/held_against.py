@@ -12,12 +12,11 @@ from parallel_backend.own_class.calls.block_arguments import Arguments
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import AttentionCall, shares_keys
 from parallel_backend.own_class.cuts.token_cut import TokenCut
+from parallel_backend.own_class.trials.comparison import close
 from parallel_backend.own_class.trials.whole_run import Noted, TensorRank, WholeRun
 
 RANKS = 3
 """In the trial, so that they have different numbers of tokens."""
-TOLERANCE = 1e-5
-"""Largest difference of a rank's values and the whole's, as a share of the largest value."""
 OTHER_MASK = "attends with another mask if its tokens are cut"
 
 
@@ -72,34 +71,25 @@ class HeldAgainst(TokenCut):
         queries, keys = torch.arange(q_BQHD.shape[1])[rows], torch.arange(k_BKHD.shape[1]).flip(0)
         tensors = q_BQHD[:, queries], k_BKHD[:, keys], v_BKHD[:, keys]
         plain = functools.partial(call.compute, mask_bK=None)
-        return is_part(call.rule(plain, *tensors, queries, keys), whole.out, queries)
+        return close(call.rule(plain, *tensors, queries, keys), whole.out[:, queries], whole.out)
 
-    def leave(self, out: Any, is_known: bool = True) -> Any:
-        values = (out,) if isinstance(out, torch.Tensor) else out
-        whole: list[torch.Tensor | None] = []
-        placed, outputs = self.block.placed, self._noted.outputs[self.number]
-        for value, of_whole, streams in zip(values, outputs, placed or self.block.leaving, strict=True):
-            if of_whole is None:
-                whole.append(None)
-                continue
-            own, of_all = self.rows_of(value), self.rows_of(of_whole)
-            if not self.is_held(own, of_all, streams):
-                raise Unproven(f"{self.block.name} returns other values if its tokens are cut")
-            left = (
-                self.at_places(own, streams) if placed else self._left(own, self.left_by_all(own, of_all, streams), streams)
-            )
-            whole.append(self.of_rows(left, value))
-        return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
+    def left(self, number: int, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        of_whole = self._noted.outputs[self.number][number]
+        if of_whole is None or not self.is_held(value, of_all := self.rows_of(of_whole), streams):
+            raise Unproven(f"{self.block.name} returns other values if its tokens are cut")
+        if self.block.placed:
+            return self.at_places(value, streams)
+        return self._with_local(value, self.left_by_all(value, of_all, streams), streams)
 
     def is_held(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
         """Whether `own` has this rank's rows of the whole's tokens of these streams."""
-        return is_part(own, of_whole, self.own_rows(streams))
+        return close(own, of_whole[:, self.own_rows(streams)], of_whole)
 
     def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         """All tokens of a value that leaves the last block, as far as the ranks of this call have them."""
         return of_whole
 
-    def _left(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+    def _with_local(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         """What leaves the last block in place of `value`: all tokens as the whole has them, of local streams this rank's."""
         if not self.block.local or not streams:
             return of_whole.clone()
@@ -119,9 +109,3 @@ class HeldAgainst(TokenCut):
     def own_rows(self, streams: Sequence[int]) -> slice | torch.Tensor:
         """This rank's rows of a tensor with all tokens of these streams, or of one that is not cut."""
         return self.rows(streams, self.index) if streams else slice(None)
-
-
-def is_part(own: torch.Tensor, whole: torch.Tensor, rows: slice | torch.Tensor) -> bool:
-    """Whether `own` has these rows (axis 1) of `whole`."""
-    part = whole[:, rows]
-    return own.shape == part.shape and (not own.numel() or bool((own - part).abs().max() <= TOLERANCE * whole.abs().max()))

@@ -12,6 +12,7 @@ from parallel_backend.own_class.trials.call_state import held
 from parallel_backend.own_class.trials.feature_trial import Sharing
 from parallel_backend.own_class.trials.held_against import RANKS
 from parallel_backend.own_class.trials.stage_trial import why_not_by_entry, why_not_staged
+from parallel_backend.own_class.trials.token_learning import are_cut
 from parallel_backend.own_class.trials.token_trial import ENDS, Size, why_not_cut
 
 ENOUGH = 3
@@ -60,21 +61,21 @@ def is_proven(
     """Whether what is proven for other calls holds for one and the model's output, for `with_tokens` if tokens are cut, and
     for bands of those like `actual`. If entries are proven on their own, one of them shows the last two.
 
-    With a `time`, that of the bands, the model is of the class's own width: its first and last rank are tried.
+    With a `time`, that of the bands, the first and the last rank alone are tried.
     """
-    proof, blocks, cut = tried
+    proof, blocks = tried
     if not proof.stages and why_not_staged(model, blocks, [noted]):
         return False
     if not proof.batch and len(noted[0].x) > 1 and why_not_by_entry(model, [noted]):
         return False
-    if sharing is not None and not sharing.why and sharing.why_not(noted[0]):
+    if sharing is not None and not sharing.why and sharing.why_not_for(noted[0]):
         return False
-    if isinstance(cut, str):
+    if not are_cut(blocks):
         return True
     if not proof.batch:
         actual, with_tokens = entry_of(actual, 0), [entry_of(each, 0) for each in with_tokens]
-    in_bands = proof.latent is None or not why_not_in_bands(model, cut, proof.latent, actual, *time)
-    return in_bands and not why_not_cut(model, blocks, cut, with_tokens, ENDS if time else range(RANKS))
+    in_bands = proof.latent is None or not why_not_in_bands(model, blocks, proof.latent, actual, *time)
+    return in_bands and not why_not_cut(model, blocks, with_tokens, ENDS if time else range(RANKS))
 
 
 def noted_run(model: nn.Module, call: Call) -> tuple[Call, Any] | None:

@@ -12,11 +12,21 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 from parallel_backend.own_class.calls.block_arguments import Arguments, by_place, tensor_places, token_axes, token_count
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import attention_call, shares_keys
-from parallel_backend.own_class.trials.held_against import OTHER_MASK, RANKS, HeldAgainst, is_part
+from parallel_backend.own_class.trials.held_against import OTHER_MASK, RANKS, HeldAgainst
 from parallel_backend.own_class.trials.whole_run import WholeRun
 
 HIDDEN = -1e4
 """What a mask adds at most where a key may not be seen."""
+
+
+def bare(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
+    """The blocks without the cut of their tokens."""
+    return [replace(block, slices=(), attention=(), leaving=(), placed=()) for block in blocks]
+
+
+def are_cut(blocks: Sequence[OwnBlock]) -> bool:
+    """Whether the blocks have a cut of their tokens."""
+    return any(block.slices for block in blocks)
 
 
 class Learning(HeldAgainst):
@@ -36,9 +46,8 @@ class Learning(HeldAgainst):
         ends: Sequence[int],
         placed: bool,
     ):
-        bare = [replace(block, slices=(), attention=(), leaving=(), placed=()) for block in blocks]
-        bare[-1] = replace(bare[-1], local=local)
-        super().__init__(bare, RANKS - 1, whole)
+        *others, last = bare(blocks)
+        super().__init__([*others, replace(last, local=local)], RANKS - 1, whole)
         self._another, self._order, self._ends, self._placed = another, order, ends, placed
         self._of_another: dict[int, int] = {}  # tokens of each stream there
         self._gone = 0  # streams that have left
@@ -130,7 +139,7 @@ class Learning(HeldAgainst):
         counts = range(len(present) + 1)
         for streams in itertools.chain.from_iterable(itertools.permutations(present, count) for count in counts):
             total = sum(self.tokens[stream] for stream in streams)
-            if (not streams or total == whole.shape[1]) and is_part(own, whole, self.own_rows(streams)):
+            if (not streams or total == whole.shape[1]) and self.is_held(own, whole, streams):
                 return streams
         return None
 

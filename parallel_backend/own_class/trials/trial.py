@@ -42,15 +42,15 @@ from parallel_backend.own_class.plans.block_order import (
     shortened,
 )
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof, Tried
-from parallel_backend.own_class.trials.band_trial import latent_of
+from parallel_backend.own_class.trials.band_trial import latent_of, runs_of_bands
 from parallel_backend.own_class.trials.call_state import held, why_not_apart, why_not_without_options
 from parallel_backend.own_class.trials.feature_trial import Sharing
 from parallel_backend.own_class.trials.narrow import narrow_unet, narrowed, widened
 from parallel_backend.own_class.trials.other_calls import free_numbers, is_proven, noted_run
-from parallel_backend.own_class.trials.product_trial import why_no_products
 from parallel_backend.own_class.trials.short_model import give_weights, runs, short_model
 from parallel_backend.own_class.trials.stage_trial import Wholes, why_not_by_entry, why_not_staged
-from parallel_backend.own_class.trials.token_trial import WORDS, Runs, Size, cut_tokens
+from parallel_backend.own_class.trials.token_learning import are_cut
+from parallel_backend.own_class.trials.token_trial import WORDS, Runs, Size, cut_tokens, runs_of_ranks
 
 FEW = 4, WORDS
 """As SIZES, for the one call that is tried at the class's own width."""
@@ -96,34 +96,34 @@ def trial(
     `tensor`: try layers shared by so many ranks, of more than one. `poll` is called before each run of the model or a block,
     with the share that is done, about. It raises to give up. ValueError, too, where host memory has no room.
     """
-    polled, asked = Poll(poll), (sequence, bands, tensor)
-    try:
-        # A sampler calls in inference mode, whose tensors do not say when they are written to.
-        with one_thread(), torch.inference_mode(False), torch.no_grad():
-            for narrow, of_narrow, factor in () if own.unet else narrowed(own, call, tensor):
-                polled.begin(0, HALF)
-                try:
-                    found = _found(narrow, of_narrow, times, polled, *asked)
-                except Exception:  # of any kind: its code is not known, and may count on its own widths
-                    continue
-                polled.begin(HALF, 1, AT_WIDTH)
-                if (proof := _at_width(own, found, factor, call, times, polled, tensor)) is not None:
-                    return proof
-            polled.begin(0, 1)
-            return _found(own, call, times, polled, *asked).proof
-    except GivenUp as given_up:
-        assert given_up.__cause__ is not None
-        raise given_up.__cause__ from None
+    asked = sequence, bands, tensor
+    with conditions_of_trial(poll) as polled:
+        for narrow, of_narrow, factor in () if own.unet else narrowed(own, call, tensor):
+            polled.begin(0, HALF)
+            try:
+                found = _found(narrow, of_narrow, times, polled, *asked)
+            except Exception:  # of any kind: its code is not known, and may count on its own widths
+                continue
+            polled.begin(HALF, 1, AT_WIDTH)
+            if (proof := _at_width(own, found, factor, call, times, polled, tensor)) is not None:
+                return proof
+        polled.begin(0, 1)
+        return _found(own, call, times, polled, *asked).proof
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Has torch compute with one thread. A trial's operations are so short that more threads wait for each other, two of
-    them on shared cores for 4 times the CPU seconds."""
+def conditions_of_trial(poll: Callable[[float], None]) -> Iterator["Poll"]:
+    """Context of a trial, from which errors of `poll` come out. Torch computes with one thread: operations are so short that
+    more threads wait for each other, two of them on shared cores for 4 times the CPU seconds."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        # A sampler calls in inference mode, whose tensors do not say when they are written to.
+        with torch.inference_mode(False), torch.no_grad():
+            yield Poll(poll)
+    except GivenUp as given_up:
+        assert given_up.__cause__ is not None
+        raise given_up.__cause__ from None
     finally:
         torch.set_num_threads(threads)
 
@@ -185,37 +185,39 @@ def _found(
             break
         found = order_of({name: kept[name] for name in shared}, *recorded)
         if isinstance(found, str):
-            proofs.append((Proof((), found, batch, found), [], found))
+            proofs.append((Proof((), found, batch, found), []))
             continue
         blocks, stages = _staged(model, found, wholes)
         cut = cut_tokens(model, blocks, actual, times) if sequence or bands else NOT_TRIED
         if not isinstance(cut, str) and any(block.until and (block.leaving or block.placed) for block in cut):
             cut = LONG_SKIPS
-        latent, why = None, cut if isinstance(cut, str) else NOT_TRIED
-        if not isinstance(cut, str) and bands:
-            latent, why = latent_of(model, cut, actual, times, adapter_of(own.kind).steady)
-        order = blocks_of_all(blocks if isinstance(cut, str) else cut, lists, like)
+        blocks, uncut = (blocks, cut) if isinstance(cut, str) else (cut, "")
+        latent, why = None, uncut or NOT_TRIED
+        if not uncut and bands:
+            latent, why = latent_of(model, blocks, actual, times, adapter_of(own.kind).steady)
+        order = blocks_of_all(blocks, lists, like)
         if are_mixed(blocks) or (len(order) > len(blocks) and not stages and any(block.until for block in blocks)):
             order, stages = _of_all_blocks(own, lists, order, stages, calls[0], poll)
-        proof = Proof(order, stages, batch, cut if isinstance(cut, str) else "", latent=latent, bands=why)
+        proof = Proof(order, stages, batch, uncut, latent=latent, bands=why)
         is_other = tensor > 1 and are_mixed(blocks) and bool(Sharing(model, blocks, of_sharing, tensor).why)
-        (others if is_other else proofs).append((proof, blocks, cut))
-        is_enough = is_enough or not (is_other or stages or (sequence and isinstance(cut, str)))
+        (others if is_other else proofs).append((proof, blocks))
+        is_enough = is_enough or not (is_other or stages or (sequence and uncut))
         if is_enough and (latent is not None or not bands):
             break
-    none: Tried = (Proof((), NO_LIST, batch, NO_LIST), [], NO_LIST)
+    none: Tried = (Proof((), NO_LIST, batch, NO_LIST), [])
     best = max([*proofs, *others], key=lambda each: _worth(each[0], sequence), default=none)
-    proof, sharing = best[0], None
+    (proof, tried), sharing = best, None
     if tensor > 1 and proof.blocks:
-        sharing = Sharing(model, best[1], of_sharing, tensor)
+        sharing = Sharing(model, tried, of_sharing, tensor)
         proof = dataclasses.replace(proof, blocks=sharing.of_all(proof.blocks, like), tensor=sharing.why)
-        if not sharing.why and not isinstance(tokens := best[2], str):
-            of_ranks, of_bands = why_no_products(sharing, model, best[1], tokens, proof.latent, actual, sequence)
+        if not sharing.why and are_cut(tried):
+            of_ranks = sharing.why_not(runs_of_ranks(model, tried, actual)) if sequence else ""
+            of_bands = sharing.why_not(runs_of_bands(model, tried, proof.latent, actual)) if proof.latent else ""
             latent = None if of_bands else proof.latent
             proof = dataclasses.replace(proof, sequence=of_ranks, latent=latent, bands=of_bands or proof.bands)
     ran = {block.name for order in recorded[0] for block in order}
     idle = tuple(name for name, names in kept.items() if not ran.intersection(names) and name not in recorded[1])
-    sizes = () if isinstance(best[2], str) else Runs(model, best[1]).sizes(actual)
+    sizes = Runs(model, tried).sizes(actual) if are_cut(tried) else ()
     numbers = tuple(free_numbers(model, best, call, actual, sharing, sizes))
     proof = dataclasses.replace(proof, numbers=numbers, options=options)
     return Found(proof, best, sizes, actual.whole_axes, kept, like, idle)
@@ -276,13 +278,13 @@ def _at_width(
     elif any(block.until for block in found.proof.blocks):
         like = dict(found.like)
     kept = shortened(model, lists, like)
-    proof, tried, tried_cut = found.best
+    proof, tried = found.best
     places = {
         found.kept[at][found.like[at][like[at].index(number)]]: new
         for at, names in kept.items()
         for number, new in enumerate(names)
     }
-    blocks, cut = _at(places, tried), tried_cut if isinstance(tried_cut, str) else _at(places, tried_cut)
+    blocks = widened(_at(places, tried), factor)
     give_weights(own, model, poll, found.idle)
     actual = dataclasses.replace(with_tensors_told(call) if found.proof.options else call, whole_axes=found.whole_axes)
     before, sizes = held(model), (FEW, *found.sizes[:1], *SIZES)
@@ -291,9 +293,10 @@ def _at_width(
     if noted is None or held(model) != before:
         return None
     one = noted[0]
-    best: Tried = proof, blocks, cut if isinstance(cut, str) else widened(cut, factor)
     sharing = Sharing(model, blocks, [one], tensor) if tensor > 1 and not found.proof.tensor else None
-    if (sharing is not None and sharing.why) or not is_proven(model, best, noted, actual, sharing, [one], times[-1:]):
+    if (sharing is not None and sharing.why) or not is_proven(
+        model, (proof, blocks), noted, actual, sharing, [one], times[-1:]
+    ):
         return None
     proof = dataclasses.replace(found.proof, blocks=tuple(widened(found.proof.blocks, factor)))
     if sharing is not None:

@@ -54,7 +54,7 @@ class WholeRun(TokenCut):
     """Cuts nothing, and notes a run."""
 
     def __init__(self, blocks: Sequence[OwnBlock]):
-        super().__init__(blocks, 0, ONE)
+        super().__init__([replace(block, attention=()) for block in blocks], 0, ONE)
         self.shapes: list[list[torch.Size]] = []
         """Of each block's tensors."""
         self.calls: list[list[Noted]] = []
@@ -75,14 +75,13 @@ class WholeRun(TokenCut):
         if self._coming is None:
             return function(*args, **kwargs)
         call, out = attention_call(function, *args, **kwargs), function(*args, **kwargs)
-        tensors = tuple(x.clone() for x in (call.q_BQHD, call.k_BKHD, call.v_BKHD))
+        tensors = call.q_BQHD.clone(), call.k_BKHD.clone(), call.v_BKHD.clone()
         of_heads = out.transpose(1, 2) if call.heads_first else out.unflatten(-1, (call.q_BQHD.shape[2], -1))
         try:
             key_mask = call.key_mask
         except Unproven:
             key_mask = None  # said where the call is cut
-        masked = call.mask is not None
-        self.calls[-1].append(Noted((tensors[0], tensors[1], tensors[2]), of_heads.clone(), masked, key_mask))
+        self.calls[-1].append(Noted(tensors, of_heads.clone(), call.mask is not None, key_mask))
         return out
 
     def leaves(self, number: int) -> bool:
