@@ -5,6 +5,7 @@ import functools
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,22 +142,13 @@ class Ran:
         Each returned value gets an argument that has its shape and dtype in both calls. None: a value has no such argument,
         or the block returns or reads other things in the other call.
         """
-        if (self.name, len(self.returns), self.alone, self.reads) != (
-            other.name,
-            len(other.returns),
-            other.alone,
-            other.reads,
-        ):
+        nothing = frozenset({""})
+        if dataclasses.replace(self, returns=()) != dataclasses.replace(other, returns=()):
             return None
-        places = []
-        for one, two in zip(self.returns, other.returns, strict=True):
-            if (one is None) != (two is None):
-                return None
-            both = {""} if one is None or two is None else one & two
-            if not both:
-                return None
-            places.append(min(both))
-        return OwnBlock(self.name, tuple(places), self.alone)
+        if len(self.returns) != len(other.returns):
+            return None
+        both = [(one or nothing) & (two or nothing) for one, two in zip(self.returns, other.returns, strict=True)]
+        return OwnBlock(self.name, tuple(map(min, both)), self.alone) if all(both) else None
 
 
 Recorded = tuple[list[list[Ran]], dict[str, str]]
@@ -165,24 +157,50 @@ Recorded = tuple[list[list[Ran]], dict[str, str]]
 
 def recorded_blocks(model: nn.Module, lists: Mapping[str, Sequence[str]], calls: Sequence[Call]) -> Recorded:
     """What the blocks of these lists do in these calls. `calls`: two, of different sizes."""
-    orders: list[list[Ran]] = []
     odd: dict[str, str] = {}
+    orders = []
     for call in calls:
-        order: list[Ran] = []
-        outputs: list[tuple[str, Any]] = []
-        note = functools.partial(_note, order, odd, outputs)
-        hooks = [
-            model.get_submodule(name).register_forward_hook(functools.partial(note, name), with_kwargs=True)
-            for blocks in lists.values()
-            for name in blocks
-        ]
-        try:
+        recorder = _Recorder(odd)
+        with ExitStack() as hooks:
+            for name in itertools.chain.from_iterable(lists.values()):
+                hook = functools.partial(recorder.note, name)
+                hooks.enter_context(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
             call.run(model)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        orders.append(order)
+        orders.append(recorder.order)
     return orders, odd
+
+
+class _Recorder:
+    """Notes the blocks of a call in `order`. `odd`: see Recorded."""
+
+    def __init__(self, odd: dict[str, str]):
+        self.order: list[Ran] = []
+        self._odd = odd
+        self._outputs: list[tuple[str, Any]] = []  # (block, tensor that it has returned), to keep the tensors alive
+
+    def note(self, name: str, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Forward hook of a block. A value with the shape and dtype of no argument makes its list odd."""
+        given, own_list = by_place(args, kwargs), name.rpartition(".")[0]
+        of_block = {id(value): other for other, value in self._outputs}
+        read = {of_block[id(value)] for value in given.values() if id(value) in of_block}
+        returns: list[frozenset[str] | None] = []
+        for value in (out,) if isinstance(out, torch.Tensor) else out:
+            if value is None:
+                returns.append(None)
+                continue
+            like = frozenset(place for place, each in given.items() if _alike(value, each))
+            if not like:
+                self._odd.setdefault(own_list, f"its block {name} returns a value that is like none of its arguments")
+                return
+            returns.append(like)
+            self._outputs.append((name, value))
+        reads = frozenset(other for other in read if other.rpartition(".")[0] == own_list)
+        self.order.append(Ran(name, tuple(returns), isinstance(out, torch.Tensor), reads))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return tensors and (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 def order_of(lists: Mapping[str, Sequence[str]], recorded: list[list[Ran]], odd: Mapping[str, str]) -> list[OwnBlock] | str:
@@ -237,43 +255,6 @@ def last_readers(order: Sequence[Ran]) -> dict[str, str]:
     following = {block.name: after.name for block, after in itertools.pairwise(order)}
     until = {name: block.name for block in order for name in block.reads}
     return {name: last for name, last in until.items() if following.get(name) != last}
-
-
-def _note(
-    order: list[Ran],
-    odd: dict[str, str],
-    outputs: list[tuple[str, Any]],
-    name: str,
-    _block: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    out: Any,
-) -> None:
-    """Forward hook. Appends the block's call to `order`, and each returned tensor to `outputs` as (block, tensor).
-
-    If a returned value has the shape and dtype of no argument, `odd[list]` says so, and `order` does not get the call. The
-    blocks of that list cannot have stand-ins.
-    """
-    given = by_place(args, kwargs)
-    of_block = {id(value): other for other, value in outputs}
-    read = {of_block[id(value)] for value in given.values() if id(value) in of_block}
-    reads = frozenset(other for other in read if other.rpartition(".")[0] == name.rpartition(".")[0])
-    returns: list[frozenset[str] | None] = []
-    for value in (out,) if isinstance(out, torch.Tensor) else out:
-        like = frozenset(
-            place
-            for place, each in given.items()
-            if isinstance(value, torch.Tensor)
-            and isinstance(each, torch.Tensor)
-            and (each.shape, each.dtype) == (value.shape, value.dtype)
-        )
-        if value is not None and not like:
-            odd.setdefault(name.rpartition(".")[0], f"its block {name} returns a value that is like none of its arguments")
-            return
-        returns.append(None if value is None else like)
-        if isinstance(value, torch.Tensor):
-            outputs.append((name, value))
-    order.append(Ran(name, tuple(returns), isinstance(out, torch.Tensor), reads))
 
 
 def whole_list(tried: Sequence[OwnBlock], names: Sequence[str], like: Sequence[int]) -> list[OwnBlock]:
