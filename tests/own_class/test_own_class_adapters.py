@@ -30,7 +30,7 @@ from parallel_backend.own_class.adapters.wan_forms import (
 )
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.tried_calls import draw_weights
-from parallel_backend.own_class.cuts.attention_calls import attention_by_rows
+from parallel_backend.own_class.cuts.attention_calls import Rows, attention_by_rows
 from tests.own_class.planted_tokens import optimized_attention
 from tests.support.planted_comfyui import planted
 
@@ -43,7 +43,7 @@ def test_a_frame_sees_the_video_and_its_frame_of_the_pose(lacking):
     queries, keys = (torch.randperm(12, generator=g) for _ in range(2))
     queries, keys = queries[:7], torch.stack([row for row in keys if int(row) // 3 not in lacking])
     attend = functools.partial(attention, None)
-    found = SameFrame(3, 0.5)(attend, q[:, queries], k[:, keys], v[:, keys], queries, keys)
+    found = SameFrame(3, 0.5)(attend, Rows(q[:, queries], k[:, keys], v[:, keys], queries, keys))
     pose, same = (keys >= 3).expand(len(queries), -1), queries[:, None] // 3 == keys // 3
     both = (
         torch.cat((k[:, keys, :, :4], k[:, keys, :, 4:]), dim=1),
@@ -276,7 +276,7 @@ def test_rows_of_any_order_attend_in_windows_as_the_whole_video_does(queries):
         return nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors)).transpose(1, 2)
 
     numbers, keys = torch.tensor(list(queries)), torch.randperm(32, generator=g)
-    found = WINDOWS(attend, q[:, numbers], k[:, keys], v[:, keys], numbers, keys)
+    found = WINDOWS(attend, Rows(q[:, numbers], k[:, keys], v[:, keys], numbers, keys))
     assert torch.allclose(found, expected[:, numbers], atol=1e-6)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.own_class.cuts.attention_calls import AttendAll, attention_by_rows, attention_of, kept_with
+from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, attention_of, kept_with
 
 BESIDE = "parallel_dit_beside"
 """Option of its blocks: Beside. Missing: there is no pose, and the video sees the character as it is."""
@@ -53,16 +53,9 @@ class SameFrame:
     strength: float
     """Factor of the pose's values that the video sees."""
 
-    def __call__(
-        self,
-        attend: AttendAll,
-        q_BQHE: torch.Tensor,
-        k_BKHE: torch.Tensor,
-        v_BKHE: torch.Tensor,
-        queries_Q: torch.Tensor,
-        keys_K: torch.Tensor,
-    ) -> torch.Tensor:
+    def __call__(self, attend: AttendAll, rows: Rows) -> torch.Tensor:
         """As RowRule. Not all frames need have keys."""
+        q_BQHE, k_BKHE, v_BKHE, queries_Q, keys_K = rows
         (q, pose_q), (k, pose_k), (v, pose_v) = (x.chunk(2, dim=-1) for x in (q_BQHE, k_BKHE, v_BKHE))
         of_queries, of_keys = (
             kept_with(numbers, (self, q.device), functools.partial(self._by_frame, numbers, q.device))
@@ -70,20 +63,20 @@ class SameFrame:
         )
         out = torch.zeros_like(q_BQHE)
         of_video, of_pose = out.chunk(2, dim=-1)
-        posed = [rows for frame, rows in of_keys.items() if frame]
+        posed = [of_frame for frame, of_frame in of_keys.items() if frame]
         if posed:
-            of_pose.copy_(attend(pose_q, *(torch.cat([x[:, rows] for rows in posed], dim=1) for x in (pose_k, pose_v))))
+            of_pose.copy_(attend(pose_q, *(torch.cat([x[:, each] for each in posed], dim=1) for x in (pose_k, pose_v))))
         count = k.shape[1]
         # The video's keys stay, and behind them come the pose's of one frame after the other, as in ComfyUI's class.
         both_k, both_v = (F.pad(x, (0, 0, 0, 0, 0, self.tokens)) for x in (k, v))
-        for frame, rows in of_queries.items():
+        for frame, own in of_queries.items():
             of_frame = of_keys.get(frame) if frame else None
             stop = count
             if of_frame is not None:
                 added_k, added_v = pose_k[:, of_frame], pose_v[:, of_frame] * self.strength
                 stop += added_k.shape[1]
                 both_k[:, count:stop], both_v[:, count:stop] = added_k, added_v
-            of_video[:, rows] = attend(q[:, rows], both_k[:, :stop], both_v[:, :stop])
+            of_video[:, own] = attend(q[:, own], both_k[:, :stop], both_v[:, :stop])
         return out
 
     def _by_frame(self, numbers: torch.Tensor, device: torch.device) -> dict[int, slice | torch.Tensor]:

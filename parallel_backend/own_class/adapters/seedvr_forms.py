@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.own_class.cuts.attention_calls import AttendAll, attention_by_rows, kept_with
+from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, kept_with
 
 CONDITION = "condition"
 """Argument: the video that is to be made sharper [B, 17, T, H, W], as latents and a mask."""
@@ -69,16 +69,9 @@ class InWindows:
     sides: tuple[tuple[int, ...], ...]
     """Lengths of the windows along frames, rows and columns, in tokens."""
 
-    def __call__(
-        self,
-        attend: AttendAll,
-        q_BQHD: torch.Tensor,
-        k_BKHD: torch.Tensor,
-        v_BKHD: torch.Tensor,
-        queries_Q: torch.Tensor,
-        keys_K: torch.Tensor,
-    ) -> torch.Tensor:
+    def __call__(self, attend: AttendAll, rows: Rows) -> torch.Tensor:
         """See RowRule."""
+        q_BQHD, k_BKHD, v_BKHD, queries_Q, keys_K = rows
         queries, keys = (
             kept_with(numbers, (self, q_BQHD.device), functools.partial(self.grouped, numbers, q_BQHD.device))
             for numbers in (queries_Q, keys_K)

@@ -21,7 +21,7 @@ from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.block_arguments import tensor_places, token_count
 from parallel_backend.own_class.calls.call_arguments import LATENT, LATENTS, STRUCTURE, TIMES, from_tensors, timestep_of
 from parallel_backend.own_class.calls.tried_calls import Call, entry_of
-from parallel_backend.own_class.cuts.attention_calls import AttentionCall, attention_by, attention_call
+from parallel_backend.own_class.cuts.attention_calls import AttentionCall, Rows, attention_by, attention_call
 from parallel_backend.own_class.cuts.second_text import SECOND
 from parallel_backend.own_class.cuts.stages import passing_through
 
@@ -256,7 +256,7 @@ def _operations(call: AttentionCall) -> int:
     if call.rule is None:
         attend(*tensors)
     else:
-        call.rule(attend, *tensors, *(torch.arange(x.shape[1]) for x in tensors[:2]))
+        call.rule(attend, Rows(*tensors, *(torch.arange(x.shape[1]) for x in tensors[:2])))
     return sum(found)
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -171,21 +171,21 @@ AttendAll = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """([B, q, H, D], [B, k, H, D], [B, k, H, D]) -> [B, q, H, D]: all of these queries see all of these keys."""
 
 
-class RowRule(Protocol):
-    """A frozen dataclass, hashable and picklable, of the facts of a call, such as a grid of tokens."""
+class Rows(NamedTuple):
+    """Rows of a call's queries, keys and values: a rank's, or a band's, in any order, of all heads or some."""
 
-    def __call__(
-        self,
-        attend: AttendAll,
-        q_BQHD: torch.Tensor,
-        k_BKHD: torch.Tensor,
-        v_BKHD: torch.Tensor,
-        queries_Q: torch.Tensor,
-        keys_K: torch.Tensor,
-    ) -> torch.Tensor:
-        """[B, Q, H, D]. `queries_Q`, `keys_K`: int64 in host memory, the number of each row among all tokens of the call's
-        queries, or keys, in the class's order. The rows may be any of them, in any order: a rank's, or a band's. H may be
-        some of the heads. `attend` computes by the user's kernel."""
+    q_BQHD: torch.Tensor
+    k_BKHD: torch.Tensor
+    v_BKHD: torch.Tensor
+    queries_Q: torch.Tensor
+    """int64 in host memory: the number of each query among all tokens of the call's queries, in the class's order."""
+    keys_K: torch.Tensor
+    """The same of the keys."""
+
+
+RowRule = Callable[[AttendAll, Rows], torch.Tensor]
+"""Attention [B, Q, H, D] in which not every query sees every key. The function that it gets computes by the user's kernel. A
+rule is a frozen dataclass, hashable and picklable, of the facts of a call, such as a grid of tokens."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def attention_rows(
 
     tensors = [x.transpose(1, 2) for x in (q_BHQD, k_BHKD, v_BHKD)]
     numbers = (torch.arange(x.shape[1]) for x in tensors[:2])
-    return rule(attend, *tensors, *numbers).transpose(1, 2)
+    return rule(attend, Rows(*tensors, *numbers)).transpose(1, 2)
 
 
 def kept_with(numbers: torch.Tensor, key: Hashable, make: Callable[[], Kept]) -> Kept:

@@ -10,7 +10,7 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.own_class.calls.block_arguments import Arguments
 from parallel_backend.own_class.calls.unproven import Unproven
-from parallel_backend.own_class.cuts.attention_calls import AttentionCall, shares_keys
+from parallel_backend.own_class.cuts.attention_calls import AttentionCall, Rows, shares_keys
 from parallel_backend.own_class.cuts.token_cut import TokenCut
 from parallel_backend.own_class.trials.comparison import close
 from parallel_backend.own_class.trials.whole_run import Noted, TensorRank, WholeRun
@@ -69,9 +69,9 @@ class HeldAgainst(TokenCut):
         assert call.rule is not None
         q_BQHD, k_BKHD, v_BKHD = whole.tensors
         queries, keys = torch.arange(q_BQHD.shape[1])[rows], torch.arange(k_BKHD.shape[1]).flip(0)
-        tensors = q_BQHD[:, queries], k_BKHD[:, keys], v_BKHD[:, keys]
+        of_rows = Rows(q_BQHD[:, queries], k_BKHD[:, keys], v_BKHD[:, keys], queries, keys)
         plain = functools.partial(call.compute, mask_bK=None)
-        return close(call.rule(plain, *tensors, queries, keys), whole.out[:, queries], whole.out)
+        return close(call.rule(plain, of_rows), whole.out[:, queries], whole.out)
 
     def left(self, number: int, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         of_whole = self._noted.outputs[self.number][number]
