@@ -2,8 +2,7 @@
 
 import pytest
 
-from parallel_backend.own_class.trials.change_trial import Shown
-from parallel_backend.own_class.trials.skip_trial import TrialOfSkips
+from parallel_backend.own_class.trials.change_trial import Shown, TrialOfSkips
 from parallel_backend.own_class.trials.trial import trial
 from tests.own_class.test_own_class_bands import call
 from tests.support.planted_comfyui import planted

@@ -16,9 +16,8 @@ from parallel_backend.own_class.calls.tried_calls import Call, entry_of, numbers
 from parallel_backend.own_class.cuts.guided_attention import IMAGE, Guide, Guided
 from parallel_backend.own_class.cuts.second_text import SECOND, SETTINGS, TEXT, WHOLE_HEADS
 from parallel_backend.own_class.plans.proof import Proof
-from parallel_backend.own_class.trials.change_trial import ChangeTrial, Shown
+from parallel_backend.own_class.trials.change_trial import ChangeTrial, Shown, TrialOfSkips
 from parallel_backend.own_class.trials.guided_trial import PROMPTS, TrialOfGuidance, TrialOfSecondText
-from parallel_backend.own_class.trials.skip_trial import TrialOfSkips
 
 from ...ui.loading_bar import Elapsed
 from ..patches.reach import Unread, refuse_unread

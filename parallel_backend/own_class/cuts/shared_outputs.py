@@ -4,11 +4,11 @@ The prologue runs whole in each band, and so do a block's modulations, whose wei
 has shown that a module gives all bands the same, a rank computes it in a call's first band (rank/stage/module_cache.py).
 """
 
-import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,14 +48,13 @@ class WatchedOutputs:
         self._given.clear()
         self._inside.clear()
         self._rows.clear()
-        hooks = [layer.register_forward_pre_hook(self._reading(name)) for name, layer in self._layers.items()]
-        for name, module in self._modules.items():
-            hooks += [module.register_forward_pre_hook(self._entering(name)), module.register_forward_hook(self._left(name))]
-        try:
+        with ExitStack() as hooks:
+            for name, layer in self._layers.items():
+                hooks.enter_context(layer.register_forward_pre_hook(partial(self._note_rows, name)))
+            for name, module in self._modules.items():
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
+                hooks.enter_context(module.register_forward_hook(partial(self._leave, name)))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         for name in list(self._modules):
             outputs, first = self._given.get(name, []), self._kept.get(name, [])
             if not outputs or not all(map(_is_plain, outputs)) or (self._runs and not _equal(outputs, first)):
@@ -93,22 +92,15 @@ class WatchedOutputs:
         blocks = Counter(block.name.rpartition(".")[0] for block in self._blocks)
         return tuple(name for name, count in found.items() if "*" not in name or count == blocks[name.partition(".*.")[0]])
 
-    def _reading(self, name: str) -> Callable[..., None]:
-        def note(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            x = args[0]
-            self._rows[name].add(x.shape[1] if x.ndim == 3 else 0)
+    def _note_rows(self, name: str, _layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self._rows[name].add(args[0].shape[1] if args[0].ndim == 3 else 0)
 
-        return note
+    def _enter(self, name: str, *_: Any) -> None:
+        self._inside.append(name)
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._inside.append(name)
-
-    def _left(self, name: str) -> Callable[..., None]:
-        def note(_module: nn.Module, _args: Any, out: Any) -> None:
-            self._inside.remove(name)
-            self._given[name].append(pytree.tree_map_only(torch.Tensor, torch.clone, out))
-
-        return note
+    def _leave(self, name: str, _module: nn.Module, _args: Any, out: Any) -> None:
+        self._inside.remove(name)
+        self._given[name].append(pytree.tree_map_only(torch.Tensor, torch.clone, out))
 
 
 class SharedOutputs:
@@ -126,7 +118,7 @@ class SharedOutputs:
         """Context of a call."""
         self._kept.clear()
         for name, module in self._modules.items():
-            module.forward = self._sharing(name, module.forward)
+            module.forward = partial(self._shared, name, module.forward)
         try:
             yield
         finally:
@@ -138,19 +130,16 @@ class SharedOutputs:
         self.has_words = has_words
         self._calls.clear()
 
-    def _sharing(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def shared(*args: Any, **kwargs: Any) -> Any:
-            key = name, self._calls[name]
-            self._calls[name] += 1
-            if key not in self._kept:
-                out = forward(*args, **kwargs)
-                self._kept[key] = out, _versions(out)
-            out, versions = self._kept[key]
-            if _versions(out) != versions:
-                raise Unproven(f"its class writes into what {name} returns")
-            return out
-
-        return shared
+    def _shared(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        key = name, self._calls[name]
+        self._calls[name] += 1
+        if key not in self._kept:
+            out = forward(*args, **kwargs)
+            self._kept[key] = out, _versions(out)
+        out, versions = self._kept[key]
+        if _versions(out) != versions:
+            raise Unproven(f"its class writes into what {name} returns")
+        return out
 
 
 def modules_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
@@ -202,7 +191,7 @@ class IdleLayers:
     def put(self) -> None:
         """In the layers' place."""
         for number, layer in enumerate(self._layers):
-            layer.forward = functools.partial(self._forward, number, layer.forward)
+            layer.forward = partial(self._forward, number, layer.forward)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -159,7 +159,7 @@ class StageBlocks:
 
     @contextmanager
     def skipping(self, names: Collection[str]) -> Iterator[None]:
-        """Context in which the blocks of these names return what they get. skip_trial.py shows what a class makes of it."""
+        """Context in which the blocks of these names return what they get. change_trial.py tries them."""
         self._skipped = names
         try:
             yield

@@ -27,7 +27,7 @@ from parallel_backend.own_class.cuts.band_tokens import ONE, BandTokens, Part, c
 from parallel_backend.own_class.cuts.shared_outputs import IdleLayers, SharedOutputs, WatchedOutputs
 from parallel_backend.own_class.cuts.token_cut import HOST
 from parallel_backend.own_class.trials.comparison import TOLERANCE, close, difference, why_not
-from parallel_backend.own_class.trials.held_against import HeldAgainst
+from parallel_backend.own_class.trials.held_against import HeldAgainst, TensorRank, WholeRun
 from parallel_backend.own_class.trials.latent_tokens import (
     companion_tokens,
     entering,
@@ -36,7 +36,6 @@ from parallel_backend.own_class.trials.latent_tokens import (
     reference_tokens,
 )
 from parallel_backend.own_class.trials.token_trial import WORDS, Runs
-from parallel_backend.own_class.trials.whole_run import TensorRank, WholeRun
 
 ROWS = 3, 3, 5
 """Most frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""

@@ -8,7 +8,7 @@ up.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from parallel_backend.own_class.cuts.feature_cut import layers_to_cut, run_noted
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, axes_of_heads, cut_side, give_heads
 from parallel_backend.own_class.plans.block_order import Likes, whole_list
 from parallel_backend.own_class.trials.comparison import close, difference, why_not
-from parallel_backend.own_class.trials.whole_run import TensorRank
+from parallel_backend.own_class.trials.held_against import TensorRank
 
 MOST_SETTINGS = 64
 """Of attributes that are tried for a block."""
@@ -66,100 +66,91 @@ class Shares:
         return replace(block, units=units if any(units) else (), head_units=self.head_units)
 
 
-@dataclass
-class Ranks:
-    """The ranks' runs of `module`, held against the whole's, which has `made` its values."""
+class _LayerOfRank:
+    """A layer of which a rank has its part, in place of the whole's. `made`: the whole's values at each call, see Made;
+    `sums`: those that the ranks so far add up to. Unproven where a value of the rank is no part of the whole's."""
 
-    module: nn.Module
-    shares: Shares
-    count: int
-    made: Made
-    sums: Made = field(default_factory=dict)
-    """Of the ranks' values so far, where they are added up."""
+    def __init__(self, cut: OwnCut, layer: nn.Module, rank: TensorRank, made: list[torch.Tensor], sums: list[torch.Tensor]):
+        self._cut, self._layer, self._rank, self._made, self._sums = cut, layer, rank, made, sums
+        self._next = 0  # number of its next call
 
-    @contextmanager
-    def one(self, rank: int) -> Iterator[None]:
-        """Context in which the module is this rank's. Unproven where a value of its own is no part of the whole's."""
-        with ExitStack() as stack:
-            for cut in self.shares.cuts:
-                layer, calls = self.module.get_submodule(cut.layer), itertools.count()
-                kept = dict(layer._parameters)
-                stack.callback(layer._parameters.update, kept)
-                for name, parameter in kept.items():
-                    if parameter is not None:
-                        layer._parameters[name] = self._shard(cut, name, parameter, rank)
-                if cut.kind == CutKind.NORM.value:
-                    assert isinstance(layer, nn.RMSNorm)
-                    vars(layer)["forward"] = partial(self._norm, cut, layer, rank, calls)
-                    stack.callback(vars(layer).pop, "forward")
-                elif cut.kind != CutKind.COLUMN.value:
-                    hook = layer.register_forward_hook(partial(self._made_up, cut, rank, calls))
-                    stack.callback(hook.remove)
-            for path, attribute, units in self.shares.divided:
-                holder = self.module.get_submodule(path)
-                whole = getattr(holder, attribute)
-                setattr(holder, attribute, len(split_units(Span(0, whole), self.count, units or whole)[rank]))
-                stack.callback(setattr, holder, attribute, whole)
-            for path, tensor, axis, units in self.shares.headed:
-                hook = give_heads(self.module.get_submodule(path), [(tensor, axis, units)], rank, self.count)
-                stack.callback(hook.remove)
-            yield
+    def put(self, stack: ExitStack) -> None:
+        """Until the stack is closed."""
+        kept = dict(self._layer._parameters)
+        stack.callback(self._layer._parameters.update, kept)
+        shards = {name: self._shard(name, parameter) for name, parameter in kept.items() if parameter is not None}
+        self._layer._parameters.update(shards)
+        if self._cut.kind == CutKind.NORM.value:
+            vars(self._layer)["forward"] = self._norm
+            stack.callback(vars(self._layer).pop, "forward")
+        elif self._cut.kind != CutKind.COLUMN.value:
+            stack.enter_context(self._layer.register_forward_hook(self._made_up))
 
-    def check_sums(self) -> None:
-        """Unproven if the ranks' values do not add up to the whole's."""
-        for cut in self.shares.cuts:
-            if cut.kind != CutKind.ROW.value:
-                continue
-            whole, sums = self.made.get(cut.layer, []), self.sums.get(cut.layer, [])
-            if len(whole) != len(sums) or any(not close(a, b) for a, b in zip(sums, whole, strict=True)):
-                raise Unproven(f"the ranks' values of {cut.layer} do not add up to the whole's")
-
-    def _spans(self, cut: OwnCut, size: int, rank: int) -> tuple[Span, ...]:
-        return cut_side(cut, size, rank, self.count)
-
-    def _part(self, cut: OwnCut, x: torch.Tensor, rank: int, dim: int = -1) -> torch.Tensor:
-        spans = self._spans(cut, x.shape[dim], rank)
+    def _part(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        spans = cut_side(self._cut, x.shape[dim], self._rank.index, self._rank.count)
         return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
 
-    def _shard(self, cut: OwnCut, name: str, parameter: nn.Parameter, rank: int) -> nn.Parameter | None:
-        if cut.kind != CutKind.ROW.value:
-            return nn.Parameter(self._part(cut, parameter, rank, 0), requires_grad=False)
-        if name == "bias":  # added once
-            return parameter if rank == 0 else None
-        return nn.Parameter(self._part(cut, parameter, rank, 1), requires_grad=False)
+    def _shard(self, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        is_row = self._cut.kind == CutKind.ROW.value
+        if is_row and name == "bias":  # added once
+            return None if self._rank.index else parameter
+        return nn.Parameter(self._part(parameter, int(is_row)), requires_grad=False)
 
-    def _whole(self, cut: OwnCut, calls: "itertools.count[int]") -> tuple[int, torch.Tensor]:
-        number, made = next(calls), self.made.get(cut.layer, [])
-        if number >= len(made):
-            raise Unproven(f"{cut.layer} is called more often if it is cut")
-        return number, made[number]
+    def _whole(self) -> torch.Tensor:
+        """The whole's value at the present call."""
+        self._next += 1
+        if self._next > len(self._made):
+            raise Unproven(f"{self._cut.layer} is called more often if it is cut")
+        return self._made[self._next - 1]
 
-    def _made_up(
-        self, cut: OwnCut, rank: int, calls: "itertools.count[int]", _layer: nn.Module, _given: tuple, out: torch.Tensor
-    ) -> torch.Tensor:
+    def _check_part(self, own: torch.Tensor, whole: torch.Tensor) -> None:
+        if not close(own, self._part(whole), whole):
+            raise Unproven(f"a rank's values of {self._cut.layer} are not a part of the whole's")
+
+    def _made_up(self, _layer: nn.Module, _given: tuple, out: torch.Tensor) -> torch.Tensor:
         """Forward hook of a layer whose outputs are added up or gathered."""
-        number, whole = self._whole(cut, calls)
-        if cut.kind == CutKind.GATHER.value:
-            if not close(out, self._part(cut, whole, rank), whole):
-                raise Unproven(f"a rank's values of {cut.layer} are not a part of the whole's")
+        whole = self._whole()
+        if self._cut.kind == CutKind.GATHER.value:
+            self._check_part(out, whole)
             return whole.clone()
         if out.shape != whole.shape:
-            raise Unproven(f"a rank's values of {cut.layer} have another shape than the whole's")
-        sums = self.sums.setdefault(cut.layer, [])
-        if number == len(sums):
-            sums.append(torch.zeros_like(whole))
-        sums[number] += out
+            raise Unproven(f"a rank's values of {self._cut.layer} have another shape than the whole's")
+        if self._next > len(self._sums):
+            self._sums.append(torch.zeros_like(whole))
+        self._sums[self._next - 1] += out
         return whole.clone()
 
-    def _norm(
-        self, cut: OwnCut, norm: nn.RMSNorm, rank: int, calls: "itertools.count[int]", x: torch.Tensor
-    ) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
         """In place of an RMSNorm of which each rank has its features: with the whole's sum of squares."""
-        whole = self._whole(cut, calls)[1]
-        if not close(x, self._part(cut, whole, rank), whole):
-            raise Unproven(f"a rank's values of {cut.layer} are not a part of the whole's")
-        assert norm.eps is not None
+        whole, norm = self._whole(), self._layer
+        self._check_part(x, whole)
+        assert isinstance(norm, nn.RMSNorm) and norm.eps is not None
         return x * torch.rsqrt(whole.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+
+
+@contextmanager
+def _of_rank(module: nn.Module, shares: Shares, rank: TensorRank, made: Made, sums: Made) -> Iterator[None]:
+    """Context in which the module is this rank's. `sums`: of ROW layers, see _LayerOfRank."""
+    with ExitStack() as stack:
+        for cut in shares.cuts:
+            of_layer = made.get(cut.layer, []), sums.setdefault(cut.layer, [])
+            _LayerOfRank(cut, module.get_submodule(cut.layer), rank, *of_layer).put(stack)
+        for path, attribute, units in shares.divided:
+            holder = module.get_submodule(path)
+            whole = getattr(holder, attribute)
+            setattr(holder, attribute, len(split_units(Span(0, whole), rank.count, units or whole)[rank.index]))
+            stack.callback(setattr, holder, attribute, whole)
+        for path, tensor, axis, units in shares.headed:
+            stack.enter_context(give_heads(module.get_submodule(path), [(tensor, axis, units)], rank.index, rank.count))
+        yield
+
+
+def _check_sums(shares: Shares, made: Made, sums: Made) -> None:
+    """Unproven if the ranks' values do not add up to the whole's."""
+    for layer in (cut.layer for cut in shares.cuts if cut.kind == CutKind.ROW.value):
+        whole, of_ranks = made.get(layer, []), sums[layer]
+        if len(whole) != len(of_ranks) or not all(map(close, of_ranks, whole)):
+            raise Unproven(f"the ranks' values of {layer} do not add up to the whole's")
 
 
 def _noting(module: nn.Module, shares: Shares, run: Run) -> tuple[Made, Any]:
@@ -180,14 +171,14 @@ def why_not_shared(module: nn.Module, shares: Shares, run: Run, ranks: int) -> s
 
     def tried() -> str:
         made, whole = _noting(module, shares, run)
-        of_ranks = Ranks(module, shares, ranks, made)
-        for rank in range(ranks):
-            with of_ranks.one(rank):
-                out = run(TensorRank(rank, ranks))
+        sums: Made = {}
+        for rank in (TensorRank(index, ranks) for index in range(ranks)):
+            with _of_rank(module, shares, rank, made, sums):
+                out = run(rank)
             for each in zip(_tensors(out), _tensors(whole), strict=True):
                 if why := difference("ranks that share its layers give another result", *each):
                     return why
-        of_ranks.check_sums()
+        _check_sums(shares, made, sums)
         return ""
 
     return why_not(tried, "it does not run if its layers are cut")

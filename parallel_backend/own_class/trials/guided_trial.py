@@ -32,11 +32,11 @@ from parallel_backend.own_class.trials.call_state import held
 from parallel_backend.own_class.trials.change_trial import ChangeTrial, Shown
 from parallel_backend.own_class.trials.comparison import close, difference
 from parallel_backend.own_class.trials.feature_trial import Run, Sharing
+from parallel_backend.own_class.trials.held_against import TensorRank
 from parallel_backend.own_class.trials.other_calls import is_proven
 from parallel_backend.own_class.trials.stage_trial import Wholes, run_in_one
 from parallel_backend.own_class.trials.token_learning import bare
 from parallel_backend.own_class.trials.token_trial import runs_of_ranks
-from parallel_backend.own_class.trials.whole_run import TensorRank
 
 PROMPTS = "cond_or_uncond"
 """Entry of transformer_options: which prompts a call has."""

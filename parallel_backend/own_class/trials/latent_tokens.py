@@ -19,8 +19,8 @@ from parallel_backend.own_class.calls.patching import Companion
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, words_of
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.token_cut import entries_of
+from parallel_backend.own_class.trials.held_against import WholeRun
 from parallel_backend.own_class.trials.token_trial import Runs
-from parallel_backend.own_class.trials.whole_run import WholeRun
 
 OTHER_PICTURES = 2
 """Seed of their values."""

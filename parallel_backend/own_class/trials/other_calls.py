@@ -28,7 +28,7 @@ def free_numbers(
     for name, number in numbers_of(call).items():
         tried = half, number // 2, number - 1, *(number + more for more in range(1, 4))
         others = dict.fromkeys(each for each in tried if each > 0 and each != number)
-        ran = [each for each in others if error_of(model, with_numbers(call, {name: each})) is None]
+        ran = [each for each in others if noted_run(model, drawn(with_numbers(call, {name: each}), 1)) is not None]
         if len(ran) >= ENOUGH:
             values[name] = ran[: ENOUGH + 1]
 
@@ -84,12 +84,3 @@ def noted_run(model: nn.Module, call: Call) -> tuple[Call, Any] | None:
         return call, call.run(model)
     except Exception:
         return None
-
-
-def error_of(model: nn.Module, call: Call) -> Exception | None:
-    """What the class raises for the call: exceptions of any kind, since its code is not known."""
-    try:
-        drawn(call, 1).run(model)
-    except Exception as error:
-        return error
-    return None

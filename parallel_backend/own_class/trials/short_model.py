@@ -25,7 +25,6 @@ from parallel_backend.own_class.plans.block_order import (
     shortened,
 )
 from parallel_backend.own_class.trials.narrow import numbers_of_class
-from parallel_backend.own_class.trials.other_calls import error_of
 
 SEED = 0
 
@@ -68,7 +67,7 @@ def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short
         give_weights(own, model, poll)
         if LATENTS in actual.named:
             actual = with_whole_axes(actual, functools.partial(runs, model))
-        call, error = _first_thatruns(model, _tried_sizes(actual))
+        call, error = _first_that_runs(model, _tried_sizes(actual))
         if error is None:
             break
     short = Short(own, model, lists, kept, like, actual, call, error)
@@ -138,16 +137,26 @@ def _tried_sizes(call: Call) -> list[Call]:
     return [*(smaller(call, *size) for size in SIZES), call]
 
 
-def _first_thatruns(model: nn.Module, calls: Sequence[Call]) -> tuple[Call, Exception | None]:
+def _first_that_runs(model: nn.Module, calls: Sequence[Call]) -> tuple[Call, Exception | None]:
     """The first call with which the class runs; else the last one, and what it raises."""
     for call in calls:
-        if (error := error_of(model, call)) is None:
+        if (error := _error_of(model, call)) is None:
             break
     return call, error
 
 
 def runs(model: nn.Module, call: Call) -> bool:
-    return error_of(model, call) is None
+    """Whether the class runs with the call."""
+    return _error_of(model, call) is None
+
+
+def _error_of(model: nn.Module, call: Call) -> Exception | None:
+    """What the class raises for the call: exceptions of any kind, since its code is not known."""
+    try:
+        drawn(call, 1).run(model)
+    except Exception as error:
+        return error
+    return None
 
 
 MOST_BLOCKS = 16

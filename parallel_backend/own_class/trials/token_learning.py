@@ -12,8 +12,7 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 from parallel_backend.own_class.calls.block_arguments import Arguments, by_place, tensor_places, token_axes, token_count
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import attention_call, shares_keys
-from parallel_backend.own_class.trials.held_against import OTHER_MASK, RANKS, HeldAgainst
-from parallel_backend.own_class.trials.whole_run import WholeRun
+from parallel_backend.own_class.trials.held_against import OTHER_MASK, RANKS, HeldAgainst, WholeRun
 
 HIDDEN = -1e4
 """What a mask adds at most where a key may not be seen."""

@@ -19,10 +19,9 @@ from parallel_backend.own_class.calls.tried_calls import Call, drawn, smaller, w
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.token_cut import TokenCut, list_ends
 from parallel_backend.own_class.trials.comparison import difference, why_not
-from parallel_backend.own_class.trials.held_against import RANKS, HeldAgainst
+from parallel_backend.own_class.trials.held_against import RANKS, HeldAgainst, TensorRank, WholeRun
 from parallel_backend.own_class.trials.stage_trial import run_in_one
 from parallel_backend.own_class.trials.token_learning import Learning
-from parallel_backend.own_class.trials.whole_run import TensorRank, WholeRun
 
 ENDS = 0, RANKS - 1
 SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
