@@ -14,13 +14,13 @@ from parallel_backend.own_class.adapters.adapters import (
     Indexed,
     pixart_attention,
     pixart_cross_attention,
-    sent,
 )
 from parallel_backend.own_class.adapters.animate2_forms import SameFrame
+from parallel_backend.own_class.adapters.ltx_forms import ltx2_arguments
 from parallel_backend.own_class.adapters.minimax_forms import (
     minimax_h3_segments,
 )
-from parallel_backend.own_class.adapters.seedvr_forms import CONDITION, InWindows, check_condition, places_of
+from parallel_backend.own_class.adapters.seedvr_forms import CONDITION, InWindows, places_of, seedvr2_arguments
 from parallel_backend.own_class.adapters.wan_forms import (
     MOTION,
     name_of_face,
@@ -151,7 +151,8 @@ def ltx2_call(strengths=(1.0, 1.0), **more):
     mask[:, :, 0], mask[:, :, 5, :, ::2] = 0.0, -1.0
     guides = [{"pre_filter_count": 6, "strength": each, "pixel_mask": None} for each in strengths]
     given = {"denoise_mask": mask, "keyframe_idxs": torch.zeros(1, 3, 12, 2), "guide_attention_entries": guides, **more}
-    return sent("LTXAV", given, SimpleNamespace(_downsample_mask_to_latent=lambda mask, *_shape: mask.flatten()[None]))
+    native = SimpleNamespace(_downsample_mask_to_latent=lambda mask, *_shape: mask.flatten()[None])
+    return ltx2_arguments(given, native, ())
 
 
 def test_guides_of_ltx2_are_told_by_tokens():
@@ -164,7 +165,7 @@ def test_guides_of_ltx2_are_told_by_tokens():
     assert masked["guide_weights"][0, 6:].tolist() == pytest.approx([1, 0.2, 1, 1, 0.4, 1])
     mask = torch.ones(1, 1, 4, 2, 3)
     mask[:, :, 0] = 0.0
-    assert sent("LTXAV", {"denoise_mask": mask, "frame_rate": 25}, None) == {"frame_rate": 25}, "times tell it"
+    assert ltx2_arguments({"denoise_mask": mask, "frame_rate": 25}, None, ()) == {"frame_rate": 25}, "times tell it"
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def test_places_are_those_in_a_window_behind_the_text_or_around_its_middle():
 )
 def test_a_video_that_seedvr2_cannot_make_sharper_is_refused(sizes, given, why):
     with pytest.raises(ValueError, match=why):
-        check_condition(sizes, {} if given is None else {CONDITION: torch.zeros(1, 17, *given)})
+        seedvr2_arguments({} if given is None else {CONDITION: torch.zeros(1, 17, *given)}, None, sizes)
 
 
 @pytest.mark.usefixtures("comfyui")

@@ -14,7 +14,7 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
-from parallel_backend.own_class.adapters.adapters import adapter_of, sent
+from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.adapters.minimax_forms import INSIDE
 from parallel_backend.own_class.built.built_class import built_class
 from parallel_backend.own_class.built.counts import misfit
@@ -159,14 +159,13 @@ def answered(
         residuals |= of_all
     sizes = tuple(latents[0].shape[2:]) if band is None else built.patching.whole(band.run.layout.grid)
     adapter = adapter_of(stub.own.kind)
-    adapter.check(sizes, extra)
     by_method = {name: each for name, each in adapter.computed.items() if extra.get(name) is not None}
     computed = {name: stub.computed(method, extra[name]) for name, method in by_method.items()}
     named = {
         "context": context,
         CONTROL: None,
         OPTIONS: told,
-        **sent(stub.own.kind, extra | computed, stub.native),
+        **adapter.arguments(extra | computed, stub.native, sizes),
         **told_form,
         **({INSIDE: True} if adapter.carries and not is_carried else {}),
     }

@@ -14,10 +14,21 @@ from torch import nn
 
 from parallel_backend.core.sparse_attention import Runs
 from parallel_backend.own_class.adapters.animate2_forms import animate2_arguments, animate2_block, animate2_model
-from parallel_backend.own_class.adapters.ltx_forms import LTX2_FORMS, Indexed, ltx_arguments, ltx_model
-from parallel_backend.own_class.adapters.minimax_forms import GATE, minimax_h3_block, minimax_h3_model, minimax_h3_segments
+from parallel_backend.own_class.adapters.ltx_forms import LTX2_FORMS, Indexed, ltx2_arguments, ltx_arguments, ltx_model
+from parallel_backend.own_class.adapters.minimax_forms import (
+    GATE,
+    minimax_h3_arguments,
+    minimax_h3_block,
+    minimax_h3_model,
+    minimax_h3_segments,
+)
 from parallel_backend.own_class.adapters.qwen_forms import qwen_image21_block, qwen_image21_model
-from parallel_backend.own_class.adapters.seedvr_forms import check_condition, seedvr2_attention, seedvr2_block, seedvr2_model
+from parallel_backend.own_class.adapters.seedvr_forms import (
+    seedvr2_arguments,
+    seedvr2_attention,
+    seedvr2_block,
+    seedvr2_model,
+)
 from parallel_backend.own_class.adapters.wan_forms import (
     FREQUENCY,
     name_of_face,
@@ -29,6 +40,10 @@ from parallel_backend.own_class.adapters.wan_forms import (
 )
 from parallel_backend.own_class.cuts.attention_calls import attention_of
 
+Arguments = Callable[[Mapping[str, Any], Any, tuple[int, ...]], dict[str, Any]]
+"""(a call's arguments, the class, sizes of the whole latent) -> those that are sent. ValueError if the class does not take
+them."""
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -37,14 +52,10 @@ class Adapter:
 
     blocks: str
     forms: Mapping[str, Callable[..., type[nn.Module]]]
-    unsent: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Argument that is a dictionary -> keys of objects that the class makes anew if they are missing."""
-    idle: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
-    """Argument -> whether its value changes nothing, and is not sent."""
     model: Callable[..., type[nn.Module]] | None = None
     """As `forms`, of the model itself. None: it stays."""
-    arguments: Callable[[Mapping[str, Any], Any], dict[str, Any]] | None = None
-    """(a call's arguments, the class) -> those that `model` takes. None: they are the class's own."""
+    arguments: Arguments = lambda arguments, _native, _sizes: dict(arguments)
+    """A call's arguments as they are sent to ranks, where `model` takes them."""
     stated: tuple[str, ...] = ()
     """Entries that a file's header has to have: ComfyUI's values in their place are those of no such model."""
     carries: bool = False
@@ -67,8 +78,6 @@ class Adapter:
     """Name of a parameter, moved or not -> the class's own."""
     options: tuple[str, ...] = ()
     """This pack's entries of transformer_options that `model` reads."""
-    check: Callable[[tuple[int, ...], Mapping[str, Any]], None] = lambda _sizes, _arguments: None
-    """(sizes of the whole latent, arguments) of a call. ValueError if the class does not take it."""
     steady: bool = False
     """See OwnLatent. A trial proves it."""
 
@@ -94,26 +103,6 @@ def adapt(kind: str, model: nn.Module) -> None:
 def unstated(kind: str, stated: Mapping[str, Any]) -> str:
     """An entry that the header of this class's files has to have, and that is not `stated` in one. Empty: there is none."""
     return next((entry for entry in adapter_of(kind).stated if entry not in stated), "")
-
-
-def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
-    """The arguments as they are sent. `native`: the class."""
-    adapter = adapter_of(kind)
-    if adapter.arguments is not None:
-        arguments = adapter.arguments(arguments, native)
-    left_out = adapter.unsent
-    return {
-        name: {key: each for key, each in value.items() if key not in left_out[name]}
-        if name in left_out and isinstance(value, dict)
-        else value
-        for name, value in arguments.items()
-        if name not in adapter.idle or not adapter.idle[name](value)
-    }
-
-
-def without_weights(entries: Any) -> bool:
-    """Whether LTX's guides change no attention: their entries then say only how many tokens each guide has."""
-    return not any(each["strength"] != 1.0 or each.get("pixel_mask") is not None for each in entries or ())
 
 
 @functools.cache
@@ -227,27 +216,26 @@ def pixart_cross_attention(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 UNCHANGED = Adapter("", {})
-GUIDES = {"guide_attention_entries": without_weights}
 WAN = Adapter("blocks", {}, model=wan_model, options=(FREQUENCY,))
 PIXART = Adapter("blocks", {"attn": pixart_attention, "cross_attn": pixart_cross_attention})
 ADAPTERS: Mapping[str, Adapter] = {
     "MiniMaxH3": Adapter(
         "blocks",
         {"": minimax_h3_block},
-        {"minimax_payload": frozenset({"layout"})},
         model=minimax_h3_model,
+        arguments=minimax_h3_arguments,
         carries=True,
         segments=minimax_h3_segments,
         gate=GATE,
         one_entry=True,
         here=("condition_proj", "token_refiner"),
     ),
-    "LTXV": Adapter("transformer_blocks", {}, idle=GUIDES),
+    "LTXV": Adapter("transformer_blocks", {}, arguments=ltx_arguments),
     "LTXAV": Adapter(
         "transformer_blocks",
         LTX2_FORMS,
         model=ltx_model,
-        arguments=ltx_arguments,
+        arguments=ltx2_arguments,
         stated=("rope_type", "causal_temporal_positioning", "use_middle_indices_grid"),
         here=("video_embeddings_connector", "audio_embeddings_connector"),
     ),
@@ -276,7 +264,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         "blocks",
         {"": seedvr2_block, "attn": seedvr2_attention},
         model=seedvr2_model,
-        check=check_condition,
+        arguments=seedvr2_arguments,
     ),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
     "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}, model=qwen_image21_model, steady=True),

@@ -200,7 +200,7 @@ def animate2_block(kind: type[nn.Module]) -> type[nn.Module]:
     return OfBoth
 
 
-def animate2_arguments(arguments: Mapping[str, Any], _native: Any) -> dict[str, Any]:
+def animate2_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
     """With a frame for the character in front of the pose's, which then goes with the latent frame by frame."""
     pose = arguments.get("pose_latents")
     return dict(arguments) if pose is None else {**arguments, "pose_latents": F.pad(pose, (0, 0, 0, 0, 1, 0))}

@@ -59,8 +59,16 @@ class Factors(NamedTuple):
         return of_queries.to(q.dtype), of_keys.to(k.dtype)
 
 
-def ltx_arguments(arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
-    """A call's arguments, with what its mask and its guides mean for the blocks in place of them. `native`: the class.
+def ltx_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
+    """A call's arguments of LTX, without guides that change no attention: such entries say only how many tokens each has."""
+    entries = arguments.get("guide_attention_entries") or ()
+    if any(each["strength"] != 1.0 or each.get("pixel_mask") is not None for each in entries):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name != "guide_attention_entries"}
+
+
+def ltx2_arguments(arguments: Mapping[str, Any], native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
+    """A call's arguments of LTX-2, with what its mask and its guides mean for the blocks in their place.
 
     `spatial`: times differ within frames. `guide_weights` [1, K] of the last K tokens, `unseen` [1, N] as in Factors.
     ValueError for guides that do not fit the latent.
@@ -115,7 +123,7 @@ def guide_weights(
 
 @functools.cache
 def ltx_model(kind: type[nn.Module]) -> type[nn.Module]:
-    """Takes what `ltx_arguments` gives."""
+    """Takes what `ltx2_arguments` gives."""
 
     class WithAllTokens(kind):  # type: ignore[valid-type, misc]
         def _process_input(self, x, keyframe_idxs, denoise_mask, spatial=False, **kwargs):

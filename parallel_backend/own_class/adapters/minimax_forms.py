@@ -35,6 +35,14 @@ def minimax_h3_segments(
     return segments, (frames, height // 2, width // 2)
 
 
+def minimax_h3_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
+    """A call's arguments without the layout, an object that the class makes anew."""
+    payload = arguments.get("minimax_payload")
+    if not isinstance(payload, dict):
+        return dict(arguments)
+    return {**arguments, "minimax_payload": {key: value for key, value in payload.items() if key != "layout"}}
+
+
 @functools.cache
 def minimax_h3_model(kind: type[nn.Module]) -> type[nn.Module]:
     """Takes INSIDE."""

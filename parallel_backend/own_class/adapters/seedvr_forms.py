@@ -23,8 +23,8 @@ CONDITION = "condition"
 """Argument: the video that is to be made sharper [B, 17, T, H, W], as latents and a mask."""
 
 
-def check_condition(sizes: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
-    """See adapters.Adapter.check."""
+def seedvr2_arguments(arguments: Mapping[str, Any], _native: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """A call's arguments. ValueError, with the node, if the condition is not one for a latent of these sizes."""
     given = arguments.get(CONDITION)
     if given is None:
         raise ValueError(
@@ -41,6 +41,7 @@ def check_condition(sizes: tuple[int, ...], arguments: Mapping[str, Any]) -> Non
             f"latent_image: SeedVR2 needs even numbers of latent rows and columns, not {sizes[1]} x {sizes[2]}. Use the "
             "SeedVR2 Preprocess node."
         )
+    return dict(arguments)
 
 
 def shown(sizes: Sequence[int]) -> str:
