@@ -52,7 +52,7 @@ from .own_calls import (
     asked,
     by_entry,
     changes_and_options,
-    is_held,
+    has_rows_of,
     joined,
     near,
     on_host,
@@ -174,7 +174,7 @@ def answered(
     told_latent = () if LATENTS in named else (latents[0].shape[1], *sizes)
     tensors = to_tensors(named, timestep, told_latent)
     others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
-    rest = {name: value for name, value in others.items() if is_held(value)}
+    rest = {name: value for name, value in others.items() if has_rows_of(value)}
     added = {CONTROL: for_trial(residuals)} if residuals else {}
     tried = Call(packed, timestep, named | {OPTIONS: with_tried_blocks(told)} | added, rest)
     proof = proven(stub, tried, sizes) if band is None else _of_band(stub, tried, sizes, tensors, band.wholes)

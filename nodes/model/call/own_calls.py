@@ -39,7 +39,7 @@ OF_UNETS = "comfy.ldm.modules.attention"
 """Module of UNets' blocks, which all classes import for its attention functions."""
 
 
-def is_held(value: Any) -> bool:
+def has_rows_of(value: Any) -> bool:
     """Whether a trial can hold the value: a tensor, or what JSON has."""
     return isinstance(value, torch.Tensor) or is_plain(value)
 

@@ -26,7 +26,7 @@ added where it is known: see Guided."""
 TEXT, SETTINGS, WHOLE_HEADS, ADD_UP = "text", "settings", "whole_heads", "add_up"
 LAYERS = "text_embedding"
 """Name of the model's layers that embed text, as the node has it."""
-LOOK = re.compile(r"blocks\.\d+\.cross_attn")
+PROMPT_ATTENTION = re.compile(r"blocks\.\d+\.cross_attn")
 """Names of the modules in blocks, as the node has them."""
 
 
@@ -46,9 +46,9 @@ class _Given:
     """Over keys that every rank has."""
 
 
-def looks(model: nn.Module) -> list[nn.Module]:
+def prompt_attention(model: nn.Module) -> list[nn.Module]:
     """The modules in blocks that attend to the prompt."""
-    return [module for name, module in model.named_modules() if LOOK.fullmatch(name)]
+    return [module for name, module in model.named_modules() if PROMPT_ATTENTION.fullmatch(name)]
 
 
 class SecondText:
@@ -74,9 +74,9 @@ class SecondText:
             self._given = None
 
     def _put(self) -> None:
-        for module in looks(self._model):
+        for module in prompt_attention(self._model):
             self._before.append((module, vars(module).get("forward")))
-            vars(module)["forward"] = functools.partial(self._look, module.forward)
+            vars(module)["forward"] = functools.partial(self._attend_to_prompt, module.forward)
 
     def remove(self) -> None:
         """Make the model again what it was."""
@@ -85,7 +85,7 @@ class SecondText:
         self._before = []
 
     @torch.compiler.disable  # ranks add up in it
-    def _look(
+    def _attend_to_prompt(
         self, forward: Callable[..., torch.Tensor], x: torch.Tensor, text: torch.Tensor, *more: Any, **named: Any
     ) -> torch.Tensor:
         """[B, s, hidden] of the latent and the class's text, which may have other tokens before it."""

@@ -115,7 +115,7 @@ class StageBlocks:
         attend = self.attend if self._cut is None else self._cut.attend
         second = kwargs.pop(SECOND, None)
         try:
-            with nullcontext() if attend is None else attention_by(attend), self._led_away(second, kwargs):
+            with nullcontext() if attend is None else attention_by(attend), self._with_second_text(second, kwargs):
                 out = self._model(*args, **kwargs)
         except LaterStages:
             return None
@@ -129,7 +129,7 @@ class StageBlocks:
         """Whether words run in the present call."""
         return self.tokens is None or self.tokens.has_words
 
-    def _led_away(self, second: Mapping[str, Any] | None, named: Mapping[str, Any]) -> AbstractContextManager[None]:
+    def _with_second_text(self, second: Mapping[str, Any] | None, named: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Context of a call with a second text, if there is one."""
         if second is None:
             return nullcontext()

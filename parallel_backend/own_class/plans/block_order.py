@@ -24,7 +24,7 @@ FEWEST_BLOCKS = 2
 """The first and the last."""
 DEPTH = re.compile("depth|layers|blocks")
 """Names of a model's attributes that are numbers of blocks."""
-Likes = Mapping[str, Sequence[int]]
+Representatives = Mapping[str, Sequence[int]]
 """List -> for each of its blocks, the index of the block that is tried in its place, among the list's tried blocks."""
 
 
@@ -57,7 +57,9 @@ def choices(
         yield shared, sum(sizes[name] for name in shared) / sum(sizes.values())
 
 
-def likes(model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT_BLOCKS) -> dict[str, Sequence[int]]:
+def representatives(
+    model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT_BLOCKS
+) -> dict[str, Sequence[int]]:
     """Chooses the blocks to try: a list's first ones, its last one, and between them the first of each kind.
 
     Blocks are of one kind if their parameters have the same names and shapes. `most`: most tried blocks of a list that has
@@ -79,7 +81,7 @@ def likes(model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT
     return found
 
 
-def ends(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> dict[str, Sequence[int]] | None:
+def representatives_of_two_kinds(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> dict[str, Sequence[int]] | None:
     """As `likes`, for lists whose later blocks are of another kind than the first ones, and may read the first ones' output.
 
     The first FIRST blocks are tried, the first block of the later kind, and the last block. None: a list has fewer blocks of
@@ -100,7 +102,7 @@ def _parameters(block: nn.Module) -> frozenset[tuple[str, torch.Size]]:
     return frozenset((name, parameter.shape) for name, parameter in block.named_parameters())
 
 
-def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Likes) -> dict[str, list[str]]:
+def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Representatives) -> dict[str, list[str]]:
     """Take the blocks that are not tried out of the model's lists. The names of those that it still has.
 
     Numbers of blocks that the model notes become those that it has."""
@@ -124,7 +126,7 @@ def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Likes)
 
 
 @dataclass(frozen=True)
-class Ran:
+class RecordedBlock:
     """What a block did in one call. `reads`: earlier blocks of its list whose output is among its arguments.
 
     `returns`: for each returned value, the arguments that have its shape and dtype; None if the value is None. `alone`: the
@@ -136,7 +138,7 @@ class Ran:
     alone: bool
     reads: frozenset[str]
 
-    def with_another(self, other: "Ran") -> OwnBlock | None:
+    def with_another(self, other: "RecordedBlock") -> OwnBlock | None:
         """The OwnBlock of this block. `other`: the same block in a call of another size.
 
         Each returned value gets an argument that has its shape and dtype in both calls. None: a value has no such argument,
@@ -151,7 +153,7 @@ class Ran:
         return OwnBlock(self.name, tuple(map(min, both)), self.alone) if all(both) else None
 
 
-Recorded = tuple[list[list[Ran]], dict[str, str]]
+Recorded = tuple[list[list[RecordedBlock]], dict[str, str]]
 """The blocks in the order of each call; by list, why a list's blocks cannot have stand-ins."""
 
 
@@ -174,7 +176,7 @@ class _Recorder:
     """Notes the blocks of a call in `order`. `odd`: see Recorded."""
 
     def __init__(self, odd: dict[str, str]):
-        self.order: list[Ran] = []
+        self.order: list[RecordedBlock] = []
         self._odd = odd
         self._outputs: list[tuple[str, Any]] = []  # (block, tensor that it has returned), to keep the tensors alive
 
@@ -195,7 +197,7 @@ class _Recorder:
             returns.append(like)
             self._outputs.append((name, value))
         reads = frozenset(other for other in read if other.rpartition(".")[0] == own_list)
-        self.order.append(Ran(name, tuple(returns), isinstance(out, torch.Tensor), reads))
+        self.order.append(RecordedBlock(name, tuple(returns), isinstance(out, torch.Tensor), reads))
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -203,7 +205,9 @@ def _alike(a: Any, b: Any) -> bool:
     return tensors and (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
-def order_of(lists: Mapping[str, Sequence[str]], recorded: list[list[Ran]], odd: Mapping[str, str]) -> list[OwnBlock] | str:
+def order_of(
+    lists: Mapping[str, Sequence[str]], recorded: list[list[RecordedBlock]], odd: Mapping[str, str]
+) -> list[OwnBlock] | str:
     """The blocks of these lists, in the order of the calls. Or why they cannot be shared out."""
     orders = []
     for each in recorded:
@@ -224,7 +228,7 @@ def order_of(lists: Mapping[str, Sequence[str]], recorded: list[list[Ran]], odd:
     return found or next(iter(odd.values()), "it has no list of blocks")
 
 
-def list_of(block: "OwnBlock | Ran") -> str:
+def list_of(block: "OwnBlock | RecordedBlock") -> str:
     """Name of its list."""
     return block.name.rpartition(".")[0]
 
@@ -250,7 +254,7 @@ def read_by_next(blocks: Sequence[OwnBlock], names: Collection[str]) -> list[Own
     return found
 
 
-def last_readers(order: Sequence[Ran]) -> dict[str, str]:
+def last_readers(order: Sequence[RecordedBlock]) -> dict[str, str]:
     """OwnBlock.until of the blocks that have one."""
     following = {block.name: after.name for block, after in itertools.pairwise(order)}
     until = {name: block.name for block in order for name in block.reads}
@@ -258,11 +262,13 @@ def last_readers(order: Sequence[Ran]) -> dict[str, str]:
 
 
 def whole_list(tried: Sequence[OwnBlock], names: Sequence[str], like: Sequence[int]) -> list[OwnBlock]:
-    """All blocks of a list with these names, see Likes."""
+    """All blocks of a list with these names, see Representatives."""
     return [dataclasses.replace(tried[number], name=name) for number, name in zip(like, names, strict=True)]
 
 
-def blocks_of_all(tried: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], like: Likes) -> tuple[OwnBlock, ...]:
+def blocks_of_all(
+    tried: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], like: Representatives
+) -> tuple[OwnBlock, ...]:
     """All blocks of the tried lists, list by list."""
     found: list[OwnBlock] = []
     for at in dict.fromkeys(map(list_of, tried)):
@@ -271,7 +277,7 @@ def blocks_of_all(tried: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]],
 
 
 def tried_blocks(
-    blocks: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]], like: Likes
+    blocks: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]], like: Representatives
 ) -> list[OwnBlock]:
     """Of all blocks of a model those that are tried, with the names that they have in its shorter lists: see `shortened`."""
     names = {lists[at][like[at].index(number)]: name for at, of_list in kept.items() for number, name in enumerate(of_list)}

@@ -1,7 +1,7 @@
 """Finds out whether a band of the latent's tokens gives what the whole model gives for it.
 
 Where the tokens are, latent_tokens.py finds out. A band is then held against a run of the whole, as a rank is
-(held_against.py): what lies outside of the band is drawn anew in the latent, and is NaN behind the blocks. A second latent,
+(compared_runs.py): what lies outside of the band is drawn anew in the latent, and is NaN behind the blocks. A second latent,
 such as a video's sound, goes with the first band: to others it is outside.
 """
 
@@ -26,14 +26,14 @@ from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.band_tokens import ONE, BandTokens, Part, class_numbers
 from parallel_backend.own_class.cuts.shared_outputs import IdleLayers, SharedOutputs, WatchedOutputs
 from parallel_backend.own_class.cuts.token_cut import HOST
+from parallel_backend.own_class.trials.compared_runs import ComparedRank, TensorRank, WholeRun
 from parallel_backend.own_class.trials.comparison import TOLERANCE, close, difference, why_not
-from parallel_backend.own_class.trials.held_against import HeldAgainst, TensorRank, WholeRun
 from parallel_backend.own_class.trials.latent_tokens import (
     companion_tokens,
-    entering,
     find_latent,
     grid_of,
     reference_tokens,
+    streams_entering,
 )
 from parallel_backend.own_class.trials.token_trial import WORDS, Runs
 
@@ -111,7 +111,7 @@ def _even(runs: Runs, call: Call, less: int = 2) -> Call:
     sizes = [size - size % power for size, power in zip(call.latents[0].shape[2:], powers, strict=True)]
     even = smaller(call, sizes, WORDS)
     try:
-        entering(runs, drawn(even, 1))
+        streams_entering(runs, drawn(even, 1))
     except Unproven:
         if max(powers) == 1:
             raise
@@ -128,7 +128,7 @@ def _odd(runs: Runs, actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS
         sizes.append(by * (count - 1 + count % 2))
     call = smaller(actual, sizes, WORDS - 3)
     try:
-        entering(runs, drawn(call, 1))
+        streams_entering(runs, drawn(call, 1))
     except Unproven:
         if max(most) > max(sides):
             raise
@@ -147,7 +147,7 @@ def _check_words(runs: Runs, latent: OwnLatent, call: Call) -> None:
     """Unproven unless the words have the same keys and values with another latent at another time."""
     another = drawn(call, OUTSIDE)
     first, second = (runs.noted(each) for each in (call, replace(call, x=another.x, timestep=another.timestep)))
-    tokens = {stream: value.shape[1] for stream, value in entering(runs, call).items()}
+    tokens = {stream: value.shape[1] for stream, value in streams_entering(runs, call).items()}
     band = next(_bands(runs, latent, call)).tokens
     for block, of_first, of_second in zip(runs.blocks, first.calls, second.calls, strict=True):
         for spec, one, other in zip(block.attention, of_first, of_second, strict=True):
@@ -301,7 +301,7 @@ class _Band:
         return BandTokens(self.latent, order, band, numbers, second, ahead, self.alone, self.words_have_run)
 
 
-class _InBand(HeldAgainst):
+class _InBand(ComparedRank):
     """A band's run that takes from the whole's what other bands would give."""
 
     def __init__(
@@ -320,10 +320,10 @@ class _InBand(HeldAgainst):
             self._watched.attends()
         return super().attend(function, *args, **kwargs)
 
-    def is_held(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
+    def has_rows_of(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
         """A row that stands in for words, or for a second latent's tokens, may have any value: its keys are not kept."""
         if not streams:
-            return super().is_held(own, of_whole, streams)
+            return super().has_rows_of(own, of_whole, streams)
         parts = [part for stream in streams for part in self.band_parts(stream)]
         kept = torch.tensor([part.is_kept for part in parts for _ in range(len(part.place))])
         rows = self.rows(streams, self.index)

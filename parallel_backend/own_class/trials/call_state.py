@@ -12,13 +12,13 @@ from torch.utils import _pytree as pytree
 from parallel_backend.own_class.calls.call_arguments import OPTIONS, run_call
 from parallel_backend.own_class.calls.tried_calls import Call, copied, distance, stored_tables
 from parallel_backend.own_class.trials.comparison import difference, first_why_not
-from parallel_backend.own_class.trials.stage_trial import Wholes
+from parallel_backend.own_class.trials.stage_trial import WholeOutputs
 
-HELD_DEPTH = 4
+MOST_DEPTH = 4
 """Of containers in a module's attributes that are looked into."""
 
 
-def why_not_without_options(model: nn.Module, wholes: Wholes) -> str:
+def why_not_without_options(model: nn.Module, wholes: WholeOutputs) -> str:
     """Why the class needs entries of transformer_options that ranks do not get. Empty: it does not."""
     without = "without ComfyUI's transformer_options"
 
@@ -28,17 +28,17 @@ def why_not_without_options(model: nn.Module, wholes: Wholes) -> str:
     return first_why_not((functools.partial(tried, *each) for each in wholes), f"it does not run {without}")
 
 
-def why_not_apart(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) -> str:
+def how_calls_depend(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) -> str:
     """How calls of the class depend on each other. Empty: they do not. The model's weights are changed. `fresh`: another one
     like it, without weights."""
     outputs = []
     rewritten: set[str] = set()
     for call in (*calls, calls[0]):
         given = dataclasses.replace(call, x=call.x.clone(), named=copied(call.named), options=copied(call.options))
-        before, arguments = held(model), _written(given)
+        before, arguments = module_state(model), _written(given)
         both = {OPTIONS: given.named.get(OPTIONS, {}) | dict(given.options)}
         outputs.append(run_call(model, given.x, call.timestep.clone(), dict(given.named) | both))
-        if changed := [name for name, value in held(model).items() if before.get(name) != value]:
+        if changed := [name for name, value in module_state(model).items() if before.get(name) != value]:
             return f"it keeps {changed[0]} from call to call"
         after = _written(given)
         changed = [name for name, value in arguments.items() if after.get(name) != value]
@@ -72,16 +72,16 @@ def _stay_alike(model: nn.Module, calls: Sequence[Call]) -> bool:
     return True
 
 
-def held(model: nn.Module) -> dict[str, Any]:
+def module_state(model: nn.Module) -> dict[str, Any]:
     """What the model's modules hold beside tensors, whose effect on later calls is tried: a number may count calls up to
     where it matters."""
 
     def seen(value: Any, depth: int = 0) -> Any:
         if isinstance(value, torch.Tensor):
             return None
-        if isinstance(value, dict) and depth < HELD_DEPTH:
+        if isinstance(value, dict) and depth < MOST_DEPTH:
             return tuple((key, seen(each, depth + 1)) for key, each in value.items())
-        if isinstance(value, list | tuple) and depth < HELD_DEPTH:
+        if isinstance(value, list | tuple) and depth < MOST_DEPTH:
             return tuple(seen(each, depth + 1) for each in value)
         return value if isinstance(value, int | float | str) else None
 

@@ -18,12 +18,12 @@ from parallel_backend.own_class.calls.unproven import first_line
 from parallel_backend.own_class.cuts.stages import passing_through
 from parallel_backend.own_class.plans.block_order import tried_blocks
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
-from parallel_backend.own_class.trials.call_state import held
+from parallel_backend.own_class.trials.call_state import module_state
 from parallel_backend.own_class.trials.comparison import difference
 from parallel_backend.own_class.trials.narrow import narrow_unet, narrowed, narrowed_blocks
 from parallel_backend.own_class.trials.other_calls import is_proven
 from parallel_backend.own_class.trials.short_model import Short, short_model
-from parallel_backend.own_class.trials.token_learning import bare
+from parallel_backend.own_class.trials.token_learning import without_token_cut
 from parallel_backend.own_class.trials.token_trial import Runs
 from parallel_backend.own_class.trials.trial import conditions_of_trial
 
@@ -125,7 +125,7 @@ class TrialOfSkips(ChangeTrial):
 
     def tried(self) -> Shown:
         model, kept, calls = self.short.model, self.short.kept, self.calls
-        before = held(model)
+        before = module_state(model)
         lists: dict[str, str] = {}
         for kind, numbers in self._asked_for(calls[0]).items():
             names = [self._skipped_block(calls[0], (kind, number)) for number in numbers]
@@ -140,7 +140,7 @@ class TrialOfSkips(ChangeTrial):
             names = [kept[lists[kind]][number] for kind, number in together]
             if why := self._why_not_passed(names, [(call, _with_skipped(call, together)) for call in calls]):
                 return Shown(why)
-        if held(model) != before:
+        if module_state(model) != before:
             return Shown("it keeps something from a call with skipped blocks")
         return Shown(lists=lists)
 
@@ -187,7 +187,7 @@ class TrialOfSkips(ChangeTrial):
                 if why := difference("blocks that return their arguments give another result", out, whole):
                     return why
                 are_cut = not number and not self.proof.sequence  # once: it takes long
-                tried = self.proof, cut if are_cut else bare(self.blocks)
+                tried = self.proof, cut if are_cut else without_token_cut(self.blocks)
                 tokens = self.calls_of_tokens(actual) if are_cut else []
                 if not is_proven(model, tried, (call, whole), actual, None, tokens):
                     return "ranks give another result with a skipped block"

@@ -22,9 +22,9 @@ from parallel_backend.own_class.calls.tried_calls import Call, copied
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.feature_cut import layers_to_cut, run_noted, units_of_heads
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, axes_of_heads, cut_side, give_heads
-from parallel_backend.own_class.plans.block_order import Likes, whole_list
+from parallel_backend.own_class.plans.block_order import Representatives, whole_list
+from parallel_backend.own_class.trials.compared_runs import TensorRank
 from parallel_backend.own_class.trials.comparison import close, difference, why_not
-from parallel_backend.own_class.trials.held_against import TensorRank
 
 MOST_SETTINGS = 64
 """Of attributes that are tried for a block."""
@@ -32,7 +32,7 @@ MOST_SETTINGS = 64
 LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d
 """Their sizes are those of their weights."""
 
-Made = dict[str, list[torch.Tensor]]
+LayerOutputs = dict[str, list[torch.Tensor]]
 """Layer -> its output at each call; norm -> its input."""
 Divided = tuple[tuple[str, str, int], ...]
 """(module, its attribute, units)."""
@@ -43,7 +43,7 @@ Run = Callable[[TensorRank | None], Any]
 
 
 @dataclass(frozen=True)
-class Shares:
+class TensorShares:
     """What ranks share of a module's layers. Names are the module's."""
 
     cuts: tuple[OwnCut, ...]
@@ -52,11 +52,11 @@ class Shares:
     head_units: int = 0
     """See OwnBlock, for these three."""
 
-    def below(self, name: str) -> "Shares":
+    def below(self, name: str) -> "TensorShares":
         """With the names in a module that has this one by the name."""
         cuts = tuple(replace(cut, layer=f"{name}.{cut.layer}") for cut in self.cuts)
         divided = tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.divided)
-        return Shares(cuts, divided, tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.headed))
+        return TensorShares(cuts, divided, tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.headed))
 
     def of_block(self, block: OwnBlock) -> OwnBlock:
         """The block, whose names these are, with what ranks share of it."""
@@ -129,7 +129,9 @@ class _LayerOfRank:
 
 
 @contextmanager
-def _of_rank(module: nn.Module, shares: Shares, rank: TensorRank, made: Made, sums: Made) -> Iterator[None]:
+def _of_rank(
+    module: nn.Module, shares: TensorShares, rank: TensorRank, made: LayerOutputs, sums: LayerOutputs
+) -> Iterator[None]:
     """Context in which the module is this rank's. `sums`: of ROW layers, see _LayerOfRank."""
     with ExitStack() as stack:
         for cut in shares.cuts:
@@ -145,7 +147,7 @@ def _of_rank(module: nn.Module, shares: Shares, rank: TensorRank, made: Made, su
         yield
 
 
-def _check_sums(shares: Shares, made: Made, sums: Made) -> None:
+def _check_sums(shares: TensorShares, made: LayerOutputs, sums: LayerOutputs) -> None:
     """Unproven if the ranks' values do not add up to the whole's."""
     for layer in (cut.layer for cut in shares.cuts if cut.kind == CutKind.ROW.value):
         whole, of_ranks = made.get(layer, []), sums[layer]
@@ -153,9 +155,9 @@ def _check_sums(shares: Shares, made: Made, sums: Made) -> None:
             raise Unproven(f"the ranks' values of {layer} do not add up to the whole's")
 
 
-def _noting(module: nn.Module, shares: Shares, run: Run) -> tuple[Made, Any]:
+def _noting(module: nn.Module, shares: TensorShares, run: Run) -> tuple[LayerOutputs, Any]:
     """What the layers make in a run of the whole, and its result."""
-    made: Made = {}
+    made: LayerOutputs = {}
 
     def note(cut: OwnCut, _layer: nn.Module, given: tuple, out: torch.Tensor) -> None:
         made.setdefault(cut.layer, []).append((given[0] if cut.kind == CutKind.NORM.value else out).clone())
@@ -166,12 +168,12 @@ def _noting(module: nn.Module, shares: Shares, run: Run) -> tuple[Made, Any]:
         return made, run(None)
 
 
-def why_not_shared(module: nn.Module, shares: Shares, run: Run, ranks: int) -> str:
+def why_not_shared(module: nn.Module, shares: TensorShares, run: Run, ranks: int) -> str:
     """Why the ranks of `module` do not compute what it does in `run`. Empty: they do."""
 
     def tried() -> str:
         made, whole = _noting(module, shares, run)
-        sums: Made = {}
+        sums: LayerOutputs = {}
         for rank in (TensorRank(index, ranks) for index in range(ranks)):
             with _of_rank(module, shares, rank, made, sums):
                 out = run(rank)
@@ -188,12 +190,12 @@ def _tensors(out: Any) -> list[torch.Tensor]:
     return [each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor)]
 
 
-class Sharing:
+class TensorSharing:
     """What `ranks` tensor ranks share of a tried model's blocks, as these calls have proven."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: int):
         self._model, self._tried, self._ranks = model, blocks, ranks
-        self._shares: dict[str, Shares] = {}
+        self._shares: dict[str, TensorShares] = {}
         runs = (partial(self._run, call) for call in calls)
         self.why = self._found(_arguments(model, blocks, calls[0])) or self.why_not(runs)
         """Why nothing is proven. Empty: it is."""
@@ -227,9 +229,9 @@ class Sharing:
         cuts = tuple(cut for shares in named for cut in shares.cuts)
         divided = tuple(place for shares in named for place in shares.divided)
         headed = tuple(place for shares in named for place in shares.headed)
-        return why_not_shared(self._model, Shares(cuts, divided, headed), run, self._ranks)
+        return why_not_shared(self._model, TensorShares(cuts, divided, headed), run, self._ranks)
 
-    def of_all(self, blocks: tuple[OwnBlock, ...], like: Likes) -> tuple[OwnBlock, ...]:
+    def of_all(self, blocks: tuple[OwnBlock, ...], like: Representatives) -> tuple[OwnBlock, ...]:
         """All `blocks` of the class with what ranks share of them. As they are, if nothing is proven."""
         if self.why:
             return blocks
@@ -263,7 +265,7 @@ def _arguments(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> dict
     return found
 
 
-def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int) -> Shares | str:
+def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int) -> TensorShares | str:
     """What ranks can share of a block that gets these arguments, or why nothing."""
     try:
         noted = run_noted(block, *given)
@@ -286,7 +288,7 @@ def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int)
         return nn.Module.__call__(block, *args, **kwargs)
 
     for divided, headed in itertools.islice(_settings(block, amounts, tables), MOST_SETTINGS):
-        shares = Shares(tuple(cuts), divided, tuple((*place, head_units) for place in headed), head_units)
+        shares = TensorShares(tuple(cuts), divided, tuple((*place, head_units) for place in headed), head_units)
         if not (why := why_not_shared(block, shares, run, ranks)):
             return shares
         failures.append(why)

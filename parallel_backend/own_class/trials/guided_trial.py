@@ -24,18 +24,18 @@ from parallel_backend.own_class.calls.residuals import PATCHES
 from parallel_backend.own_class.calls.tried_calls import Call, entry_of, words_of
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.guided_attention import GUIDED, OUTPUT, Guide, Guided, Sum, own_sums
-from parallel_backend.own_class.cuts.second_text import ADD_UP, LAYERS, SECOND, TEXT, looks
+from parallel_backend.own_class.cuts.second_text import ADD_UP, LAYERS, SECOND, TEXT, prompt_attention
 from parallel_backend.own_class.cuts.second_text import SETTINGS as TEXT_SETTINGS
 from parallel_backend.own_class.plans.block_order import list_of
 from parallel_backend.own_class.trials.band_trial import runs_of_bands
-from parallel_backend.own_class.trials.call_state import held
+from parallel_backend.own_class.trials.call_state import module_state
 from parallel_backend.own_class.trials.change_trial import ChangeTrial, Shown
+from parallel_backend.own_class.trials.compared_runs import TensorRank
 from parallel_backend.own_class.trials.comparison import close, difference
-from parallel_backend.own_class.trials.feature_trial import Run, Sharing
-from parallel_backend.own_class.trials.held_against import TensorRank
+from parallel_backend.own_class.trials.feature_trial import Run, TensorSharing
 from parallel_backend.own_class.trials.other_calls import is_proven
-from parallel_backend.own_class.trials.stage_trial import Wholes, run_in_one
-from parallel_backend.own_class.trials.token_learning import bare
+from parallel_backend.own_class.trials.stage_trial import WholeOutputs, run_in_one
+from parallel_backend.own_class.trials.token_learning import without_token_cut
 from parallel_backend.own_class.trials.token_trial import runs_of_ranks
 
 PROMPTS = "cond_or_uncond"
@@ -89,7 +89,7 @@ class HeldSums:
         return "" if is_whole else "the ranks' sums do not add up to the whole's if its attention is guided"
 
 
-class _GuidedSharing(Sharing):
+class _GuidedTensorSharing(TensorSharing):
     """Whose calls are guided with sums by `held`."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], call: Call, ranks: int):
@@ -113,10 +113,10 @@ class _Guiding(ChangeTrial):
     def on_ranks(self, call: Call, add_up: Sum) -> Call:
         """A call as ranks get it, with Guided.add_up."""
 
-    def compared(self, wholes: Wholes) -> Shown:
+    def compared(self, wholes: WholeOutputs) -> Shown:
         """What ranks are shown to give. `wholes`: `calls`, and what the class gives guided."""
         proof, model, actual = self.proof, self.short.model, self.on_ranks(self.short.actual, own_sums)
-        tried = replace(proof, batch=TOGETHER), bare(self.blocks) if proof.sequence else self.blocks
+        tried = replace(proof, batch=TOGETHER), without_token_cut(self.blocks) if proof.sequence else self.blocks
         for (call, whole), time in zip(wholes, [(), *([time] for time in self.times)], strict=True):
             guided = self.on_ranks(call, own_sums)
             alone = () if proof.batch else range(len(call.x))
@@ -127,11 +127,11 @@ class _Guiding(ChangeTrial):
                 return Shown("ranks give another result if it is guided")
         if self.tensor == 1 or proof.tensor:
             return Shown(has_effect=True)
-        sharing = _GuidedSharing(model, self.blocks, wholes[0][0], self.tensor)
+        sharing = _GuidedTensorSharing(model, self.blocks, wholes[0][0], self.tensor)
         why = sharing.why or self._why_not_shared(sharing, [call for call, _ in wholes])
         return Shown(why, has_effect=True, whole_heads=PARTS not in sharing.held.ways)
 
-    def _why_not_shared(self, sharing: _GuidedSharing, calls: Sequence[Call]) -> str:
+    def _why_not_shared(self, sharing: _GuidedTensorSharing, calls: Sequence[Call]) -> str:
         """Why ranks that share layers, alone and with a part of the tokens each, are not right. Empty: they are."""
         model, blocks, latent, add_up = self.short.model, self.blocks, self.proof.latent, sharing.held.add_up
         numbers = {name: range(count) for name, count in Counter(map(list_of, blocks)).items()}
@@ -167,10 +167,10 @@ class TrialOfGuidance(_Guiding):
 
     def tried(self) -> Shown:
         model, calls = self.short.model, self.calls
-        before, native = held(model), _Native(self._guidance, self.short.call.options[PROMPTS])
+        before, native = module_state(model), _Native(self._guidance, self.short.call.options[PROMPTS])
         functions = {PATCHES: {OUTPUT: [native]}}
         wholes = [(each, replace(each, options={**each.options, **functions}).run(model)) for each in calls]
-        if held(model) != before:
+        if module_state(model) != before:
             return Shown("it keeps something from a guided call")
         if native.calls:
             return self.compared(wholes)
@@ -215,7 +215,7 @@ class TrialOfSecondText(_Guiding):
         self._text = torch.randn(1, words_of(self.short.call) + 1, width, generator=generator)
         embedded = model.get_submodule(LAYERS)(self._text)
         with ExitStack() as stack:
-            for module in looks(model):
+            for module in prompt_attention(model):
                 vars(module)["forward"] = self._node(module, embedded)
                 stack.callback(vars(module).pop, "forward")
             wholes = [(each, each.run(model)) for each in self.calls]

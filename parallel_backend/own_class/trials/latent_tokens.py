@@ -19,7 +19,7 @@ from parallel_backend.own_class.calls.patching import Companion
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, words_of
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.token_cut import entries_of
-from parallel_backend.own_class.trials.held_against import WholeRun
+from parallel_backend.own_class.trials.compared_runs import WholeRun
 from parallel_backend.own_class.trials.token_trial import Runs
 
 OTHER_PICTURES = 2
@@ -65,7 +65,7 @@ class _Prologue(WholeRun):
 def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
     """Where the tokens of the call's latent are. Unproven if they are no raster in one of the streams, or in one each time
     that tokens enter. `steady`: see OwnLatent. References are words then."""
-    search = _Search(runs, call)
+    search = _LatentSearch(runs, call)
     (found, *more) = search.rasters()
     if found.patch[-1] != found.patch[-2]:
         raise Unproven(f"a token has {found.patch[-2]} rows and {found.patch[-1]} columns of its latent")
@@ -174,12 +174,12 @@ class _Companions(NamedTuple):
     rows: tuple[int, ...]
 
 
-class _Search:
+class _LatentSearch:
     """Runs of the prologue with a call, drawn at random, and with that call changed."""
 
     def __init__(self, runs: Runs, call: Call):
         self._runs, self._call = runs, drawn(call, 1)
-        self.first = entering(runs, self._call)
+        self.first = streams_entering(runs, self._call)
         """The streams of the call as it is."""
 
     def rasters(self) -> list[_Raster]:
@@ -260,7 +260,7 @@ class _Search:
 
     def _changed(self, call: Call) -> Changed:
         """Rows that have other values in this call."""
-        now = entering(self._runs, call)
+        now = streams_entering(self._runs, call)
         if any(value.shape != self.first[stream].shape for stream, value in now.items()):
             raise Unproven("it has other tokens for another latent of the same size")
         differ = {stream: (value - self.first[stream]).abs().amax(dim=(0, 2)) for stream, value in now.items()}
@@ -289,11 +289,11 @@ def reference_tokens(runs: Runs, latent: OwnLatent, call: Call) -> int:
     if not latent.layout:
         return 0
     others = {WORDS: words_of(call), COMPANION: companion_tokens(latent, call), LATENT: math.prod(grid_of(latent, call))}
-    tokens = entering(runs, call)[latent.stream].shape[1]
+    tokens = streams_entering(runs, call)[latent.stream].shape[1]
     return tokens - sum(count for kind, count in others.items() if kind in latent.layout)
 
 
-def entering(runs: Runs, call: Call) -> dict[int, torch.Tensor]:
+def streams_entering(runs: Runs, call: Call) -> dict[int, torch.Tensor]:
     """The streams where they enter the blocks."""
     prologue = _Prologue(runs.blocks)
     try:

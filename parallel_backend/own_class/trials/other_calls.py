@@ -8,9 +8,9 @@ from torch import nn
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, entry_of, numbers_of, smaller, with_numbers, words_of
 from parallel_backend.own_class.plans.proof import Tried
 from parallel_backend.own_class.trials.band_trial import why_not_in_bands
-from parallel_backend.own_class.trials.call_state import held
-from parallel_backend.own_class.trials.feature_trial import Sharing
-from parallel_backend.own_class.trials.held_against import RANKS
+from parallel_backend.own_class.trials.call_state import module_state
+from parallel_backend.own_class.trials.compared_runs import RANKS
+from parallel_backend.own_class.trials.feature_trial import TensorSharing
 from parallel_backend.own_class.trials.stage_trial import why_not_by_entry, why_not_staged
 from parallel_backend.own_class.trials.token_learning import are_cut
 from parallel_backend.own_class.trials.token_trial import ENDS, Size, why_not_cut
@@ -20,7 +20,7 @@ ENOUGH = 3
 
 
 def free_numbers(
-    model: nn.Module, best: Tried, call: Call, actual: Call, sharing: Sharing | None, sizes: Sequence[Size]
+    model: nn.Module, best: Tried, call: Call, actual: Call, sharing: TensorSharing | None, sizes: Sequence[Size]
 ) -> list[str]:
     """Proof.numbers. They are changed together first, to unequal values, and one by one if that shows nothing."""
     half = max(1, words_of(call) // 2)  # a number may be one of words
@@ -36,8 +36,8 @@ def free_numbers(
         for at in range(max(len(values[name]) for name in names)):
             numbers = {name: values[name][(at + place) % len(values[name])] for place, name in enumerate(names)}
             one, like = (with_numbers(each, numbers) for each in (call, actual))
-            before, noted = held(model), noted_run(model, drawn(one, 1))
-            if noted is None or held(model) != before:
+            before, noted = module_state(model), noted_run(model, drawn(one, 1))
+            if noted is None or module_state(model) != before:
                 return False
             with_tokens = [drawn(smaller(like, *size), 1) for size in sizes]
             if not is_proven(model, best, noted, like, sharing, with_tokens):
@@ -54,7 +54,7 @@ def is_proven(
     tried: Tried,
     noted: tuple[Call, Any],
     actual: Call,
-    sharing: Sharing | None,
+    sharing: TensorSharing | None,
     with_tokens: Sequence[Call],
     time: Sequence[float] = (),
 ) -> bool:

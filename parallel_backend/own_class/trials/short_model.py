@@ -16,12 +16,12 @@ from parallel_backend.own_class.calls.tried_calls import SIZES, Call, draw_weigh
 from parallel_backend.own_class.plans.block_order import (
     DEPTH,
     FEWEST_BLOCKS,
-    Likes,
+    Representatives,
     block_lists,
-    ends,
-    likes,
     list_of,
     recorded_blocks,
+    representatives,
+    representatives_of_two_kinds,
     shortened,
 )
 from parallel_backend.own_class.trials.narrow import numbers_of_class
@@ -40,7 +40,7 @@ class Short:
     """Names of all blocks of the class, by list."""
     kept: Mapping[str, Sequence[str]]
     """Of those that the model has."""
-    like: Likes
+    like: Representatives
     actual: Call
     call: Call
     """One like `actual` that is small."""
@@ -84,7 +84,7 @@ def _with_all_running(own: OwnClass, short: Short, poll: Callable[..., None]) ->
             continue
         give_weights(own, model, poll)
         if runs(model, short.call) and not any(_left_out(model, kept, short.call).values()):
-            like = likes_of_shallower(short.lists, kept)
+            like = representatives_of_shallower(short.lists, kept)
             return dataclasses.replace(short, own=fewer, model=model, kept=kept, like=like, is_shortened=False)
     return short
 
@@ -117,12 +117,12 @@ def _values(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _tried_likes(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> Iterator[Likes]:
+def _tried_likes(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> Iterator[Representatives]:
     """Which blocks are tried, until the class runs with them: few of each list, or other few, or of lists on whose blocks it
     may count all: of one alone, the smallest first, and of all lists."""
-    few = likes(model, lists)
+    few = representatives(model, lists)
     yield few
-    if lists and (of_ends := ends(model, lists)) is not None:
+    if lists and (of_ends := representatives_of_two_kinds(model, lists)) is not None:
         yield of_ends
     if len(lists) > 1:
         yield from (
@@ -182,8 +182,10 @@ def shallower(own: OwnClass, lists: Mapping[str, Sequence[str]]) -> Iterator[tup
             yield dataclasses.replace(own, arguments=json.dumps(arguments)), left
 
 
-def likes_of_shallower(lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]]) -> dict[str, Sequence[int]]:
-    """block_order.Likes of a model with the lists `kept`, of a class with `lists`."""
+def representatives_of_shallower(
+    lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]]
+) -> dict[str, Sequence[int]]:
+    """block_order.Representatives of a model with the lists `kept`, of a class with `lists`."""
     return {
         name: [*(min(number, len(kept[name]) - 2) for number in range(len(blocks) - 1)), len(kept[name]) - 1]
         for name, blocks in lists.items()

@@ -16,7 +16,7 @@ from parallel_backend.own_class.cuts.stages import StageBlocks, Wanted
 from parallel_backend.own_class.cuts.token_cut import TokenCut
 from parallel_backend.own_class.trials.comparison import difference, first_why_not
 
-Wholes = Sequence[tuple[Call, Any]]
+WholeOutputs = Sequence[tuple[Call, Any]]
 """Calls, and the whole model's output for each."""
 
 
@@ -43,7 +43,7 @@ class Mailbox:
         return tensor.clone()
 
 
-def why_not_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: Wholes) -> str:
+def why_not_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: WholeOutputs) -> str:
     """Why stages are not proven, which are of one block each. Empty: they are."""
     return first_why_not((partial(_by_stages, model, blocks, *each) for each in wholes), "a stage does not run")
 
@@ -62,7 +62,7 @@ def _by_stages(model: nn.Module, blocks: Sequence[OwnBlock], call: Call, whole: 
     return "stages return nothing" if out is None else difference("stages give another result", out, whole)
 
 
-def why_not_by_entry(model: nn.Module, wholes: Wholes) -> str:
+def why_not_by_entry(model: nn.Module, wholes: WholeOutputs) -> str:
     """Why entries of the batch on their own are not proven. Empty: they are."""
 
     def tried(call: Call, whole: torch.Tensor, entry: int) -> str:

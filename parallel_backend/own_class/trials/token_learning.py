@@ -12,13 +12,13 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 from parallel_backend.own_class.calls.block_arguments import Arguments, by_place, tensor_places, token_axes, token_count
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import attention_call, shares_keys
-from parallel_backend.own_class.trials.held_against import OTHER_MASK, RANKS, HeldAgainst, WholeRun
+from parallel_backend.own_class.trials.compared_runs import OTHER_MASK, RANKS, ComparedRank, WholeRun
 
 HIDDEN = -1e4
 """What a mask adds at most where a key may not be seen."""
 
 
-def bare(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
+def without_token_cut(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
     """The blocks without the cut of their tokens."""
     return [replace(block, slices=(), attention=(), leaving=(), placed=()) for block in blocks]
 
@@ -28,7 +28,7 @@ def are_cut(blocks: Sequence[OwnBlock]) -> bool:
     return any(block.slices for block in blocks)
 
 
-class Learning(HeldAgainst):
+class Learning(ComparedRank):
     """The last rank's run, from which the cut is learnt: `blocks` have it afterwards.
 
     `another`: a run of the whole with other numbers of tokens. `order`: the streams as tables of all tokens have them.
@@ -45,7 +45,7 @@ class Learning(HeldAgainst):
         ends: Sequence[int],
         placed: bool,
     ):
-        *others, last = bare(blocks)
+        *others, last = without_token_cut(blocks)
         super().__init__([*others, replace(last, local=local)], RANKS - 1, whole)
         self._another, self._order, self._ends, self._placed = another, order, ends, placed
         self._of_another: dict[int, int] = {}  # tokens of each stream there
@@ -138,7 +138,7 @@ class Learning(HeldAgainst):
         counts = range(len(present) + 1)
         for streams in itertools.chain.from_iterable(itertools.permutations(present, count) for count in counts):
             total = sum(self.tokens[stream] for stream in streams)
-            if (not streams or total == whole.shape[1]) and self.is_held(own, whole, streams):
+            if (not streams or total == whole.shape[1]) and self.has_rows_of(own, whole, streams):
                 return streams
         return None
 

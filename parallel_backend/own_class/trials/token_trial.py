@@ -18,8 +18,8 @@ from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, smaller, words_of
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.token_cut import TokenCut, list_ends
+from parallel_backend.own_class.trials.compared_runs import RANKS, ComparedRank, TensorRank, WholeRun
 from parallel_backend.own_class.trials.comparison import difference, why_not
-from parallel_backend.own_class.trials.held_against import RANKS, HeldAgainst, TensorRank, WholeRun
 from parallel_backend.own_class.trials.stage_trial import run_in_one
 from parallel_backend.own_class.trials.token_learning import Learning
 
@@ -61,7 +61,7 @@ def runs_of_ranks(
 
 
 def _of_rank(runs: "Runs", call: Call, rank: int, whole: WholeRun, tensor_rank: TensorRank | None) -> Any:
-    return runs.run(call, HeldAgainst(runs.blocks, rank, whole, tensor_rank))
+    return runs.run(call, ComparedRank(runs.blocks, rank, whole, tensor_rank))
 
 
 def _cut_tokens(runs: "Runs", actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
@@ -157,6 +157,6 @@ class Runs:
         for call in calls:
             whole = self.noted(call)  # of one call at a time: it has the queries, keys and values of all blocks
             for rank in ranks:
-                if why := self.why_not(HeldAgainst(blocks, rank, whole), call, whole):
+                if why := self.why_not(ComparedRank(blocks, rank, whole), call, whole):
                     return why
         return ""

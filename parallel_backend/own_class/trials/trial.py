@@ -34,21 +34,21 @@ from parallel_backend.own_class.plans.block_order import (
     blocks_of_all,
     choices,
     last_readers,
-    likes,
     list_of,
     order_of,
     read_by_next,
     recorded_blocks,
+    representatives,
     shortened,
 )
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof, Tried
 from parallel_backend.own_class.trials.band_trial import latent_of, runs_of_bands
-from parallel_backend.own_class.trials.call_state import held, why_not_apart, why_not_without_options
-from parallel_backend.own_class.trials.feature_trial import Sharing
+from parallel_backend.own_class.trials.call_state import how_calls_depend, module_state, why_not_without_options
+from parallel_backend.own_class.trials.feature_trial import TensorSharing
 from parallel_backend.own_class.trials.narrow import narrow_unet, narrowed, widened
 from parallel_backend.own_class.trials.other_calls import free_numbers, is_proven, noted_run
 from parallel_backend.own_class.trials.short_model import Short, give_weights, runs, short_model
-from parallel_backend.own_class.trials.stage_trial import Wholes, why_not_by_entry, why_not_staged
+from parallel_backend.own_class.trials.stage_trial import WholeOutputs, why_not_by_entry, why_not_staged
 from parallel_backend.own_class.trials.token_learning import are_cut
 from parallel_backend.own_class.trials.token_trial import WORDS, Runs, Size, cut_tokens, runs_of_ranks
 
@@ -121,7 +121,7 @@ class _Trial:
             raise does_not_run(own, short.call, str(short.error))
         model, call = short.model, short.call
         calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in self._times)]
-        if why := why_not_apart(model, short.another(), calls):
+        if why := how_calls_depend(model, short.another(), calls):
             return Found(Proof((), why, why, why, tensor=why), short)
         wholes = [(each, each.run(model)) for each in calls]
         options: tuple[str, ...] = ()
@@ -135,7 +135,7 @@ class _Trial:
         recorded = recorded_blocks(model, short.kept, [wholes[0][0], _of_another_size(model, short.call)])
         (proof, tried), sharing = self._best(own, short, wholes, recorded), None
         if self._tensor > 1 and proof.blocks:
-            sharing = Sharing(model, tried, _of_sharing(wholes), self._tensor)
+            sharing = TensorSharing(model, tried, _of_sharing(wholes), self._tensor)
             proof = self._with_tensor(proof, sharing, short, tried)
         (order, _), odd = recorded
         ran = {block.name for block in order}
@@ -144,7 +144,7 @@ class _Trial:
         numbers = tuple(free_numbers(model, (proof, tried), short.call, short.actual, sharing, sizes))
         return Found(dataclasses.replace(proof, numbers=numbers, options=options), short, tried, sizes, idle)
 
-    def _best(self, own: OwnClass, short: Short, wholes: Wholes, recorded: Recorded) -> Tried:
+    def _best(self, own: OwnClass, short: Short, wholes: WholeOutputs, recorded: Recorded) -> Tried:
         """The best of what is proven for some of the lists of blocks, see `choices`, without tensor parallelism."""
         model, batch = short.model, why_not_by_entry(short.model, wholes)
         proofs: list[Tried] = []
@@ -167,7 +167,7 @@ class _Trial:
                 order, stages = self._of_all_blocks(own, short, order, stages, wholes[0][0])
             proof = Proof(order, stages, batch, uncut, latent=latent, bands=why)
             is_other = self._tensor > 1 and are_mixed(blocks)
-            is_other = is_other and bool(Sharing(model, blocks, _of_sharing(wholes), self._tensor).why)
+            is_other = is_other and bool(TensorSharing(model, blocks, _of_sharing(wholes), self._tensor).why)
             (others if is_other else proofs).append((proof, blocks))
             is_enough = is_enough or not (is_other or stages or (self._sequence and uncut))
             if is_enough and (latent is not None or not self._bands):
@@ -189,7 +189,7 @@ class _Trial:
             cut = LONG_SKIPS
         return (blocks, cut) if isinstance(cut, str) else (cut, "")
 
-    def _with_tensor(self, proof: Proof, sharing: Sharing, short: Short, tried: Sequence[OwnBlock]) -> Proof:
+    def _with_tensor(self, proof: Proof, sharing: TensorSharing, short: Short, tried: Sequence[OwnBlock]) -> Proof:
         """The proof with what tensor ranks share, alone and times sequence ranks and bands."""
         proof = dataclasses.replace(proof, blocks=sharing.of_all(proof.blocks, short.like), tensor=sharing.why)
         if sharing.why or not are_cut(tried):
@@ -223,7 +223,9 @@ class _Trial:
             return None
         model = build(own)
         lists = block_lists(model)
-        like = likes(model, lists, FEWEST_BLOCKS) | {at: each for at, each in short.like.items() if isinstance(each, range)}
+        like = representatives(model, lists, FEWEST_BLOCKS) | {
+            at: each for at, each in short.like.items() if isinstance(each, range)
+        }
         if are_mixed(found.proof.blocks):  # the first of a list stands for all that run between another's first and last
             most = max(lists, key=lambda name: len(lists[name]))
             like |= {name: [0] * len(names) for name, names in lists.items() if name != most}
@@ -238,14 +240,14 @@ class _Trial:
         blocks = widened(_at(places, found.tried), factor)
         give_weights(own, model, self._poll, found.idle)
         actual = dataclasses.replace(with_tensors_told(call) if options else call, whole_axes=short.actual.whole_axes)
-        before, sizes, last = held(model), (FEW, *found.sizes[:1], *SIZES), self._times[-1:]
+        before, sizes, last = module_state(model), (FEW, *found.sizes[:1], *SIZES), self._times[-1:]
         calls = (drawn(smaller(actual, *size), 1, *last) for size in sizes)
         noted = next(filter(None, (noted_run(model, each) for each in calls)), None)
-        if noted is None or held(model) != before:
+        if noted is None or module_state(model) != before:
             return None
         proof, sharing = dataclasses.replace(found.proof, blocks=tuple(widened(found.proof.blocks, factor))), None
         if self._tensor > 1 and not proof.tensor:
-            sharing = Sharing(model, blocks, [noted[0]], self._tensor)
+            sharing = TensorSharing(model, blocks, [noted[0]], self._tensor)
             if sharing.why:
                 return None
             shared = sharing.of_all(proof.blocks, like)
@@ -257,12 +259,12 @@ class _Trial:
         return proof if holds else None
 
 
-def _of_sharing(wholes: Wholes) -> list[Call]:
+def _of_sharing(wholes: WholeOutputs) -> list[Call]:
     """The calls with which tensor parallelism is tried."""
     return [call for call, _ in (wholes[0], *wholes[2:])]
 
 
-def _staged(model: nn.Module, blocks: list[OwnBlock], wholes: Wholes) -> tuple[list[OwnBlock], str]:
+def _staged(model: nn.Module, blocks: list[OwnBlock], wholes: WholeOutputs) -> tuple[list[OwnBlock], str]:
     """The blocks, and why stages are not proven. Mixed ones with what is read up to the next one of its list."""
     stages = why_not_staged(model, blocks, wholes)
     if stages and are_mixed(blocks):
@@ -304,14 +306,14 @@ def conditions_of_trial(poll: Callable[[float], None]) -> Iterator["Poll"]:
         # A sampler calls in inference mode, whose tensors do not say when they are written to.
         with torch.inference_mode(False), torch.no_grad():
             yield Poll(poll)
-    except GivenUp as given_up:
+    except TrialAborted as given_up:
         assert given_up.__cause__ is not None
         raise given_up.__cause__ from None
     finally:
         torch.set_num_threads(threads)
 
 
-class GivenUp(BaseException):
+class TrialAborted(BaseException):
     """Because of the error that caused it. No error of the class: those are caught, whatever they are."""
 
 
@@ -332,4 +334,4 @@ class Poll:
         try:
             self._poll(self._start + (self._end - self._start) * done)
         except Exception as error:
-            raise GivenUp from error
+            raise TrialAborted from error

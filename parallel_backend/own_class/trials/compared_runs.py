@@ -27,7 +27,7 @@ class TensorRank:
 
 
 @dataclass(frozen=True)
-class Noted:
+class NotedAttention:
     """A call of attention in the whole model: (queries, keys, values) and the output, each [B, S, H, D]."""
 
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -36,7 +36,7 @@ class Noted:
     key_mask: torch.Tensor | None
     """As AttentionCall has it. None, too, where its mask is not one of keys."""
 
-    def of_tensor_rank(self, rank: TensorRank, call: AttentionCall) -> "Noted":
+    def of_tensor_rank(self, rank: TensorRank, call: AttentionCall) -> "NotedAttention":
         """With the heads of a tensor rank, whose `call` this is."""
 
         def part(whole_BSHD: torch.Tensor, own_BSHD: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class WholeRun(TokenCut):
         super().__init__([replace(block, attention=()) for block in blocks], 0, ONE)
         self.shapes: list[list[torch.Size]] = []
         """Of each block's tensors."""
-        self.calls: list[list[Noted]] = []
+        self.calls: list[list[NotedAttention]] = []
         """Each block's attention."""
         self.outputs: dict[int, tuple[torch.Tensor | None, ...]] = {}
         """Of each block, by number."""
@@ -84,7 +84,7 @@ class WholeRun(TokenCut):
             key_mask = call.key_mask
         except Unproven:
             key_mask = None  # said where the call is cut
-        self.calls[-1].append(Noted(tensors, of_heads.clone(), call.mask is not None, key_mask))
+        self.calls[-1].append(NotedAttention(tensors, of_heads.clone(), call.mask is not None, key_mask))
         return out
 
     def leaves(self, number: int) -> bool:
@@ -107,7 +107,7 @@ RANKS = 3
 OTHER_MASK = "attends with another mask if its tokens are cut"
 
 
-class HeldAgainst(TokenCut):
+class ComparedRank(TokenCut):
     """A rank's run that takes from the whole's what other ranks would send. Unproven where its own is no part of it.
 
     `tensor_rank`: whose part of the layers is in place (feature_trial.py)."""
@@ -126,7 +126,7 @@ class HeldAgainst(TokenCut):
         self._attended += self._coming is not None
         return out
 
-    def noted(self) -> Noted:
+    def noted(self) -> NotedAttention:
         """What the whole has at the present call of attention."""
         calls = self._noted.calls[self.number]
         if self._attended >= len(calls):
@@ -142,7 +142,7 @@ class HeldAgainst(TokenCut):
             raise Unproven(f"{self.block.name} {OTHER_MASK}")
         of_both = (spec.queries, spec.keys, spec.keys)
         for own, of_whole, streams in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, of_both, strict=True):
-            if not self.is_held(own, of_whole, streams):
+            if not self.has_rows_of(own, of_whole, streams):
                 raise Unproven(f"{self.block.name} attends to other values if its tokens are cut")
         # A tensor rank that has only some of the heads that share keys sends and keeps those of each.
         if call.k_BKHD.shape[2] % spec.sharing == 0 and not shares_keys(call.k_BKHD, call.v_BKHD, spec.sharing):
@@ -151,7 +151,7 @@ class HeldAgainst(TokenCut):
             raise Unproven(f"{self.block.name} attends by rows in another way where its tokens are cut")
         return whole.out[:, self.own_rows(spec.queries)]
 
-    def _is_ruled(self, call: AttentionCall, whole: Noted, rows: slice | torch.Tensor) -> bool:
+    def _is_ruled(self, call: AttentionCall, whole: NotedAttention, rows: slice | torch.Tensor) -> bool:
         """Whether the call's rule gives these rows of the whole's output, with the keys in another order."""
         assert call.rule is not None
         q_BQHD, k_BKHD, v_BKHD = whole.tensors
@@ -162,13 +162,13 @@ class HeldAgainst(TokenCut):
 
     def left(self, number: int, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         of_whole = self._noted.outputs[self.number][number]
-        if of_whole is None or not self.is_held(value, of_all := self.rows_of(of_whole), streams):
+        if of_whole is None or not self.has_rows_of(value, of_all := self.rows_of(of_whole), streams):
             raise Unproven(f"{self.block.name} returns other values if its tokens are cut")
         if self.block.placed:
             return self.at_places(value, streams)
         return self._with_local(value, self.left_by_all(value, of_all, streams), streams)
 
-    def is_held(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
+    def has_rows_of(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
         """Whether `own` has this rank's rows of the whole's tokens of these streams."""
         return close(own, of_whole[:, self.own_rows(streams)], of_whole)
 
