@@ -1,7 +1,7 @@
 """Wan Animate 2 in the form that ranks cut: the pose is a second stream of the video's tokens.
 
 A token has the video's channels, and behind them the pose's at the same place, so that every cut of the sequence moves both.
-Frame 0 of the video is the character, where the pose has none: nothing sees what stands in its place.
+Frame 0 of the video is the character. The pose has no such frame: zeros take its place, and nothing attends to them.
 """
 
 import functools
@@ -19,9 +19,9 @@ from parallel_backend.core.device_copies import to_device
 from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, attention_of, kept_with
 
 BESIDE = "parallel_dit_beside"
-"""Option of its blocks: Beside. Missing: there is no pose, and the video sees the character as it is."""
+"""Entry of transformer_options for its blocks: Beside. Missing: there is no pose, and the character has strength 1."""
 MASK = 4
-"""Channels of the mask that the patch embedding takes between a latent and the known latent."""
+"""Channels of the mask between the latent and the reference latent in the patch embedding's input."""
 
 
 class Stream(NamedTuple):
@@ -34,10 +34,10 @@ class Stream(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What a block gets beside the arguments for the video."""
+    """Further arguments of a block, beside those for the video."""
 
     factors: torch.Tensor | None = None
-    """[1, S, 1, 1]: of the video's values. None: they stay."""
+    """[1, S, 1, 1]: factors of the values in the video's attention. None: all are 1."""
     rule: "SameFrame | None" = None
     """Of the call's attention, if there is a pose."""
     pose: Stream | None = None
@@ -88,7 +88,7 @@ class SameFrame:
 
 
 def in_a_row(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
-    """A slice, of which there is a view, if these rows follow each other."""
+    """These rows as a slice if they follow each other, which saves a copy. Otherwise their numbers [n] on the device."""
     first, count = int(rows[0]), len(rows)
     if torch.equal(rows, torch.arange(first, first + count)):
         return slice(first, first + count)
@@ -130,8 +130,8 @@ def animate2_model(kind: type[nn.Module]) -> type[nn.Module]:
                 return forward()
             if pose_latents.shape[2:] != x.shape[2:]:
                 raise ValueError(why_not_posed(pose_latents.shape[2:], x.shape[2:]))
-            own_text, picture = context_pose, clip_fea_pose
-            text = self._text(context if own_text is None else own_text, clip_fea if picture is None else picture)
+            own_text, image = context_pose, clip_fea_pose
+            text = self._text(context if own_text is None else own_text, clip_fea if image is None else image)
             pose = Stream(self._time(t, x.dtype), freqs_pose, *text)
             options[BESIDE] = Beside(factors, SameFrame(tokens, pose_strength), pose)
             posed = pose_latents[:, :, 1:]
@@ -150,19 +150,19 @@ def animate2_model(kind: type[nn.Module]) -> type[nn.Module]:
             return self.rope_encode(t, h, w, transformer_options=beside, **named)
 
         def _time(self, t, dtype):
-            """[B, 1, 6, D]: of time 1 for every entry of t [B]."""
+            """Modulation [B, 1, 6, D] of time 1, for every entry of t [B]."""
             sinusoidal = vars(sys.modules[kind.__module__])["sinusoidal_embedding_1d"]
             e = self.time_embedding(sinusoidal(self.freq_dim, torch.ones_like(t.flatten())).to(dtype))
             return self.time_projection(e.unflatten(0, (len(t), -1))).unflatten(2, (6, self.dim))
 
-        def _text(self, context, picture):
-            """[B, T, D] and how many of its first tokens are a picture's."""
+        def _text(self, context, image):
+            """(text with the image's tokens in front [B, T, D], number of those). None: there is no image."""
             text = self.text_embedding(context)
-            if picture is None:
+            if image is None:
                 return text, None
             if self.img_emb is not None:
-                text = torch.cat((self.img_emb(picture), text), dim=1)
-            return text, picture.shape[-2]
+                text = torch.cat((self.img_emb(image), text), dim=1)
+            return text, image.shape[-2]
 
     return WithPose
 

@@ -1,5 +1,5 @@
-"""Qwen-Image 2.1's model and blocks in the form that ranks cut. Its words are text and reference pictures, in front of the
-latent's tokens, which they do not see."""
+"""Qwen-Image 2.1's model and blocks in the form that ranks cut. Text and reference images come in front of
+the latent's tokens, and do not attend to them."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, att
 
 @dataclass(frozen=True)
 class Causal:
-    """A token of text sees all tokens up to itself, one of a picture all up to the end of its picture.
+    """RowRule: a text token attends to all tokens up to itself, an image token to all up to the end of its image.
 
     `runs`: how many tokens of one kind follow each other, and whether they are text. The last are the latent's."""
 
@@ -70,7 +70,7 @@ def causal_of(attend: Callable[..., torch.Tensor]) -> Causal:
 
 @functools.cache
 def qwen_image21_model(kind: type[nn.Module]) -> type[nn.Module]:
-    """Takes pictures at any places among the words. A call has them in order; a trial has others, and fewer words."""
+    """Takes reference images at any places in the text. A call has them in order; a trial has other places and less text."""
 
     class AtAnyPlaces(kind):  # type: ignore[valid-type, misc]
         def build_sequence(self, x, context, ref_latents, image_slots):

@@ -165,8 +165,8 @@ def as_one(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def seedvr2_block(kind: type[nn.Module]) -> type[nn.Module]:
-    """Tokens [B, N, D] of the video and [B, T, D] of the text, and values of the time [B, 6 D], which none repeats for each
-    token."""
+    """SeedVR2's block: tokens [B, N, D] of the video and [B, T, D] of the text, modulation [B, 6 D]. The class repeats the
+    modulation for each token."""
 
     class ByToken(kind):  # type: ignore[valid-type, misc]
         def forward(self, vid, txt, emb, rule, places, txt_places):

@@ -15,11 +15,11 @@ FREQUENCY = "parallel_dit_rope_frequency"
 """Entry of transformer_options: (number, radians) of a frequency of the frames' axis, which RIFLEx replaces (arXiv
 2502.15894)."""
 FACE_SIDE = 512
-"""Of the pictures that Wan Animate's motion encoder takes, in pixels."""
+"""Height and width in pixels of the images that Wan Animate's motion encoder takes."""
 FACES = 4
-"""Of them for each of the latent's frames but the first."""
+"""Such images for each of the latent's frames but the first."""
 EVERY = 5
-"""Blocks from one of its modules for faces to the next."""
+"""Every so many blocks the class has a module that attends to faces."""
 OF_FACE = re.compile(r"^blocks\.(\d+)\.face\.")
 MOTION = "parallel_dit_motion"
 """Option of its blocks: Indexed."""
@@ -27,7 +27,7 @@ MOTION = "parallel_dit_motion"
 
 @functools.cache
 def wan_model(kind: type[nn.Module]) -> type[nn.Module]:
-    """Takes FREQUENCY among its options, where KJNodes' RIFLEx puts another module for positions into the model."""
+    """Takes FREQUENCY among its options. KJNodes' RIFLEx puts another module for positions into the model instead."""
 
     class MayReplace(kind):  # type: ignore[valid-type, misc]
         def rope_encode(self, *sizes, transformer_options, **named):
@@ -80,7 +80,7 @@ def wan_animate_model(kind: type[nn.Module]) -> type[nn.Module]:
         def face_motion(self, face_pixel_values):
             """[B, 3, f, FACE_SIDE, FACE_SIDE] -> [B, 1 + f / FACES, 5, D]: of the latent's frames, zeros in the first.
 
-            ComfyUI's process runs it. ValueError for pictures of another size."""
+            ComfyUI's process runs it. ValueError for images of another size."""
             if face_pixel_values.shape[-2:] != (FACE_SIDE, FACE_SIDE):
                 height, width = face_pixel_values.shape[-2:]
                 raise ValueError(

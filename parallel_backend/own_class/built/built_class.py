@@ -42,37 +42,37 @@ NAME = "ComfyUI's own class"
 NUMBERS = "numbers"
 """Key of StepInputs.kept."""
 WHOLE_STATES = 3
-"""Hidden states of all of a call's tokens that a rank has at once outside of blocks: what enters the blocks, or what leaves
-them while the class norms and modulates it."""
+"""Tensors of all of a call's hidden states that a rank has at once outside of blocks: the blocks' input, or their output
+while the class norms and modulates it."""
 
 
 def pairs_of(hidden: int) -> float:
-    """BuiltClass.attention_share of a block of width h. Its linear layers have 12 h^2 weights, so 24 h^2 operations for
-    a token. Its attention takes 4 h operations for a query and a key."""
+    """BuiltClass.attention_share of a usual block of width h. Its linear layers have 12 h^2 weights, so 24 h^2 operations
+    for a token. Attention takes 4 h operations for a query and a key."""
     return 1 / (6 * hidden)
 
 
 class StreamKeys(NamedTuple):
-    """The keys of an attention layer."""
+    """Whose keys an attention layer has."""
 
     image: bool
-    """The image's tokens are among them."""
+    """The image's tokens'."""
     streams: tuple[int, ...]
-    """Streams whose other tokens are."""
+    """Those of the other tokens of these streams."""
     head_size: int
 
 
 class Counted(NamedTuple):
-    """A call's tokens, as far as memory and time go."""
+    """How many tokens a call has, to predict its memory and time."""
 
     grid: tuple[int, ...]
-    """The image's, by axis."""
+    """The image's tokens, by axis."""
     text: int
-    """Others."""
+    """Other tokens."""
     streams: tuple[tuple[int, int], ...] = ()
     """(stream, its part of `text`). Empty: unknown."""
     references: int = 0
-    """Tokens of reference pictures, which are not among the others."""
+    """Tokens of reference images, which `text` does not count."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class StepInputs:
     """Conditioning tensors."""
 
     grid: tuple[int, ...]
-    """The picture's tokens along its axes."""
+    """The image's tokens along its axes."""
 
     token_order: TokenOrder
     """The order of the call's image tokens."""
@@ -102,7 +102,7 @@ class StepInputs:
     """The rank's image tokens, in that order."""
 
     kept: dict[Any, Any]
-    """Cache shared by all micro-steps with the same tokens and the same conditioning."""
+    """Cache that all micro-steps with the same tokens and the same conditioning share."""
 
     companion_tokens: int = 0
     """Tokens of the whole companion latent (patching.Companion)."""
@@ -114,9 +114,9 @@ class BuiltClass:
 
     own: OwnClass
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all of the class's tensors."""
+    """Shapes of all of the class's tensors, by name."""
     parameters: frozenset[str]
-    """Names of the class's parameters. Its other tensors are computed where a file lacks them."""
+    """Names of the class's parameters. Its other tensors are computed if a file lacks them."""
     exact: frozenset[str]
     """Parameters and tables that the class keeps in float32 when it is built in another dtype."""
     call: Call | None = None
@@ -134,7 +134,7 @@ class BuiltClass:
 
     @property
     def kind(self) -> str:
-        """The class with its arguments. Models of one kind take alike long."""
+        """The class with its arguments. Models of one kind take equally long."""
         return f"{self.own.name} {self.own.arguments}"
 
     @cached_property
@@ -160,7 +160,7 @@ class BuiltClass:
         return [block.name for block in self.own.blocks]
 
     def place(self, target: str) -> tuple[str, int] | None:
-        """(list, number in it) of the block that a parameter is in. None: it is in none."""
+        """(list, number in it) of the block that a parameter belongs to. None: no block."""
         parts = target.split(".")
         names = (".".join(parts[:count]) for count in range(2, len(parts)))
         return next((self._places[name] for name in names if name in self._places), None)
@@ -172,7 +172,7 @@ class BuiltClass:
 
     @cached_property
     def attention(self) -> tuple[tuple[StreamKeys, ...], ...]:
-        """By block, the keys of each of its attention layers whose tokens are cut. The others keep no keys."""
+        """By block: keys of each attention layer whose tokens are cut. Ranks keep no keys of other layers."""
         latent = None if self.own.latent is None else set(self.own.latent.streams)
 
         def keys(call: OwnAttention) -> StreamKeys:
@@ -193,7 +193,7 @@ class BuiltClass:
 
     @cached_property
     def tensor_plan(self) -> LayerCuts:
-        """Layers that tensor ranks share, as a trial has shown. And one beside the attention whose heads they cut."""
+        """Layers that tensor ranks share, as a trial has shown, and Adapter.gate, which is cut by heads."""
         plan = {f"{block.name}.{cut.layer}": cut for block in self.own.blocks for cut in block.cuts}
         gates = (f"{block.name}.{adapter_of(self.own.kind).gate}" for block in self.own.blocks if block.cuts)
         rows = {gate: self.shapes[f"{gate}.weight"][0] for gate in gates if f"{gate}.weight" in self.parameters}
@@ -208,7 +208,7 @@ class BuiltClass:
         if latent is not None and latent.companion:
             others = () if self.call is None else self.call.latents[1:]
             axes = len(latent.companion.partition(" -> ")[0].split()) - 1
-            # Nobody knows the usual sizes of a second latent but from a call.
+            # The usual sizes of a second latent are known from a call alone.
             companion = Companion(latent.companion, tuple(others[0].shape[1:]) if others else (1,) * axes)
         return Patching(side=side, frames=frames, video=self.own.video, companion=companion)
 
@@ -219,8 +219,8 @@ class BuiltClass:
 
     @property
     def native_values(self) -> dict[str, None]:
-        """The layer that blocks of this file are without, by core.own_class.name_pattern. Other nodes look for it in
-        ComfyUI's native model."""
+        """A layer that this file's blocks lack and other nodes look for in ComfyUI's native model, named as in
+        core.own_class.name_pattern."""
         gate = adapter_of(self.own.kind).gate
         return {} if not gate or any(name.endswith(f"{gate}.weight") for name in self.parameters) else {f"*.{gate}": None}
 
@@ -229,8 +229,8 @@ class BuiltClass:
         return parameter.startswith(tuple(f"{module}." for module in adapter_of(self.own.kind).here))
 
     def attention_share(self, block_list: str) -> float:
-        """In a block of the list: operations of attention for a query and a key, divided by those of a token's layers. Of
-        the call that a trial was made for, or of a usual block."""
+        """Operations of attention for a query and a key, divided by those of a token's linear layers, in a block of the
+        list. They are counted in the call that a trial was made for, or those of a usual block."""
         counts = None if self.call is None else counted(self.own, self.call)
         if counts is None:
             return pairs_of(self.hidden)
@@ -249,9 +249,9 @@ class BuiltClass:
         return conditioning(one_entry(self.call))
 
     def timed_calls(self, rows: Sequence[int], columns: int, text: int) -> list[tuple[Call, Counts]]:
-        """The example's first entry cut to each of `rows` rows of `columns` tokens and `text` words, and what it takes.
+        """Calls to be timed: `call` cut to each of `rows` rows of `columns` tokens and `text` text tokens, with its counts.
 
-        It gets no more than it has. Empty: there is no example, or the class cannot be counted or cut so."""
+        Sizes larger than those of `call` become its own. Empty: there is no call, or the class cannot be counted so."""
         own, call = self.own, None if self.call is None else one_entry(self.call)
         if call is None or (whole := counted(own, call)) is None:
             return []
@@ -266,8 +266,7 @@ class BuiltClass:
         return found if len(found) == len(cut) else []
 
     def noise(self, shape: tuple[int, ...]) -> Latents:
-        """Random latents of a model call, of which the first has this shape. Nested latents without proven bands are
-        packed."""
+        """Random latents of a model call, the first with this shape. Nested latents without proven bands are packed."""
         if self.call is not None and LATENTS in self.call.named and self.patching.companion is None:
             return (torch.randn(shape[0], *self.call.x.shape[1:]),)
         return latents_of(self.patching.alongside(torch.randn(shape)))
@@ -304,7 +303,7 @@ class BuiltClass:
         return Counted(grid, max(at_once, default=0), tuple(streams.items()), references)
 
     def _beside_references(self, latent: OwnLatent, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Words, and tokens of a second latent, in the latent's stream."""
+        """Text tokens, and tokens of a second latent, in the latent's stream."""
         words = self.words(tensors) if WORDS in latent.layout else 0
         if COMPANION not in latent.layout:
             return words

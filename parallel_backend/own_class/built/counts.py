@@ -1,4 +1,4 @@
-"""What a call of a class takes: its tokens, and its operations by block. Counted on the meta device, without any values."""
+"""Counts a call's tokens, and its operations by block, on the meta device: no values are computed."""
 
 import functools
 import json
@@ -33,9 +33,9 @@ class Work:
     """Operations of a block: multiplications and additions count one each."""
 
     layers: int = 0
-    """All that is no attention, and attention whose keys every rank has whole."""
+    """Of everything but attention, and of attention whose keys every rank has all of."""
     attention: int = 0
-    """Attention of tokens to tokens: it grows with their square."""
+    """Of attention between tokens that ranks cut: they grow with the square of the number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Counts:
     """A call of one batch entry."""
 
     states: int
-    """Values of the hidden states that leave the block with most of them."""
+    """Numbers in the hidden states behind the block that returns most of them."""
     streams: Mapping[int, int]
-    """Stream -> its tokens. Empty if no trial has cut tokens."""
+    """Stream -> number of its tokens. Empty if no trial has cut tokens."""
     blocks: tuple[Work, ...]
     """Of each block, in the order of a call."""
     outside: int
-    """Operations outside of blocks, which every stage and every sequence rank does."""
+    """Operations outside of blocks, which every stage and every sequence rank computes."""
 
     @property
     def shared(self) -> float:
@@ -114,12 +114,12 @@ MISFITS = (
     *("cannot be multiplied", "same reduction dim", "normalized_shape", "Invalid channel dimensions"),
     "tensor of 0 elements",
 )
-"""Parts of what torch says of a tensor whose size is none of a layer's, and of an empty one."""
+"""Parts of torch's error for a tensor that does not fit a layer, or is empty."""
 
 
 def misfit(own: OwnClass, call: Call) -> str:
-    """What a layer says of a tensor of the call that does not fit it, such as the text of another encoder. Empty: all fit,
-    or the class does not run without values."""
+    """The error of a layer that a tensor of the call does not fit, such as the text of another encoder. Empty: all fit, or
+    the class does not run without values."""
     try:
         with _LOCK:
             _Counting(own, call, with_numbers=True)
@@ -138,7 +138,7 @@ SELECTS = torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.o
 
 
 def _of_all_true(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Indices with numbers in place of masks, which are true everywhere."""
+    """Indices whose masks are replaced by as many numbers, as if they were true everywhere."""
     found: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool:
@@ -149,8 +149,9 @@ def _of_all_true(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | 
 
 
 class _AnyNumbers(TorchDispatchMode):
-    """A number that a class reads off a tensor of floats, such as a time, is 0.5, and what it compares is true. Others would
-    be sizes: an error. Whole numbers that it works out, such as each token's expert, are all 0."""
+    """Values for a class that reads them from tensors without values. A float, such as a time, is 0.5, a bool is true.
+    Reading an integer is an error, since it may be a size. Integers that are compared, such as each token's expert, are all
+    0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ class _AnyNumbers(TorchDispatchMode):
 
 
 class _Counting:
-    """One block of each kind runs. The others return what they get."""
+    """Counts one call. One block of each kind runs; the others return their arguments."""
 
     def __init__(self, own: OwnClass, call: Call, with_numbers: bool):
         self._block: OwnBlock | None = None  # the one that runs
@@ -245,7 +246,7 @@ class _Counting:
 
 
 def _operations(call: AttentionCall) -> int:
-    """Of attention: a product of each query with each key that it sees, and one with its values."""
+    """Operations of attention: products of each query with each key that it attends to, and with its values."""
     found: list[int] = []
 
     def attend(q_BqHD: torch.Tensor, k_BkHD: torch.Tensor, v_BkHD: torch.Tensor) -> torch.Tensor:
@@ -261,7 +262,7 @@ def _operations(call: AttentionCall) -> int:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether it has whole numbers."""
+    """Whether it has integers."""
     return tensor.dtype in (torch.int32, torch.int64) and tensor.numel() > 0
 
 
@@ -271,7 +272,7 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _on_meta(own: OwnClass) -> tuple[nn.Module, dict[str, str]]:
-    """The model with all of its tensors on the meta device, and by block the first one of its kind."""
+    """(the model with all tensors on the meta device, block -> first block of its kind)."""
     model = build(own)
     first: dict[tuple[Any, ...], str] = {}
     for module in model.modules():

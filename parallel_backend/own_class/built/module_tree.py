@@ -25,7 +25,7 @@ Tree = dict[str, Any]
 
 
 def described(module: nn.Module, without: Collection[str] = ()) -> Tree:
-    """The module as data, but for its children `without`. Values that are no data are left out.
+    """The module as data, but for its children `without`. Values that are not data are left out.
 
     ValueError if it has a class that ranks do not build.
     """

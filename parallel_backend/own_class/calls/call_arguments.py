@@ -15,7 +15,8 @@ import torch
 from parallel_backend.own_class.calls.unproven import Unproven
 
 OPTIONS = "transformer_options"
-"""The argument that is a dictionary, of numbers, words, and lists and dictionaries of them. Tensors in it are shared."""
+"""The argument that is a dictionary of numbers, strings, and lists and dictionaries of them. Batch entries share its
+tensors."""
 SIGMAS = "sigmas", "sample_sigmas"
 """Tensors in OPTIONS: the call's sigma, a row for each entry, and all sigmas of the run."""
 TIME_DTYPE = "times"
@@ -24,7 +25,7 @@ LATENT = "latent"
 """Entry of STRUCTURE: the whole latent's channels, (frames,) rows and columns. Empty: there are several latents, or a call
 tells only how many whole tokens there are."""
 STRUCTURE = "structure"
-"""Conditioning tensor [B, n] int32, the same for all entries: JSON of everything that is no tensor, see `to_tensors`."""
+"""Conditioning tensor [B, n] int32, the same for all entries: JSON of everything but tensors, see `to_tensors`."""
 TENSOR, SHARED, PLAIN, DICT = "tensor", "shared", "plain", "dict"
 """Keys in STRUCTURE of a tensor with a row for each batch entry, of one that all entries share, of OPTIONS, and of another
 dictionary."""
@@ -33,13 +34,15 @@ LATENTS = "parallel_dit_latents"
 LISTED = "parallel_dit_listed"
 """Argument of a call whose one latent is in a list."""
 TIMES = "parallel_dit_times"
-"""Argument of a call with several timesteps, one for each latent. A number: all so many are the call's timestep. Shapes,
-without the batch: the call's timestep [B, n] has their values side by side, since what differs from step to step is another
-prompt to bands."""
+"""Argument of a call with several timesteps, one for each latent. A number: so many, all
+equal to the call's timestep. Shapes without the batch: the call's timestep [B, n] has their values side by side, because
+bands take arguments that change from step to step for another prompt."""
 
 
 def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-    """Values are tensors, None, numbers, words, and lists and dictionaries of them. ValueError, with the name, for others.
+    """A call's arguments as conditioning tensors, with STRUCTURE.
+
+    Values are tensors, None, numbers, strings, and lists and dictionaries of them. ValueError, with the name, for others.
 
     `timestep`: [B], which is sent apart. `latent`: see LATENT.
     """
@@ -99,7 +102,7 @@ def timestep_of(times: torch.Tensor, structure: Mapping[str, Any]) -> torch.Tens
 def in_form(
     x: torch.Tensor | Sequence[torch.Tensor], timestep: torch.Tensor | Sequence[torch.Tensor], axes: int
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """(latent of so many axes, timestep, arguments that say what they were made of)."""
+    """One latent of `axes` axes, one timestep, and LATENTS, LISTED and TIMES if `x` and `timestep` had another form."""
     told: dict[str, Any] = {}
     if not isinstance(x, torch.Tensor) and len(x) == 1:
         told[LISTED], x = True, x[0]
@@ -120,7 +123,7 @@ def joined(times: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def apart(timestep: torch.Tensor, told: int | Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
-    """The timesteps that `timestep` stands for. `told`: see TIMES."""
+    """The timesteps of all latents. `told`: see TIMES."""
     if isinstance(told, int):
         return (timestep,) * told
     parts = timestep.split([math.prod(shape) for shape in told], dim=1)

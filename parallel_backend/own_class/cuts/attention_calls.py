@@ -138,7 +138,7 @@ class _Replaced:
 
 
 def _taken(given: Any) -> torch.Tensor:
-    """ComfyUI may hand over a container, which gives its tensor up to the one that takes it."""
+    """The tensor itself: ComfyUI may pass a container that hands its tensor over once."""
     return given if isinstance(given, torch.Tensor) else given.take()
 
 
@@ -232,12 +232,12 @@ class AttentionCall:
         return out_BhQD.transpose(1, 2)
 
     def result(self, out_BQHD: torch.Tensor) -> torch.Tensor:
-        """As the class wants it."""
+        """The output in the form that the class asked for."""
         return out_BQHD.transpose(1, 2) if self.heads_first else out_BQHD.flatten(2)
 
 
 def shares_keys(k_BKHD: torch.Tensor, v_BKHD: torch.Tensor, sharing: int) -> bool:
-    """Whether so many heads in a row have the same keys and values."""
+    """Whether each `sharing` heads in a row have the same keys and values."""
     if k_BKHD.shape[2] % sharing:
         return False
     # Tokens of other bands are NaN.
@@ -303,7 +303,7 @@ def attention_rows(
 
 
 def kept_with(numbers: torch.Tensor, key: Hashable, make: Callable[[], Kept]) -> Kept:
-    """What `make` gives, such as rows by group on a device, kept as long as these numbers are. A rank gives a rule the same
+    """The result of `make`, such as rows by group on a device, cached on the tensor `numbers`. A rank gives a rule the same
     tensor in all layers, and in all calls that are alike."""
     kept = vars(numbers).setdefault(KEPT, {})
     if key not in kept:

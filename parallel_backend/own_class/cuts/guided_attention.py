@@ -42,9 +42,9 @@ def normalized(
 GUIDED = "parallel_dit_guided"
 """Entry of transformer_options on ranks and in trials: Guided."""
 OUTPUT = "attn1_output_patch"
-"""Kind of the patches that a class hands its attention over to."""
+"""ComfyUI's kind of patches that get the output of attention."""
 IMAGE = "img_slice"
-"""What the class tells such a function: the first of the image's tokens, and the one behind them."""
+"""Entry in the options of such a patch: (first image token, token behind the last one)."""
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
 

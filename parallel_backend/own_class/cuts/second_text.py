@@ -1,8 +1,9 @@
-"""A second text that each block's look at the prompt is led away from (normalized attention guidance, as KJNodes'
-WanVideoNAG has it), in a class whose blocks attend to the prompt in a module of their own.
+"""Normalized attention guidance as in KJNodes' WanVideoNAG: attention to the prompt is moved away from a second text.
 
-The module runs twice: once for the keys and values that it makes of the second text, with a single token of the latent, and
-once as ever. There each call of attention also attends to the second text's, and guides.
+The class's blocks attend to the prompt in a module of their own.
+
+The module runs twice: first with the second text and a single token of the latent, to get its keys and values of that text.
+Then it runs with the call's own arguments, and each call of attention also attends to those keys, and guides.
 """
 
 import functools

@@ -19,11 +19,11 @@ from parallel_backend.core.own_class import OwnBlock, name_pattern
 from parallel_backend.own_class.calls.unproven import Unproven
 
 PLAIN = type(None), bool, int, float, str
-"""Types of what an output may have beside tensors."""
+"""Types that an output may consist of, beside tensors."""
 
 
 class WatchedOutputs:
-    """Outputs of a model's modules in the runs of bands, of which those are left that were the same in all."""
+    """Watches a model's modules in runs of bands, and keeps those whose outputs were the same in all."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock]):
         self._blocks = blocks
@@ -66,7 +66,7 @@ class WatchedOutputs:
         self._runs += 1
 
     def attends(self) -> None:
-        """A block attends: what it attends in is shared by none, since ranks count its calls."""
+        """A block attends. Modules around that call are not shared, because ranks count calls of attention."""
         for name in self._inside:
             self._modules.pop(name, None)
 
@@ -84,7 +84,7 @@ class WatchedOutputs:
         return self._of_all_blocks(names)
 
     def idle(self) -> tuple[str, ...]:
-        """Names of the blocks' linear layers that had one row in each band without words, and more in the others."""
+        """Names of the blocks' linear layers that had one row in each band without text, and more rows in the others."""
         return self._of_all_blocks(self._layers) if self._runs > 1 else ()
 
     def _of_all_blocks(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ def modules_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def _is_cheap(module: nn.Module) -> bool:
-    """torch's own without weights, such as an activation."""
+    """Whether it is a module of torch's without weights, such as an activation."""
     return type(module).__module__.startswith("torch.") and next(module.parameters(), None) is None
 
 
@@ -180,8 +180,10 @@ def _versions(out: Any) -> list[int]:
 
 
 class IdleLayers:
-    """`names`: of the model's linear layers, see core.own_class.name_pattern. `has_words`: whether the present band has
-    words. `value`: what they give otherwise."""
+    """Linear layers that text alone passes: in bands without text they return `value`, and do not read their weights.
+
+    A class cannot tell the sizes of tensors without rows, so that in such bands one row stands in for the text
+    (band_tokens.py). `names`: of the layers, see core.own_class.name_pattern. `has_words`: whether the band has text."""
 
     def __init__(self, model: nn.Module, names: Sequence[str], has_words: Callable[[], bool], value: float):
         self._layers = list(modules_of(model, names).values())

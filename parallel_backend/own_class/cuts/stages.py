@@ -46,7 +46,7 @@ class Link(Protocol):
 
 @contextmanager
 def passing_through(model: nn.Module, blocks: Sequence[OwnBlock]) -> Iterator[None]:
-    """Context in which these blocks of the model return what they get, and compute nothing."""
+    """Context in which these blocks of the model return their arguments, and compute nothing."""
     for block in blocks:
         pass_through(model, block)
     try:
@@ -57,7 +57,7 @@ def passing_through(model: nn.Module, blocks: Sequence[OwnBlock]) -> Iterator[No
 
 
 def pass_through(model: nn.Module, block: OwnBlock) -> None:
-    """As passing_through, for good."""
+    """Have a block return its arguments from now on, see passing_through."""
     model.get_submodule(block.name).forward = functools.partial(_pass, block)
 
 
@@ -81,11 +81,11 @@ class StageBlocks:
         self.guidance: Callable[[], NormalizedGuidance | None] = lambda: None
         """Of the present call. None: other nodes' functions guide no attention in it."""
         self.add_up: Sum = own_sums
-        """Adds up over ranks with other heads, where attention is guided."""
+        """Adds up over ranks with other heads, if attention is guided."""
         self.attend: Attend | None = None
         """Computes attention in calls whose tokens are not cut. None: the class's own functions do."""
         self.running = ""
-        """Name of the block that computes. Empty: none does."""
+        """Name of the block that is computing. Empty: none is."""
         self._guide, self._second = Guide(), SecondText(model)
         self._next = 0  # number of the block that runs next
         self._leaves = False  # tokens leave behind the one before it
@@ -138,13 +138,13 @@ class StageBlocks:
         return self._second.of_call(second, named["context"], *cut)
 
     def _residual(self, residual_BND: torch.Tensor) -> torch.Tensor:
-        """Of a residual that the class is about to add: the rows of the tokens that it then has."""
+        """Rows of a residual for the tokens that the class has where it adds the residual."""
         if self._cut is None:
             return residual_BND
         return self._cut.residual(residual_BND, is_cut=self._next > 0 and not self._leaves)
 
     def _residual_of_all(self, residual_BSD: torch.Tensor, tokens: int) -> torch.Tensor:
-        """As `_residual`, of one that is for all `tokens` which the class would then have."""
+        """As `_residual`, for a residual of AROUND. `tokens`: number of tokens of the block."""
         if self._cut is None or self._leaves:
             return fitted(residual_BSD, tokens)
         return self._cut.residual_of_all(residual_BSD)

@@ -32,13 +32,13 @@ STAND_IN = Span(0, 1)
 
 
 def list_ends(blocks: Sequence[OwnBlock]) -> list[int]:
-    """Numbers of the blocks that are the last of their lists."""
+    """Numbers of the last block of each list."""
     lists = [block.name.rpartition(".")[0] for block in blocks]
     return [number for number, name in enumerate(lists) if name not in lists[number + 1 :]]
 
 
 def entries_of(blocks: Sequence[OwnBlock]) -> list[set[int]]:
-    """The streams that enter, for each time that tokens do."""
+    """Streams that enter the blocks together: at the first block, and each time after tokens have left."""
     found: list[set[int]] = [set()]
     for block in blocks:
         found[-1] |= {cut.streams[0] for cut in block.slices if cut.enters}
@@ -73,7 +73,8 @@ class TokenCut(ABC):
 
     @abstractmethod
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
-        """[B, q, H, D] of this rank's queries over all ranks' keys, of which `mask_bK` are seen: bool, in rank order."""
+        """Attention [B, q, H, D] of this rank's queries over all ranks' keys. `mask_bK`: bool in rank order, the keys to
+        see."""
 
     @abstractmethod
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
@@ -194,8 +195,8 @@ class TokenCut(ABC):
         return whole
 
     def residual_of_all(self, residual_BSD: torch.Tensor) -> torch.Tensor:
-        """The rows for this rank's tokens of what is added to all that left the latest block. Unproven if those may be of
-        several streams."""
+        """Rows, for this rank's tokens, of a residual for all tokens of the latest block. Unproven if those are of several
+        streams."""
         left = max((number for number in range(self.number) if self.blocks[number].leaving), default=-1)
         blocks = self.blocks[left + 1 : self.number + 1]
         streams = tuple({cut.streams[0] for block in blocks for cut in block.slices if cut.enters})
@@ -206,7 +207,7 @@ class TokenCut(ABC):
 
     @property
     def block(self) -> OwnBlock:
-        """The one that runs."""
+        """The block that runs."""
         return self.blocks[self.number]
 
     @contextmanager
@@ -253,9 +254,8 @@ class TokenCut(ABC):
         return self.gather(mask_bK.to(torch.uint8)[..., None], streams)[..., 0].bool()
 
     def which_own(self, tokens: Span, rows: int, device: torch.device) -> torch.Tensor | None:
-        """[rows] bool: which rows of what the latest call of attention has given are these tokens, if the class numbers them
-        among all ranks'. None: it has counted them among the `rows` of this rank, or these are not cut. Unproven for other
-        numbers."""
+        """[rows] bool: which rows of the latest attention output are `tokens`, if the class numbers those among all ranks'
+        tokens. None: it numbers them among the `rows` of this rank, or they are not cut. Unproven for other numbers."""
         if self._latest is None or tokens.stop == rows:
             return None
         streams = self._latest.queries
@@ -285,7 +285,7 @@ class TokenCut(ABC):
         return self._picks[key]
 
     def _computed(self, streams: Sequence[int]) -> list[Pick]:
-        """This rank's picks, with stand-ins."""
+        """Rows that this rank computes: its own, and stand-ins."""
         if self._stand_ins.isdisjoint(streams):
             return self.picks(streams, self.index)
         found: list[Pick] = []
@@ -297,7 +297,7 @@ class TokenCut(ABC):
         return found
 
     def _computed_rows(self, streams: Sequence[int]) -> list[int]:
-        """By stream: this rank's rows, with stand-ins."""
+        """By stream: how many rows this rank computes."""
         return [sum(map(len, self._computed((stream,)))) for stream in streams]
 
     def _real(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:

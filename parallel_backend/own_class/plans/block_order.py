@@ -17,15 +17,15 @@ from parallel_backend.own_class.calls.block_arguments import by_place
 from parallel_backend.own_class.calls.tried_calls import Call
 
 KEPT_BLOCKS = 3
-"""Blocks in the tried model of its only list: the first two and the last."""
+"""Blocks of a model's only list that are tried: the first two and the last."""
 FIRST, LATER = 4, 2
-"""Of a list with two kinds of blocks, how many of both are tried at least."""
+"""Fewest tried blocks of both kinds, in a list with two kinds."""
 FEWEST_BLOCKS = 2
 """The first and the last."""
 DEPTH = re.compile("depth|layers|blocks")
 """Names of a model's attributes that are numbers of blocks."""
 Representatives = Mapping[str, Sequence[int]]
-"""List -> for each of its blocks, the index of the block that is tried in its place, among the list's tried blocks."""
+"""List -> for each of its blocks, the index, among the list's tried blocks, of the one that is tried in its place."""
 
 
 def block_lists(model: nn.Module) -> dict[str, list[str]]:

@@ -1,8 +1,8 @@
 """Finds out whether a band of the latent's tokens gives what the whole model gives for it.
 
 Where the tokens are, latent_tokens.py finds out. A band is then held against a run of the whole, as a rank is
-(compared_runs.py): what lies outside of the band is drawn anew in the latent, and is NaN behind the blocks. A second latent,
-such as a video's sound, goes with the first band: to others it is outside.
+(compared_runs.py): outside of the band the latent has other random values, and outputs behind the blocks are NaN. A second
+latent, such as a video's audio, goes with the first band: to others it is outside.
 """
 
 import itertools
@@ -40,11 +40,11 @@ from parallel_backend.own_class.trials.token_trial import WORDS, Runs
 ROWS = 3, 3, 5
 """Most frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""
 FEW_ROWS = 3, 3, 3
-"""Of a call of which few bands are tried."""
+"""The same for a call with which only two bands are tried."""
 AXES = {"rows": -2, "frames": -3}
 """Axis of the latent that bands cut."""
 OUTSIDE = 99
-"""Seed of what is drawn outside of a band."""
+"""Seed of the random values outside of a band."""
 
 
 def latent_of(
@@ -81,8 +81,8 @@ def latent_of(
 def why_not_in_bands(
     model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call, time: float | None = None
 ) -> str:
-    """Why bands are not right for calls like `actual`, at this time if one is given. Empty: they are. Two bands are tried,
-    which is less than `latent_of` does."""
+    """Why bands are not right for calls like `actual`, at this time if one is given. Empty: they are. Only the first and
+    the last band are tried."""
     runs = Runs(model, blocks)
     try:
         call = _odd(runs, actual, latent, FEW_ROWS)
@@ -278,7 +278,7 @@ class _Band:
         return {**self.call.named, CONTROL: of_band}
 
     def _own(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Its part of each latent in a tensor of the form of the call's `x`: views of it."""
+        """The band's part of each latent in `x`, which has the form of the call's: views of it."""
         latent, *companion = self.call.parts(x)
         axis = AXES[self.along]
         by = self.latent.patch[axis]
@@ -302,7 +302,7 @@ class _Band:
 
 
 class _InBand(ComparedRank):
-    """A band's run that takes from the whole's what other bands would give."""
+    """A band's run in a trial. Keys and values of other bands are taken from the whole model's run."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from parallel_backend.own_class.trials.comparison import difference, first_why_n
 from parallel_backend.own_class.trials.stage_trial import WholeOutputs
 
 MOST_DEPTH = 4
-"""Of containers in a module's attributes that are looked into."""
+"""Most levels of containers in a module's attribute that are compared."""
 
 
 def why_not_without_options(model: nn.Module, wholes: WholeOutputs) -> str:
@@ -29,8 +29,8 @@ def why_not_without_options(model: nn.Module, wholes: WholeOutputs) -> str:
 
 
 def how_calls_depend(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) -> str:
-    """How calls of the class depend on each other. Empty: they do not. The model's weights are changed. `fresh`: another one
-    like it, without weights."""
+    """How calls of the class depend on each other. Empty: they do not. The model's weights are changed. `fresh`: another
+    model of the class, without weights."""
     outputs = []
     rewritten: set[str] = set()
     for call in (*calls, calls[0]):
@@ -60,8 +60,8 @@ def how_calls_depend(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) 
 
 
 def _stay_alike(model: nn.Module, calls: Sequence[Call]) -> bool:
-    """Whether tensors among the arguments give in each call what they gave before earlier calls wrote into them, as one that
-    puts padding where there is no text."""
+    """Whether outputs stay the same although calls have written into tensors among their arguments. They do if a class
+    writes the same padding in each call."""
     given = [copied(call.named) for call in calls]
     for call in (*calls, *reversed(calls)):
         for first, written in zip(calls, given, strict=True):
@@ -73,8 +73,8 @@ def _stay_alike(model: nn.Module, calls: Sequence[Call]) -> bool:
 
 
 def module_state(model: nn.Module) -> dict[str, Any]:
-    """What the model's modules hold beside tensors, whose effect on later calls is tried: a number may count calls up to
-    where it matters."""
+    """Values of the modules' attributes, to compare before and after a call. Tensors are left out: their effect on later
+    calls is tried. A number may count calls, and have an effect only after many."""
 
     def seen(value: Any, depth: int = 0) -> Any:
         if isinstance(value, torch.Tensor):
@@ -94,7 +94,8 @@ def module_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _written(call: Call) -> dict[str, Any]:
-    """What a call's arguments hold, to compare before and after it. A class may note numbers and words in the options."""
+    """Values and versions of a call's arguments, to compare before and after it. A class may add numbers and strings to the
+    options."""
     options = {key: value for key, value in call.options.items() if not isinstance(value, int | float | str | None)}
     found = {}
     for name, value in ({"x": call.x} | dict(call.named) | options).items():

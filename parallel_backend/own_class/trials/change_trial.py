@@ -30,7 +30,7 @@ from parallel_backend.own_class.trials.trial import conditions_of_trial
 
 @dataclass(frozen=True)
 class Shown:
-    """What a change is shown to be."""
+    """Result of a trial of a change."""
 
     why: str = ""
     """Why it is not proven. Empty: it is."""
@@ -44,12 +44,11 @@ class Shown:
 
 
 class ChangeTrial(ABC):
-    """The trial of a change for calls like `call`, of which `proof` is, at the `times` too. `tensor` ranks share layers.
-
-    `poll`: as in `trial`."""
+    """The trial of a change for calls like `call`, at the `times` too. `proof`: of those calls without the change. `tensor`:
+    ranks that share layers. `poll`: as in `trial`."""
 
     fails: str
-    """What a class does that cannot be tried."""
+    """Beginning of the refusal of a class that raises an error."""
 
     def __init__(
         self,
@@ -69,10 +68,10 @@ class ChangeTrial(ABC):
 
     @abstractmethod
     def tried(self) -> Shown:
-        """What the change is shown to be by the tried model."""
+        """The result with the tried model."""
 
     def shown(self) -> Shown:
-        """What the change is shown to be, by a narrower model or else one of the class's own width."""
+        """The result with a narrower model, or else with one of the class's own width."""
         own, found = self.own, Shown(NOT_TRIED)
         narrower = () if own.unet else narrowed(own, self._call, self.tensor)
         with conditions_of_trial(self._poll) as poll:
@@ -106,8 +105,8 @@ Key = tuple[str, int]
 
 
 class TrialOfSkips(ChangeTrial):
-    """Finds out which blocks a class skips if other nodes have them return their arguments, and tries whether ranks whose
-    blocks return what they get give the same. `kinds`: of the blocks, by the names that other nodes give them.
+    """The trial of blocks that return their arguments. It finds out which blocks those are, and whether ranks that skip them
+    give the same result. `kinds`: of the blocks, by the names that other nodes give them.
 
     Such a node replaces a block by a function, which the class calls in place of it. No function reaches the ranks: they
     call the class as ever, and a skipped block passes its arguments on.
@@ -145,7 +144,7 @@ class TrialOfSkips(ChangeTrial):
         return Shown(lists=lists)
 
     def _asked_for(self, call: Call) -> dict[str, list[int]]:
-        """Kind -> numbers of the replaced blocks that the class calls, for kinds of which it calls any."""
+        """Kind -> numbers of the replacements that the class calls. Kinds without any are left out."""
         asked: dict[str, list[int]] = {}
 
         def note(kind: str, number: int, args: Any, more: Mapping[str, Any]) -> Any:
@@ -158,7 +157,7 @@ class TrialOfSkips(ChangeTrial):
         return asked
 
     def _skipped_block(self, call: Call, key: Key) -> str:
-        """The one block that runs without `key` and not with it. Empty: there is no such block."""
+        """Name of the block that does not run if `key` is replaced. Empty: none, or several."""
         skipping = self._ran(_with_skipped(call, [key]))
         missing = [name for name in self._ran(call) if name not in skipping]
         return missing[0] if len(missing) == 1 else ""
@@ -174,7 +173,7 @@ class TrialOfSkips(ChangeTrial):
         return ran
 
     def _why_not_passed(self, names: Sequence[str], calls: Sequence[tuple[Call, Call]]) -> str:
-        """Why ranks on which these blocks pass their arguments on are not right. Empty: they are.
+        """Why ranks whose blocks `names` return their arguments give another result. Empty: they do not.
 
         `calls`: each without and with skipped blocks."""
         model, actual = self.short.model, self.short.actual

@@ -34,10 +34,10 @@ class NotedAttention:
     out: torch.Tensor
     masked: bool
     key_mask: torch.Tensor | None
-    """As AttentionCall has it. None, too, where its mask is not one of keys."""
+    """As AttentionCall has it. None also if its mask is not a mask of keys."""
 
     def of_tensor_rank(self, rank: TensorRank, call: AttentionCall) -> "NotedAttention":
-        """With the heads of a tensor rank, whose `call` this is."""
+        """The part with the heads of a tensor rank, whose own call is `call`."""
 
         def part(whole_BSHD: torch.Tensor, own_BSHD: torch.Tensor) -> torch.Tensor:
             whole, heads = whole_BSHD.shape[2], own_BSHD.shape[2]
@@ -54,7 +54,7 @@ class NotedAttention:
 
 
 class WholeRun(TokenCut):
-    """Cuts nothing, and notes a run."""
+    """A run of the whole model. No tokens are cut; attention and outputs of blocks are noted."""
 
     def __init__(self, blocks: Sequence[OwnBlock]):
         super().__init__([replace(block, attention=()) for block in blocks], 0, ONE)
@@ -108,7 +108,8 @@ OTHER_MASK = "attends with another mask if its tokens are cut"
 
 
 class ComparedRank(TokenCut):
-    """A rank's run that takes from the whole's what other ranks would send. Unproven where its own is no part of it.
+    """A rank's run. What other ranks would send is taken from the whole model's run. Unproven if a value of the rank is not
+    a part of the whole's.
 
     `tensor_rank`: whose part of the layers is in place (feature_trial.py)."""
 
@@ -173,11 +174,11 @@ class ComparedRank(TokenCut):
         return close(own, of_whole[:, self.own_rows(streams)], of_whole)
 
     def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """All tokens of a value that leaves the last block, as far as the ranks of this call have them."""
+        """All tokens of an output of the last block. Tokens that no rank of this call has are NaN."""
         return of_whole
 
     def _with_local(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """What leaves the last block in place of `value`: all tokens as the whole has them, of local streams this rank's."""
+        """Output of the last block in place of `value`: tokens of the whole, but this rank's own of local streams."""
         if not self.block.local or not streams:
             return of_whole.clone()
         own, of_all = self.by_stream(value, streams), of_whole.split([self.tokens[stream] for stream in streams], dim=1)

@@ -27,13 +27,13 @@ from parallel_backend.own_class.trials.compared_runs import TensorRank
 from parallel_backend.own_class.trials.comparison import close, difference, why_not
 
 MOST_SETTINGS = 64
-"""Of attributes that are tried for a block."""
+"""Most choices of attributes and arguments that are tried for a block."""
 
 LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d
-"""Their sizes are those of their weights."""
+"""Layers whose attributes follow from the sizes of their weights."""
 
 LayerOutputs = dict[str, list[torch.Tensor]]
-"""Layer -> its output at each call; norm -> its input."""
+"""Layer -> its output in each call; for norms the input."""
 Divided = tuple[tuple[str, str, int], ...]
 """(module, its attribute, units)."""
 Headed = tuple[tuple[str, int, int, int], ...]
@@ -44,7 +44,7 @@ Run = Callable[[TensorRank | None], Any]
 
 @dataclass(frozen=True)
 class TensorShares:
-    """What ranks share of a module's layers. Names are the module's."""
+    """How tensor ranks share a module's layers. Names are relative to the module."""
 
     cuts: tuple[OwnCut, ...]
     divided: Divided = ()
@@ -53,13 +53,13 @@ class TensorShares:
     """See OwnBlock, for these three."""
 
     def below(self, name: str) -> "TensorShares":
-        """With the names in a module that has this one by the name."""
+        """With names relative to a module that contains this one as `name`."""
         cuts = tuple(replace(cut, layer=f"{name}.{cut.layer}") for cut in self.cuts)
         divided = tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.divided)
         return TensorShares(cuts, divided, tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.headed))
 
     def of_block(self, block: OwnBlock) -> OwnBlock:
-        """The block, whose names these are, with what ranks share of it."""
+        """The block with these fields. The module is that block."""
         divided, headed = tuple(each[:2] for each in self.divided), tuple(each[1:3] for each in self.headed)
         units = tuple(each[2] for each in self.divided)
         block = replace(block, cuts=self.cuts, divided=divided, headed=headed)
@@ -75,7 +75,7 @@ class _LayerOfRank:
         self._next = 0  # number of its next call
 
     def put(self, stack: ExitStack) -> None:
-        """Until the stack is closed."""
+        """Put the part in the layer's place until the stack is closed."""
         kept = dict(self._layer._parameters)
         stack.callback(self._layer._parameters.update, kept)
         shards = {name: self._shard(name, parameter) for name, parameter in kept.items() if parameter is not None}
@@ -121,7 +121,7 @@ class _LayerOfRank:
         return whole.clone()
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        """In place of an RMSNorm of which each rank has its features: with the whole's sum of squares."""
+        """Forward of an RMSNorm with the rank's features, and the sum of squares of all."""
         whole, norm = self._whole(), self._layer
         self._check_part(x, whole)
         assert isinstance(norm, nn.RMSNorm) and norm.eps is not None
@@ -132,7 +132,7 @@ class _LayerOfRank:
 def _of_rank(
     module: nn.Module, shares: TensorShares, rank: TensorRank, made: LayerOutputs, sums: LayerOutputs
 ) -> Iterator[None]:
-    """Context in which the module is this rank's. `sums`: of ROW layers, see _LayerOfRank."""
+    """Context in which the module has this rank's part of its layers. `sums`: of ROW layers, see _LayerOfRank."""
     with ExitStack() as stack:
         for cut in shares.cuts:
             of_layer = made.get(cut.layer, []), sums.setdefault(cut.layer, [])
@@ -156,7 +156,7 @@ def _check_sums(shares: TensorShares, made: LayerOutputs, sums: LayerOutputs) ->
 
 
 def _noting(module: nn.Module, shares: TensorShares, run: Run) -> tuple[LayerOutputs, Any]:
-    """What the layers make in a run of the whole, and its result."""
+    """(values of the layers in a run of the whole, result of the run)."""
     made: LayerOutputs = {}
 
     def note(cut: OwnCut, _layer: nn.Module, given: tuple, out: torch.Tensor) -> None:
@@ -191,14 +191,14 @@ def _tensors(out: Any) -> list[torch.Tensor]:
 
 
 class TensorSharing:
-    """What `ranks` tensor ranks share of a tried model's blocks, as these calls have proven."""
+    """How `ranks` tensor ranks share the layers of a tried model's blocks, found by a call and proven with all `calls`."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: int):
         self._model, self._tried, self._ranks = model, blocks, ranks
         self._shares: dict[str, TensorShares] = {}
         runs = (partial(self._run, call) for call in calls)
         self.why = self._found(_arguments(model, blocks, calls[0])) or self.why_not(runs)
-        """Why nothing is proven. Empty: it is."""
+        """Why nothing is proven. Empty: something is."""
 
     def _found(self, given: Mapping[str, tuple[tuple, dict[str, Any]]]) -> str:
         for name, arguments in given.items():
@@ -232,7 +232,7 @@ class TensorSharing:
         return why_not_shared(self._model, TensorShares(cuts, divided, headed), run, self._ranks)
 
     def of_all(self, blocks: tuple[OwnBlock, ...], like: Representatives) -> tuple[OwnBlock, ...]:
-        """All `blocks` of the class with what ranks share of them. As they are, if nothing is proven."""
+        """All `blocks` of the class, with the layers that ranks share. Unchanged if nothing is proven."""
         if self.why:
             return blocks
         shared_by: dict[str, OwnBlock] = {}
@@ -266,7 +266,7 @@ def _arguments(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> dict
 
 
 def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int) -> TensorShares | str:
-    """What ranks can share of a block that gets these arguments, or why nothing."""
+    """The layers that ranks can share in a block that gets these arguments, or why they can share none."""
     try:
         noted = run_noted(block, *given)
         choices = units_of_heads(noted, ranks)
@@ -296,9 +296,9 @@ def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int)
 
 
 def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[int, int]:
-    """Whole numbers of which ranks may have their part -> units, see OwnBlock: features that a class may split a cut
-    layer's side into, of a part or of those that follow each other together, and heads. Of two parts of a size the one in
-    fewer units counts, which are heads."""
+    """Numbers that may have to be divided over ranks -> units, see OwnBlock. They are numbers of features, of a part of a
+    cut layer's side or of consecutive parts, and numbers of heads. Of two parts of one size the one with fewer units
+    counts."""
     parts: set[tuple[int, int]] = set()
     for cut in cuts:
         if cut.kind == CutKind.GATHER.value:
@@ -322,8 +322,8 @@ def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[i
 def _settings(
     block: nn.Module, amounts: Mapping[int, int], tables: Mapping[int, Sequence[tuple[int, int]]]
 ) -> Iterator[tuple[Divided, tuple[tuple[str, int, int], ...]]]:
-    """The attributes and the arguments of which ranks may have their part, as they are tried: all attributes that are of
-    these amounts and none of the `tables`, then one attribute fewer or one axis of tables more, and so on."""
+    """Choices of attributes and arguments to divide over ranks, in the order of trial: all attributes that have one of these
+    `amounts` and none of the `tables`, then one attribute fewer or one axis of tables more, and so on."""
     by_name: dict[tuple[str, int], list[tuple[str, str, int]]] = {}
     for path, module in block.named_modules():
         if not isinstance(module, LAYERS):

@@ -22,7 +22,7 @@ from parallel_backend.own_class.cuts.token_cut import entries_of
 from parallel_backend.own_class.trials.compared_runs import WholeRun
 from parallel_backend.own_class.trials.token_trial import Runs
 
-OTHER_PICTURES = 2
+OTHER_IMAGES = 2
 """Seed of their values."""
 
 
@@ -63,8 +63,8 @@ class _Prologue(WholeRun):
 
 
 def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
-    """Where the tokens of the call's latent are. Unproven if they are no raster in one of the streams, or in one each time
-    that tokens enter. `steady`: see OwnLatent. References are words then."""
+    """Where the tokens of the call's latent are. Unproven unless they are a raster in one of the streams, each time that
+    tokens enter. `steady`: see OwnLatent. References are words then."""
     search = _LatentSearch(runs, call)
     (found, *more) = search.rasters()
     if found.patch[-1] != found.patch[-2]:
@@ -107,7 +107,7 @@ Changed = Mapping[int, tuple[int, ...]]
 @dataclass(frozen=True)
 class _Raster:
     """The latent's tokens in a stream, with as many others before and `behind`. `patch`: what a token has of it. `grid`: its
-    tokens by axis. `beside`: other tokens behind each row of a picture's, of which `behind` has none."""
+    tokens by axis. `beside`: other tokens behind each row of an image's, which `behind` does not count."""
 
     stream: int
     start: int
@@ -183,7 +183,7 @@ class _LatentSearch:
         """The streams of the call as it is."""
 
     def rasters(self) -> list[_Raster]:
-        """The latent's tokens each time that tokens enter. Unproven if they are no raster."""
+        """The latent's tokens each time that tokens enter. Unproven if they are not a raster."""
         sides = self._call.latents[0].shape
         changed = [[self._by_latent(0, axis, index) for index in range(sides[axis])] for axis in range(2, len(sides))]
         return [_Raster.of(changed, self.first, streams) for streams in entries_of(self._runs.blocks)]
@@ -207,20 +207,20 @@ class _LatentSearch:
         return f"b {names} -> b ({tokens}) ({channels})", _Companions(stream, rows)
 
     def hints(self, found: _Raster) -> list[int]:
-        """Streams that enter beside the latent's and have a token for each of its tokens, which pictures in the call's
+        """Streams that enter beside the latent's and have a token for each of its tokens, which images in the call's
         arguments change: bands share them out alike."""
-        changed, all_rows = self._by_pictures(), tuple(range(found.count))
+        changed, all_rows = self._by_images(), tuple(range(found.count))
         beside = (stream for stream in entries_of(self._runs.blocks)[0] if stream != found.stream)
         return [each for each in beside if self.first[each].shape[1] == found.count and changed.get(each) == all_rows]
 
     def kinds(self, found: _Raster, companions: "_Companions") -> list[str]:
         """The kind of each token of the latent's stream (OwnLatent.layout), if references are among them: tokens that
-        pictures in the call's arguments change. Empty: there are none, or they do not follow each other, or others are not
+        images in the call's arguments change. Empty: there are none, or they do not follow each other, or others are not
         the text's."""
         kinds = [WORDS] * self.first[found.stream].shape[1]
-        pictures = self._by_pictures().get(found.stream, ())
+        images = self._by_images().get(found.stream, ())
         of_companion = companions.rows if companions.stream == found.stream else ()
-        for kind, rows in ((REFERENCES, pictures), (COMPANION, of_companion), (LATENT, found.rows)):
+        for kind, rows in ((REFERENCES, images), (COMPANION, of_companion), (LATENT, found.rows)):
             for row in rows:
                 kinds[row] = kind
         if found.beside:
@@ -240,7 +240,7 @@ class _LatentSearch:
         for name, value in self._call.named.items():
             if isinstance(value, torch.Tensor) and value.ndim > 3:
                 tokens = replace(latent, ahead=name).tokens_ahead(self._call.named)
-                if self._by_pictures({name}).get(latent.stream) == before and tokens == len(before):
+                if self._by_images({name}).get(latent.stream) == before and tokens == len(before):
                     return name
         raise Unproven("references before and behind its latent are not arguments of their own")
 
@@ -250,12 +250,12 @@ class _LatentSearch:
         self._call.parts(x)[part].select(axis, index).add_(1)
         return self._changed(replace(self._call, x=x))
 
-    def _by_pictures(self, some: Collection[str] | None = None) -> Changed:
-        """What pictures change: tensors of four axes or more. `some`: in these arguments alone."""
+    def _by_images(self, some: Collection[str] | None = None) -> Changed:
+        """Tokens that images change: tensors of four axes or more. `some`: in these arguments alone."""
         named = dict(self._call.named)
-        for name, others in drawn(self._call, OTHER_PICTURES).named.items():
+        for name, others in drawn(self._call, OTHER_IMAGES).named.items():
             if some is None or name in some:
-                named[name] = pytree.tree_map(_other_picture, named[name], others)
+                named[name] = pytree.tree_map(_other_image, named[name], others)
         return self._changed(replace(self._call, named=named))
 
     def _changed(self, call: Call) -> Changed:
@@ -268,7 +268,7 @@ class _LatentSearch:
         return {stream: of_stream for stream, of_stream in rows.items() if of_stream}
 
 
-def _other_picture(leaf: Any, another: Any) -> Any:
+def _other_image(leaf: Any, another: Any) -> Any:
     return another if isinstance(leaf, torch.Tensor) and leaf.ndim > 3 else leaf
 
 

@@ -1,6 +1,6 @@
 """A class with fewer heads, and widths in proportion: what takes minutes at its own width takes seconds.
 
-What is found so is tried at the class's own width once.
+The result is then tried once at the class's own width.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ FEWEST = 2
 MOST = 8
 """Times fewer heads, or narrower."""
 CHANNELS = {"model_channels": 64}
-"""Argument of UNets: channels of the first block, of which others have multiples."""
+"""Argument of UNets: channels of the first block. Other blocks have multiples of it."""
 
 
 def narrowed(own: OwnClass, call: Call, tensor: int) -> Iterator[tuple[OwnClass, Call, int]]:

@@ -16,13 +16,13 @@ from parallel_backend.own_class.trials.token_learning import are_cut
 from parallel_backend.own_class.trials.token_trial import ENDS, Size, why_not_cut
 
 ENOUGH = 3
-"""Other values of a number with which the class has to run, so that it can be said not to matter."""
+"""Other values of a number with which the class must run before the number is said not to matter."""
 
 
 def free_numbers(
     model: nn.Module, best: Tried, call: Call, actual: Call, sharing: TensorSharing | None, sizes: Sequence[Size]
 ) -> list[str]:
-    """Proof.numbers. They are changed together first, to unequal values, and one by one if that shows nothing."""
+    """Proof.numbers. All numbers are changed together first, to unequal values, and one by one if that proves nothing."""
     half = max(1, words_of(call) // 2)  # a number may be one of words
     values: dict[str, list[int | float]] = {}
     for name, number in numbers_of(call).items():
@@ -58,8 +58,8 @@ def is_proven(
     with_tokens: Sequence[Call],
     time: Sequence[float] = (),
 ) -> bool:
-    """Whether what is proven for other calls holds for one and the model's output, for `with_tokens` if tokens are cut, and
-    for bands of those like `actual`. If entries are proven on their own, one of them shows the last two.
+    """Whether a proof made with other calls also holds for these: a call and the model's output; the calls `with_tokens`, if
+    tokens are cut; and bands of calls like `actual`. If batch entries are proven alone, the last two have one entry.
 
     With a `time`, that of the bands, the first and the last rank alone are tried.
     """

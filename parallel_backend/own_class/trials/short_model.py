@@ -75,7 +75,7 @@ def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short
 
 
 def _with_all_running(own: OwnClass, short: Short, poll: Callable[..., None]) -> Short:
-    """The model, or if some blocks of a list run in it, and some do not, one with lists that are mixed as in the class."""
+    """The same model. If only some blocks of a list run in it, one with fewer blocks by the class's own arguments."""
     lists = _left_out(short.model, short.kept, short.call)
     for fewer, left in shallower(own, {name: short.lists[name] for name in lists}) if any(lists.values()) else ():
         model = build(fewer)
@@ -90,7 +90,7 @@ def _with_all_running(own: OwnClass, short: Short, poll: Callable[..., None]) ->
 
 
 def _left_out(model: nn.Module, kept: Mapping[str, Sequence[str]], call: Call) -> dict[str, int]:
-    """List of which blocks run -> how many of its blocks do not."""
+    """List with blocks that run -> number of its blocks that do not."""
     (ran,), _ = recorded_blocks(model, kept, [drawn(call, 1)])
     return {
         name: len(kept[name]) - sum(list_of(block) == name for block in ran) for name in dict.fromkeys(map(list_of, ran))

@@ -133,7 +133,8 @@ class Learning(ComparedRank):
             raise Unproven(f"{self.block.name} attends with a mask that adds other values than none and very negative ones")
 
     def _streams(self, own: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...] | None:
-        """The streams whose tokens these rows of the whole are, in order. Empty: all rows. None: they are no part of it."""
+        """The streams whose tokens these rows of the whole are, in order. Empty: all rows. None: they are not a part of
+        it."""
         present = self._present
         counts = range(len(present) + 1)
         for streams in itertools.chain.from_iterable(itertools.permutations(present, count) for count in counts):

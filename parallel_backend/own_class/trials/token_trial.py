@@ -108,7 +108,8 @@ class Runs:
         return (side, WORDS), another
 
     def _another(self, call: Call, side: int, words: int) -> Size:
-        """Other numbers of tokens than the call's, of text and picture if possible. The call's own if there are none."""
+        """A size with other numbers of tokens than the call's, of text and image if possible. The call's own if there is
+        none."""
         words = min(words, WORDS)
         # At least a word for each rank: classes may not run without any.
         fewer, less = max(min(words, RANKS), words - 3), call.longest * 3 // 4

@@ -55,7 +55,8 @@ from parallel_backend.own_class.trials.token_trial import WORDS, Runs, Size, cut
 FEW = 4, WORDS
 """As SIZES, for the one call that is tried at the class's own width."""
 RUNS, AT_WIDTH = 600, 80
-"""Runs of models and blocks in a trial, and in that at the class's own width, which takes the other HALF of the time."""
+"""Expected runs of models and blocks in a trial, and in its second part at the class's own width, which takes the HALF of
+the time."""
 HALF = 0.5
 NO_LIST = "it has no list of blocks"
 LONG_SKIPS = "its blocks read other blocks' outputs, and it needs all tokens between them"
@@ -65,7 +66,7 @@ LEAST_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Found:
-    """What a trial of one width has found."""
+    """Result of a trial at one width."""
 
     proof: Proof
     short: Short
@@ -87,11 +88,11 @@ def trial(
     bands: bool = False,
     tensor: int = 1,
 ) -> Proof:
-    """The proof for calls like `call`, of its batch, at these times too. ValueError where the class does not run at all.
+    """The proof for calls like `call`, of its batch, at these times too. ValueError if the class does not run.
 
     `sequence`: try tokens cut over sequence ranks; `bands`: and into bands, of the lists of blocks that stages share out.
     `tensor`: try layers shared by so many ranks, of more than one. `poll` is called before each run of the model or a block,
-    with the share that is done, about. It raises to give up. ValueError, too, where host memory has no room.
+    with the share that is done, about. It raises to give up. ValueError also if host memory is too small.
     """
     with conditions_of_trial(poll) as polled:
         of_class = _Trial(times, polled, sequence, bands, tensor)
@@ -109,13 +110,13 @@ def trial(
 
 
 class _Trial:
-    """What is asked of a trial: see `trial`."""
+    """The steps of a trial. Arguments: see `trial`."""
 
     def __init__(self, times: Sequence[float], poll: "Poll", sequence: bool, bands: bool, tensor: int):
         self._times, self._poll, self._sequence, self._bands, self._tensor = times, poll, sequence, bands, tensor
 
     def found(self, own: OwnClass, call: Call) -> Found:
-        """What a model of the class with few blocks shows."""
+        """The result with a model of the class that has few blocks."""
         short = short_model(own, call, self._poll)
         if short.error is not None:
             raise does_not_run(own, short.call, str(short.error))
@@ -145,7 +146,7 @@ class _Trial:
         return Found(dataclasses.replace(proof, numbers=numbers, options=options), short, tried, sizes, idle)
 
     def _best(self, own: OwnClass, short: Short, wholes: WholeOutputs, recorded: Recorded) -> Tried:
-        """The best of what is proven for some of the lists of blocks, see `choices`, without tensor parallelism."""
+        """The best proof over choices of lists to share out, see `choices`, without tensor parallelism."""
         model, batch = short.model, why_not_by_entry(short.model, wholes)
         proofs: list[Tried] = []
         others: list[Tried] = []  # of mixed lists whose layers tensor ranks cannot share, as they may those of one of them
@@ -176,7 +177,7 @@ class _Trial:
         return max([*proofs, *others], key=lambda each: self._worth(each[0]), default=none)
 
     def _worth(self, proof: Proof) -> tuple[bool, ...]:
-        """What of it counts, first things first."""
+        """Key for sorting proofs, the most important fact first."""
         is_cut = not (self._sequence and proof.sequence)
         return bool(proof.blocks), not proof.stages, is_cut, proof.latent is not None
 
@@ -190,7 +191,7 @@ class _Trial:
         return (blocks, cut) if isinstance(cut, str) else (cut, "")
 
     def _with_tensor(self, proof: Proof, sharing: TensorSharing, short: Short, tried: Sequence[OwnBlock]) -> Proof:
-        """The proof with what tensor ranks share, alone and times sequence ranks and bands."""
+        """The proof with layers that tensor ranks share, alone and together with sequence ranks and bands."""
         proof = dataclasses.replace(proof, blocks=sharing.of_all(proof.blocks, short.like), tensor=sharing.why)
         if sharing.why or not are_cut(tried):
             return proof
@@ -203,8 +204,8 @@ class _Trial:
     def _of_all_blocks(
         self, own: OwnClass, short: Short, order: Sequence[OwnBlock], stages: str, call: Call
     ) -> tuple[tuple[OwnBlock, ...], str]:
-        """The class's blocks `order`, of which some read others' output, with those that do, and in the order of a call; and
-        why stages of all are not proven. Few blocks do not show which of all read what, unless they are mixed."""
+        """All blocks of the class in the order of a call, with OwnBlock.until; and why stages of all are not proven. The
+        tried blocks do not show which of all blocks read others' output, unless lists are mixed."""
         model = build(own)
         give_weights(own, model, self._poll)
         by_name = {block.name: block for block in order}
@@ -265,7 +266,7 @@ def _of_sharing(wholes: WholeOutputs) -> list[Call]:
 
 
 def _staged(model: nn.Module, blocks: list[OwnBlock], wholes: WholeOutputs) -> tuple[list[OwnBlock], str]:
-    """The blocks, and why stages are not proven. Mixed ones with what is read up to the next one of its list."""
+    """The blocks, and why stages are not proven. Mixed blocks get OwnBlock.until if stages need it."""
     stages = why_not_staged(model, blocks, wholes)
     if stages and are_mixed(blocks):
         lists = dict.fromkeys(map(list_of, blocks))
@@ -289,7 +290,7 @@ def _at(places: Mapping[str, str], blocks: Sequence[OwnBlock]) -> list[OwnBlock]
 
 
 def _of_another_size(model: nn.Module, call: Call) -> Call:
-    """The call with fewer words or a smaller latent: text and picture may have as many tokens in `call`."""
+    """The call with less text or a smaller latent, since text and image may have equally many tokens in `call`."""
     words = words_of(call)
     side, fewer = call.longest, max(1, words - 3)
     others = (smaller(call, *sizes) for sizes in ((side // 2, fewer), (side // 2, words), (side, fewer)))
