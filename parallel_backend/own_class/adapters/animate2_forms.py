@@ -49,7 +49,7 @@ class SameFrame:
     the video's keys, and the pose's of its frame; one of the pose sees all of the pose's."""
 
     tokens: int
-    """Of a frame."""
+    """Tokens of a frame."""
     strength: float
     """Factor of the pose's values that the video sees."""
 
@@ -97,8 +97,8 @@ def in_a_row(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
 
 @functools.cache
 def animate2_model(kind: type[nn.Module]) -> type[nn.Module]:
-    """Runs the pose in its blocks beside the video, and not in front of each block. `pose_latents` have a frame for each of
-    the latent's (animate2_arguments)."""
+    """Wan Animate 2's model with the pose as a second stream of its blocks. `pose_latents` have as many frames as the latent
+    (animate2_arguments)."""
 
     class WithPose(kind):  # type: ignore[valid-type, misc]
         def forward_orig(

@@ -20,8 +20,8 @@ PASSES = "stg_skip_self_attn"
 TO_VIDEO, TO_AUDIO = SEVERED = "a2v_cross_attn", "v2a_cross_attn"
 """Options of a call. False: the video does not attend to the audio, or the audio not to the video."""
 PROMPT_TABLES = {"v_prompt_timestep": "prompt_scale_shift_table", "a_prompt_timestep": "audio_prompt_scale_shift_table"}
-"""Argument of a block -> its table, which modulates the prompt alone where the argument is None, as in 2.5. The class of
-ComfyUI 0.33 does not run so."""
+"""Argument of a block -> the block's table that modulates the prompt. In LTX 2.5 the argument is None and the table alone
+counts, which the class of ComfyUI 0.33 cannot run."""
 FACTORS, OF_AUDIO, LEFT_OUT = "parallel_dit_factors", "parallel_dit_factors_of_audio", "parallel_dit_left_out"
 UNSEEN = -30000.0
 """Added to the scores of a key that is left out. Finite in fp16 too, so that a row without other keys gives numbers."""
@@ -36,7 +36,7 @@ class Indexed(NamedTuple):
     data_BFD: torch.Tensor
     index_S: torch.Tensor
     tokens: int
-    """Of the whole."""
+    """Number of all tokens, of which a rank's `index_S` has some."""
 
 
 class Factors(NamedTuple):

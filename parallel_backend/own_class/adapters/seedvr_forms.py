@@ -55,7 +55,7 @@ class Grouped(NamedTuple):
     rows: torch.Tensor
     """[n] int64: each window's of the video, then all of the text."""
     counts: tuple[int, ...]
-    """How many of them each window has."""
+    """By window: how many of `rows` it has."""
     video: torch.Tensor
     """[v] int64: those of the video, window by window."""
     text: torch.Tensor
@@ -71,7 +71,6 @@ class InWindows:
     """Lengths of the windows along frames, rows and columns, in tokens."""
 
     def __call__(self, attend: AttendAll, rows: Rows) -> torch.Tensor:
-        """See RowRule."""
         q_BQHD, k_BKHD, v_BKHD, queries_Q, keys_K = rows
         queries, keys = (
             kept_with(numbers, (self, q_BQHD.device), functools.partial(self.grouped, numbers, q_BQHD.device))

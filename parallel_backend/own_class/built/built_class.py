@@ -156,11 +156,11 @@ class BuiltClass:
 
     @property
     def block_names(self) -> list[str]:
-        """In the order in which they run."""
+        """Names of the blocks in the order in which they run."""
         return [block.name for block in self.own.blocks]
 
     def place(self, target: str) -> tuple[str, int] | None:
-        """(list, number in it) of the block that a parameter belongs to. None: no block."""
+        """(list, number in the list) of the block that the parameter `target` is in. None: it is in no block."""
         parts = target.split(".")
         names = (".".join(parts[:count]) for count in range(2, len(parts)))
         return next((self._places[name] for name in names if name in self._places), None)

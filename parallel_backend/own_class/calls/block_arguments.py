@@ -15,7 +15,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def tensor_places(leaves: Sequence[Any]) -> list[int]:
-    """Where the tensors are among the leaves of a block's arguments."""
+    """Indices of the tensors among the leaves of a block's arguments."""
     return [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
 
@@ -34,7 +34,7 @@ def by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_rows(tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
-    """[..., frames, rows, columns, ...] -> [B, tokens, D]"""
+    """A tensor with axes of tokens, such as [B, frames, rows, columns, D] -> [B, tokens, D]."""
     return tensor.flatten(cut.axis, cut.axis + cut.axes - 1).movedim(cut.axis, 1)
 
 
@@ -46,14 +46,14 @@ class TokenAxes:
     sizes: tuple[int, ...]
 
     def of_rows(self, rows_BSD: torch.Tensor) -> torch.Tensor:
-        """The inverse of `in_rows`. Its sizes are those that entered if the rows are all tokens."""
+        """The inverse of `in_rows`. All tokens get the sizes that entered; a part of them is in one row of one frame."""
         of_all = rows_BSD.shape[1] == math.prod(self.sizes)
         sizes = self.sizes if of_all else (*(1,) * (len(self.sizes) - 1), rows_BSD.shape[1])
         return rows_BSD.movedim(1, self.cut.axis).unflatten(self.cut.axis, sizes)
 
 
 def token_count(shape: Sequence[int], cut: OwnSlice) -> int:
-    """Tokens of a tensor of this shape."""
+    """Number of tokens in a tensor of this shape."""
     return math.prod(shape[cut.axis : cut.axis + cut.axes])
 
 

@@ -19,7 +19,8 @@ AROUND = "around "
 """Beginning of the names of kinds whose residuals [B, S, hidden] are for all S tokens of a block. A function that the class
 calls in place of the block adds them to the block's output."""
 REPLACED, BLOCKS = "patches_replace", "dit"
-"""Entry of transformer_options that has the functions in place of blocks, and its entry for transformers."""
+"""Entry of transformer_options with functions that other nodes put in place of blocks, and the entry in it for
+transformers."""
 PATCHES = "patches"
 """Entry of transformer_options that has ComfyUI's patches by kind."""
 TRIED = 4
@@ -119,7 +120,7 @@ def for_trial(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Ten
 
 
 def by_name(control: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
-    """The residuals of ComfyUI's `get_control` by "<kind>.<index>"."""
+    """The residuals of ComfyUI's `get_control` by names "<kind>.<index>"."""
     return {
         f"{kind}.{index}": residual
         for kind, residuals in control.items()

@@ -71,7 +71,7 @@ class Call:
         return unpack(x, self.named[LATENTS]) if LATENTS in self.named else [x]
 
     def with_latents(self, latents: Sequence[torch.Tensor]) -> "Call":
-        """The call with other ones, of any sizes."""
+        """The call with other latents, of any sizes."""
         named = dict(self.named)
         if control := named.get(CONTROL):
             named[CONTROL] = of_other_sizes(control, self.latents[0].shape[2:], latents[0].shape[2:])
@@ -82,12 +82,12 @@ class Call:
 
     @property
     def times(self) -> tuple[torch.Tensor, ...]:
-        """The one timestep, or that of each latent."""
+        """The one timestep, or one for each latent."""
         told = self.named.get(TIMES)
         return (self.timestep,) if told is None else apart(self.timestep, told)
 
     def with_times(self, times: Sequence[torch.Tensor]) -> "Call":
-        """The call with other ones, of any sizes."""
+        """The call with other timesteps, of any shapes."""
         if not isinstance(self.named.get(TIMES), list):
             return dataclasses.replace(self, timestep=times[0])
         named = {**self.named, TIMES: [list(each.shape[1:]) for each in times]}

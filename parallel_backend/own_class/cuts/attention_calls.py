@@ -35,7 +35,7 @@ def call_itself(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
 
 
 def is_attention(value: Any) -> bool:
-    """Whether it is one of the functions."""
+    """Whether `value` is an attention function of PACKAGES."""
     functions = FUNCTIONS.get(value.__module__) if inspect.isfunction(value) else None
     return functions is not None and value.__name__.startswith(functions)
 
@@ -209,8 +209,8 @@ class AttentionCall:
 
     @property
     def key_mask(self) -> torch.Tensor | None:
-        """[b, K] bool, the keys that may be seen, b being B or 1. None: all. Unproven for a mask of queries or heads, and
-        for a causal call: ranks have tokens in another order."""
+        """[b, K] bool, the keys that queries attend to; b is B or 1. None: all. Unproven for a mask of queries or heads and
+        for a causal call, because ranks have tokens in another order."""
         if self.arguments.get("is_causal"):
             raise Unproven("its attention is causal")
         if (mask := self.mask) is None:

@@ -20,7 +20,7 @@ from parallel_backend.own_class.cuts.attention_calls import attention_of
 
 
 def fuse(model: nn.Module) -> None:
-    """Give the modules of a model, of one of ComfyUI's classes, their forms."""
+    """Put fused forms in place of the classes of a model's modules, see FORMS."""
     for module in model.modules():
         kind: Any = type(module)
         digest, form = FORMS.get(f"{kind.__module__}.{kind.__qualname__}", ("", None))

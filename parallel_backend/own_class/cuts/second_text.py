@@ -62,7 +62,7 @@ class SecondText:
 
     @contextmanager
     def of_call(self, given: Mapping[str, Any], own: torch.Tensor, attend: Attend, attend_whole: Attend) -> Iterator[None]:
-        """Context of a call. `own`: the class's text [B, T, C]."""
+        """Context of a call with a second text `given`, see SECOND. `own`: the class's text [B, T, C]."""
         if not self._before:
             self._put()
         text = given[TEXT].to(own.dtype)

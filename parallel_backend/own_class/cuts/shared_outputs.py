@@ -126,7 +126,7 @@ class SharedOutputs:
                 del module.forward
 
     def begin(self, has_words: bool) -> None:
-        """A band's run begins."""
+        """A band's run begins: count the modules' calls from 0."""
         self.has_words = has_words
         self._calls.clear()
 

@@ -58,8 +58,8 @@ def axes_of_heads(args: Sequence[Any], kwargs: Mapping[str, Any], heads: set[int
 
 
 def give_heads(block: nn.Module, places: Sequence[tuple[int, int, int]], rank: int, ranks: int) -> RemovableHandle:
-    """Have the block get a tensor rank's heads of the arguments at these places, see OwnBlock.headed, with the units of
-    each, see OwnBlock.head_units."""
+    """Hook that cuts a block's arguments to a tensor rank's heads. `places`: (number of a tensor, axis, units) each, see
+    OwnBlock.headed and OwnBlock.head_units."""
 
     def cut(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         leaves, structure = pytree.tree_flatten((args, kwargs))

@@ -96,7 +96,7 @@ class ChangeTrial(ABC):
         return [drawn(self.short.call, 1), *(drawn(self.short.call, 3, time) for time in self.times)]
 
     def calls_of_tokens(self, actual: Call, time: Sequence[float] = ()) -> list[Call]:
-        """Calls like `actual` with which ranks' tokens are tried, at one time if it is given."""
+        """Calls like `actual` with which cut tokens are tried, at one time if it is given."""
         return [drawn(smaller(actual, *size), 1, *time) for size in self._sizes]
 
 

@@ -111,7 +111,7 @@ class ComparedRank(TokenCut):
     """A rank's run. What other ranks would send is taken from the whole model's run. Unproven if a value of the rank is not
     a part of the whole's.
 
-    `tensor_rank`: whose part of the layers is in place (feature_trial.py)."""
+    `tensor_rank`: the layers have this rank's parts of their weights (feature_trial.py)."""
 
     def __init__(self, blocks: Sequence[OwnBlock], index: int, whole: WholeRun, tensor_rank: TensorRank | None = None):
         super().__init__(blocks, index, SequenceCut((1.0,), RANKS, repeat_text=False))
@@ -153,7 +153,8 @@ class ComparedRank(TokenCut):
         return whole.out[:, self.own_rows(spec.queries)]
 
     def _is_ruled(self, call: AttentionCall, whole: NotedAttention, rows: slice | torch.Tensor) -> bool:
-        """Whether the call's rule gives these rows of the whole's output, with the keys in another order."""
+        """Whether the call's rule returns these rows of the whole's output if it gets them alone, with keys in another
+        order."""
         assert call.rule is not None
         q_BQHD, k_BKHD, v_BKHD = whole.tensors
         queries, keys = torch.arange(q_BQHD.shape[1])[rows], torch.arange(k_BKHD.shape[1]).flip(0)

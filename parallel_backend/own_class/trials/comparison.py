@@ -37,5 +37,5 @@ def why_not(run: Callable[[], str], fails: str, before: str = "") -> str:
 
 
 def first_why_not(runs: Iterable[Callable[[], str]], fails: str) -> str:
-    """Of the first of these runs that does not return an empty text, see `why_not`. The others do not run."""
+    """The first text that is not empty, see `why_not`. Later runs are not started."""
     return next(filter(None, (why_not(run, fails) for run in runs)), "")

@@ -67,8 +67,8 @@ class TensorShares:
 
 
 class _LayerOfRank:
-    """A layer of which a rank has its part, in place of the whole's. `made`: the whole's values at each call, see Made;
-    `sums`: those that the ranks so far add up to. Unproven where a value of the rank is no part of the whole's."""
+    """A layer with a tensor rank's part of the weights. `made`: the whole layer's values in each call, see LayerOutputs.
+    `sums`: sums of the ranks' values so far. Unproven if a value of the rank is not a part of the whole's."""
 
     def __init__(self, cut: OwnCut, layer: nn.Module, rank: TensorRank, made: list[torch.Tensor], sums: list[torch.Tensor]):
         self._cut, self._layer, self._rank, self._made, self._sums = cut, layer, rank, made, sums

@@ -46,12 +46,12 @@ TOGETHER = "both prompts are in one call"
 SEED = 5
 """Of a second text."""
 PARTS, WHOLE = "parts", "whole"
-"""Tensor ranks have parts of the whole's channels, or all of them each."""
+"""Each tensor rank guides a part of the channels, or all of them."""
 
 
 class HeldSums:
-    """Guided.add_up of tensor ranks that run one after the other: each goes on with the whole's sums, and the ranks' own
-    have to add up to these, or to be these everywhere."""
+    """Checks the sums of tensor ranks that run one after the other, as their Guided.add_up. Each rank gets the whole model's
+    sums. Its own must add up to them with the other ranks', or be equal to them on every rank."""
 
     def __init__(self) -> None:
         self.ways = {PARTS, WHOLE}
@@ -90,7 +90,7 @@ class HeldSums:
 
 
 class _GuidedTensorSharing(TensorSharing):
-    """Whose calls are guided with sums by `held`."""
+    """TensorSharing of guided calls. `held`: checks the sums."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], call: Call, ranks: int):
         self.held = HeldSums()
@@ -114,7 +114,7 @@ class _Guiding(ChangeTrial):
         """A call as ranks get it, with Guided.add_up."""
 
     def compared(self, wholes: WholeOutputs) -> Shown:
-        """What ranks are shown to give. `wholes`: `calls`, and what the class gives guided."""
+        """The result for ranks. `wholes`: `calls`, and the class's guided output for each."""
         proof, model, actual = self.proof, self.short.model, self.on_ranks(self.short.actual, own_sums)
         tried = replace(proof, batch=TOGETHER), without_token_cut(self.blocks) if proof.sequence else self.blocks
         for (call, whole), time in zip(wholes, [(), *([time] for time in self.times)], strict=True):
@@ -155,7 +155,7 @@ def _run_of_rank(model: nn.Module, blocks: Sequence[OwnBlock], call: Call, _rank
 
 
 class TrialOfGuidance(_Guiding):
-    """Of a function that guides attention, with any settings. `prompts`: positive and negative entries of the call, which
+    """The trial of ComfyUI's NAGuidance, for any settings. `prompts`: positive and negative entries of the call, which
     has PROMPTS among its options."""
 
     fails = "it does not run guided"
@@ -184,8 +184,8 @@ class TrialOfGuidance(_Guiding):
 
 
 class _Native:
-    """In the whole class, as another node's function, which guides `prompts` if the class tells it of these. It may tell it
-    of others, or of none: ranks do not hear of that."""
+    """The node's function, for the whole class. It guides if the class tells it of these `prompts`. The class may also tell
+    it of others, or of none, which ranks cannot see."""
 
     def __init__(self, guidance: NormalizedGuidance, prompts: Any):
         self._guide, self._prompts, self.calls = Guide(Guided(guidance)), prompts, 0
@@ -200,8 +200,7 @@ Node = Callable[[nn.Module, torch.Tensor], Callable[..., torch.Tensor]]
 
 
 class TrialOfSecondText(_Guiding):
-    """Of a second text that attention is led away from. `settings`: see second_text.SETTINGS, those with which `node`
-    guides."""
+    """The trial of WanVideoNAG's second text. `settings`: see second_text.SETTINGS, those with which `node` guides."""
 
     fails = "it does not run with a second text"
 

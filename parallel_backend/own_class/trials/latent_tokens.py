@@ -123,11 +123,11 @@ class _Raster:
 
     @property
     def rows(self) -> list[int]:
-        """Of the latent's tokens."""
+        """Rows of the latent's tokens in the stream."""
         return self._numbers().flatten().tolist()
 
     def _numbers(self) -> torch.Tensor:
-        """Row of each token, by axis."""
+        """[*grid] int64: row of each of the latent's tokens."""
         *lines, columns = self.grid
         along = torch.arange(math.prod(lines))[:, None] * (columns + self.beside) + torch.arange(columns)
         return along.view(self.grid) + self.start
@@ -214,9 +214,8 @@ class _LatentSearch:
         return [each for each in beside if self.first[each].shape[1] == found.count and changed.get(each) == all_rows]
 
     def kinds(self, found: _Raster, companions: "_Companions") -> list[str]:
-        """The kind of each token of the latent's stream (OwnLatent.layout), if references are among them: tokens that
-        images in the call's arguments change. Empty: there are none, or they do not follow each other, or others are not
-        the text's."""
+        """By token of the latent's stream: its kind, see OwnLatent.layout. References are tokens that images in the call's
+        arguments change. Empty: there are no references, tokens of a kind are apart, or some are of no known kind."""
         kinds = [WORDS] * self.first[found.stream].shape[1]
         images = self._by_images().get(found.stream, ())
         of_companion = companions.rows if companions.stream == found.stream else ()

@@ -93,6 +93,7 @@ def narrowed_blocks(blocks: Sequence[OwnBlock], factor: int) -> list[OwnBlock]:
 
 
 def _with_heads(blocks: Sequence[OwnBlock], of_heads: Callable[[int], int]) -> list[OwnBlock]:
+    """The blocks with other numbers of heads in their calls of attention."""
     return [
         dataclasses.replace(
             block, attention=tuple(dataclasses.replace(each, heads=of_heads(each.heads)) for each in block.attention)
