@@ -3,7 +3,6 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.calls.tried_calls import Call, entry_of, numbers_of
 from parallel_backend.own_class.cuts.guided_attention import IMAGE, Guide, Guided
-from parallel_backend.own_class.cuts.second_text import SECOND, SETTINGS, TEXT, WHOLE_HEADS
+from parallel_backend.own_class.cuts.second_text import SECOND, SETTINGS, TEXT
 from parallel_backend.own_class.plans.proof import Proof
 from parallel_backend.own_class.trials.change_trial import ChangeTrial, Shown, TrialOfSkips
 from parallel_backend.own_class.trials.guided_trial import PROMPTS, TrialOfGuidance, TrialOfSecondText
@@ -67,7 +66,7 @@ class OwnChanges:
             why = shown.why or ("" if computes(asked.nag, guidance, call) else "its function computes something else")
             if why or asked.skipped:
                 refuse_unread([Unread(f"guided attention: {why or 'blocks are skipped, too'}", asked.nag)])
-            fields["guidance"] = replace(guidance, whole_heads=shown.whole_heads) if shown.has_effect else None
+            fields["guidance"] = guidance if shown.has_effect else None
         if (text := asked.text) is not None:
             tried = tried_guidance(text)
             settings = tried.settings(len(call.x))
@@ -79,7 +78,7 @@ class OwnChanges:
                 why = shown.why or "another node changes the blocks, too"
                 refuse_unread([Unread(f"a second text: {why}", text.function)])
             values = text.of(len(call.x))
-            named[SECOND] = {TEXT: values[0], SETTINGS: values[1], WHOLE_HEADS: shown.whole_heads}
+            named[SECOND] = {TEXT: values[0], SETTINGS: values[1]}
         return fields, named
 
     def _found(

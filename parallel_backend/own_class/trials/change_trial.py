@@ -36,8 +36,6 @@ class Shown:
     """Why it is not proven. Empty: it is."""
     has_effect: bool = False
     """Of guidance: the class calls the function that guides its attention."""
-    whole_heads: bool = False
-    """Of guidance: see NormalizedGuidance."""
     lists: Mapping[str, str] = field(default_factory=dict)
     """Of skipped blocks: kind of blocks -> the list that has them by their numbers. Kinds that are missing have no effect:
     the class does not ask for them."""

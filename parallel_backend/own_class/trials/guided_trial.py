@@ -45,27 +45,22 @@ SETTINGS = 5.0, 1.5, 0.5
 TOGETHER = "both prompts are in one call"
 SEED = 5
 """Of a second text."""
-PARTS, WHOLE = "parts", "whole"
-"""Each tensor rank guides a part of the channels, or all of them."""
 
 
-class HeldSums:
+class CheckedSums:
     """Checks the sums of tensor ranks that run one after the other, as their Guided.add_up. Each rank gets the whole model's
-    sums. Its own must add up to them with the other ranks', or be equal to them on every rank."""
+    sums. Its own must add up to them with the other ranks'."""
 
     def __init__(self) -> None:
-        self.ways = {PARTS, WHOLE}
-        """What ranks may have by all runs so far."""
-        self._are_whole = True
         self._whole: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
         self._rank: TensorRank | None = None
         self._next = 0
 
     def begin(self, rank: TensorRank | None) -> None:
-        """A run begins, of this rank, or of the whole that the next ranks are held against."""
+        """A run begins, of this rank, or of the whole that the next ranks are compared with."""
         if rank is None:
-            self._whole, self._sums, self._are_whole = [], [], True
+            self._whole, self._sums = [], []
         self._rank, self._next = rank, 0
 
     def add_up(self, sums: torch.Tensor) -> torch.Tensor:
@@ -78,31 +73,28 @@ class HeldSums:
         if number == len(self._sums):
             self._sums.append(torch.zeros_like(sums))
         self._sums[number] += sums
-        self._are_whole = self._are_whole and close(sums, self._whole[number])
         return self._whole[number].clone()
 
     def why_not(self) -> str:
         """What is wrong with the ranks' sums. Empty: nothing."""
-        add_up = all(map(close, self._sums, self._whole))
-        self.ways -= {*([] if add_up else [PARTS]), *([] if self._are_whole else [WHOLE])}
-        is_whole = len(self._sums) == len(self._whole) and self.ways
-        return "" if is_whole else "the ranks' sums do not add up to the whole's if its attention is guided"
+        add_up = len(self._sums) == len(self._whole) and all(map(close, self._sums, self._whole))
+        return "" if add_up else "the ranks' sums do not add up to the whole's if its attention is guided"
 
 
 class _GuidedTensorSharing(TensorSharing):
-    """TensorSharing of guided calls. `held`: checks the sums."""
+    """TensorSharing of guided calls. `sums`: checks them."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], call: Call, ranks: int):
-        self.held = HeldSums()
+        self.sums = CheckedSums()
         super().__init__(model, blocks, [call], ranks)
 
     def why_not_in(self, run: Run) -> str:
         def of_rank(rank: TensorRank | None) -> Any:
-            self.held.begin(rank)
+            self.sums.begin(rank)
             return run(rank)
 
-        why = super().why_not_in(of_rank) or self.held.why_not()
-        self.held.begin(None)  # a whole call may come next
+        why = super().why_not_in(of_rank) or self.sums.why_not()
+        self.sums.begin(None)  # a whole call may come next
         return why
 
 
@@ -129,11 +121,11 @@ class _Guiding(ChangeTrial):
             return Shown(has_effect=True)
         sharing = _GuidedTensorSharing(model, self.blocks, wholes[0][0], self.tensor)
         why = sharing.why or self._why_not_shared(sharing, [call for call, _ in wholes])
-        return Shown(why, has_effect=True, whole_heads=PARTS not in sharing.held.ways)
+        return Shown(why, has_effect=True)
 
     def _why_not_shared(self, sharing: _GuidedTensorSharing, calls: Sequence[Call]) -> str:
         """Why ranks that share layers, alone and with a part of the tokens each, are not right. Empty: they are."""
-        model, blocks, latent, add_up = self.short.model, self.blocks, self.proof.latent, sharing.held.add_up
+        model, blocks, latent, add_up = self.short.model, self.blocks, self.proof.latent, sharing.sums.add_up
         numbers = {name: range(count) for name, count in Counter(map(list_of, blocks)).items()}
         if any(_layers(a) != _layers(b) for a, b in zip(sharing.of_all(tuple(blocks), numbers), blocks, strict=True)):
             return "its layers are shared in another way than in the trial"
