@@ -6,7 +6,9 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,45 +191,40 @@ class _Counting:
         )
         one = replace(one, x=_without_values(one.x), timestep=_without_values(one.timestep), named=named, options={})
         skipped = [block for block in own.blocks if kinds[block.name] != block.name]
-        hooks = [hook for block in own.blocks if kinds[block.name] == block.name for hook in self._watch(model, block)]
-        try:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                passing_through(model, skipped),
-                FlopCounterMode(display=False) as self._flops,
-                _AnyNumbers(),
-                attention_by(self._attend),
-            ):
-                one.run(model, options=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with (
+            ExitStack() as hooks,
+            torch.inference_mode(False),
+            torch.no_grad(),
+            passing_through(model, skipped),
+            FlopCounterMode(display=False) as self._flops,
+            _AnyNumbers(),
+            attention_by(self._attend),
+        ):
+            for block in (block for block in own.blocks if kinds[block.name] == block.name):
+                module = model.get_submodule(block.name)
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, block), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(self._leave, block)))
+            one.run(model, options=False)
         self._outside += self._flops.get_total_flops() - self._inside
         works = tuple(self._found[kinds[block.name]] for block in own.blocks)
         self.counts = Counts(self._states, dict(self._streams), works, self._outside)
 
-    def _watch(self, model: nn.Module, block: OwnBlock) -> Sequence[Any]:
-        module = model.get_submodule(block.name)
+    def _enter(self, block: OwnBlock, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._block, self._attended, self._before = block, 0, self._flops.get_total_flops()
+        self._found[block.name] = Work()
+        leaves = pytree.tree_leaves((args, kwargs))
+        places = tensor_places(leaves)
+        for cut in block.slices:
+            if cut.enters and cut.streams[0] not in self._streams:
+                self._streams[cut.streams[0]] = token_count(leaves[places[cut.tensor]].shape, cut)
 
-        def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._block, self._attended, self._before = block, 0, self._flops.get_total_flops()
-            self._found[block.name] = Work()
-            leaves = pytree.tree_leaves((args, kwargs))
-            places = tensor_places(leaves)
-            for cut in block.slices:
-                if cut.enters and cut.streams[0] not in self._streams:
-                    self._streams[cut.streams[0]] = token_count(leaves[places[cut.tensor]].shape, cut)
-
-        def leave(_module: nn.Module, _args: Any, out: Any) -> None:
-            values = (out,) if isinstance(out, torch.Tensor) else out
-            self._states = max(self._states, sum(each.numel() for each in values if each is not None))
-            work, counted = self._found[block.name], self._flops.get_total_flops() - self._before
-            self._found[block.name] = replace(work, layers=work.layers + counted)
-            self._inside += counted
-            self._block = None
-
-        return module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)
+    def _leave(self, block: OwnBlock, _module: nn.Module, _args: Any, out: Any) -> None:
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        self._states = max(self._states, sum(each.numel() for each in values if each is not None))
+        work, counted = self._found[block.name], self._flops.get_total_flops() - self._before
+        self._found[block.name] = replace(work, layers=work.layers + counted)
+        self._inside += counted
+        self._block = None
 
     def _attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         call = attention_call(function, *args, **kwargs)

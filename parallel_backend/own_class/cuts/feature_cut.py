@@ -9,7 +9,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,23 +148,20 @@ def _gradients(run: BlockRun) -> Iterator[None]:
 
 def run_noted(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BlockRun:
     """The run of a block with these arguments. Errors as the block raises them."""
-    run, hooks = BlockRun(), []
-    for name, module in block.named_modules():
-        if isinstance(module, nn.Linear):
-            hooks.append(module.register_forward_hook(functools.partial(run.note_layer, name), with_kwargs=True))
-        elif isinstance(module, nn.RMSNorm):
-            hooks.append(module.register_forward_hook(functools.partial(run.note_norm, name)))
+    run = BlockRun()
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    try:
-        with _gradients(run), attention_by(run.attend):
-            for at, each in enumerate(leaves):
-                if isinstance(each, torch.Tensor) and each.is_floating_point():
-                    leaves[at] = run.leaf(f"{ARGUMENT}{at}", each)
-            given, named = pytree.tree_unflatten(leaves, structure)
-            out = nn.Module.__call__(block, *given, **named)  # the arguments are noted behind a record's `__call__`
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, _gradients(run), attention_by(run.attend):
+        for name, module in block.named_modules():
+            if isinstance(module, nn.Linear):
+                hook = functools.partial(run.note_layer, name)
+                hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+            elif isinstance(module, nn.RMSNorm):
+                hooks.enter_context(module.register_forward_hook(functools.partial(run.note_norm, name)))
+        for at, each in enumerate(leaves):
+            if isinstance(each, torch.Tensor) and each.is_floating_point():
+                leaves[at] = run.leaf(f"{ARGUMENT}{at}", each)
+        given, named = pytree.tree_unflatten(leaves, structure)
+        out = nn.Module.__call__(block, *given, **named)  # the arguments are noted behind an adapter's `__call__`
     run.outputs = [each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor)]
     return run
 

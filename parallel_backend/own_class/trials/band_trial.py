@@ -7,7 +7,8 @@ latent, such as a video's audio, goes with the first band: to others it is outsi
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,38 +103,41 @@ def runs_of_bands(
     yield from (partial(band.output, whole, outside) for band in _bands(runs, latent, call))
 
 
-def _even(runs: Runs, call: Call, less: int = 2) -> Call:
+def _even(runs: Runs, call: Call) -> Call:
     """The call with latent sizes that are multiples of large powers of two, and so of the usual patch sizes.
 
     A class may fill up other sizes. If it does not run with these sizes, smaller powers are taken.
     """
-    powers = [max(1, 1 << max(0, size.bit_length() - less)) if size > 1 else size for size in call.latents[0].shape[2:]]
-    sizes = [size - size % power for size, power in zip(call.latents[0].shape[2:], powers, strict=True)]
-    even = smaller(call, sizes, WORDS)
-    try:
-        streams_entering(runs, drawn(even, 1))
-    except Unproven:
-        if max(powers) == 1:
-            raise
-        return _even(runs, call, less + 1)
-    return even
+    sides = call.latents[0].shape[2:]
+    of_powers = (
+        [1 << max(0, side.bit_length() - less) for side in sides] for less in range(2, max(3, max(sides).bit_length() + 1))
+    )
+    sizes = ([side - side % power for side, power in zip(sides, powers, strict=True)] for powers in of_powers)
+    return _first_that_runs(runs, (smaller(call, each, WORDS) for each in sizes))
 
 
 def _odd(runs: Runs, actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS) -> Call:
-    """With an odd number of the latent's tokens and other words. `most` by axis, or as many as the class needs to run."""
-    sizes = []
+    """With an odd number of the latent's tokens and other text. `most` by axis, or as many as the class needs to run."""
     sides = actual.latents[0].shape[2:]
-    for size, by, rows in zip(sides, latent.patch[-len(sides) :], most[-len(sides) :], strict=True):
-        count = max(1, min(rows, size // by))
-        sizes.append(by * (count - 1 + count % 2))
-    call = smaller(actual, sizes, WORDS - 3)
-    try:
-        streams_entering(runs, drawn(call, 1))
-    except Unproven:
-        if max(most) > max(sides):
-            raise
-        return _odd(runs, actual, latent, [2 * rows - 1 for rows in most])
-    return call
+    by = latent.patch[-len(sides) :]
+    limits = [most[-len(sides) :]]
+    while max(limits[-1]) <= max(sides):
+        limits.append([2 * rows - 1 for rows in limits[-1]])
+    counts = ([max(1, min(*each)) for each in zip(rows, map(operator.floordiv, sides, by), strict=True)] for rows in limits)
+    sizes = ([size * (count - 1 + count % 2) for size, count in zip(by, of_axes, strict=True)] for of_axes in counts)
+    return _first_that_runs(runs, (smaller(actual, each, WORDS - 3) for each in sizes))
+
+
+def _first_that_runs(runs: Runs, calls: Iterable[Call]) -> Call:
+    """The first call whose streams enter the blocks. Unproven if there is none."""
+    for call in calls:
+        try:
+            streams_entering(runs, drawn(call, 1))
+        except Unproven as unproven:
+            failed = unproven
+        else:
+            return call
+    raise failed
 
 
 def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:

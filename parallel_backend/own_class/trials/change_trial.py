@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from parallel_backend.own_class.plans.block_order import tried_blocks
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 from parallel_backend.own_class.trials.call_state import module_state
 from parallel_backend.own_class.trials.comparison import difference
-from parallel_backend.own_class.trials.narrow import narrow_unet, narrowed, narrowed_blocks
+from parallel_backend.own_class.trials.narrow import narrow_unet, narrowed, widened
 from parallel_backend.own_class.trials.other_calls import is_proven
 from parallel_backend.own_class.trials.short_model import Short, short_model
 from parallel_backend.own_class.trials.token_learning import without_token_cut
@@ -78,7 +79,7 @@ class ChangeTrial(ABC):
                 try:
                     self.short = short_model(kind, call, poll)
                     blocks = tried_blocks(self.proof.blocks, self.short.lists, self.short.kept, self.short.like)
-                    self.blocks = narrowed_blocks(blocks, factor)
+                    self.blocks = widened(blocks, Fraction(1, factor))
                     runs = Runs(self.short.model, self.blocks)
                     self._sizes = () if self.proof.sequence else runs.sizes(self.short.actual)
                     found = self.tried()
