@@ -22,8 +22,7 @@ from parallel_backend.own_class.cuts.guided_attention import Sum, normalized, ow
 
 SECOND = "parallel_dit_second_text"
 """Argument of a call, which the class does not get: {TEXT: [B, U, C] as the class gets its own text, or embedded; SETTINGS:
-[B, 3], scale, tau and alpha, which is 0 for entries that are not guided}. ADD_UP is
-added where it is known: see Guided."""
+[B, 3], scale, tau and alpha, which is 0 for entries that are not guided}. ADD_UP is added where it is known: see Guided."""
 TEXT, SETTINGS, ADD_UP = "text", "settings", "add_up"
 LAYERS = "text_embedding"
 """Name of the model's layers that embed text, as the node has it."""

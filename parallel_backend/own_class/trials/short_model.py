@@ -12,7 +12,15 @@ from parallel_backend.core.host_memory import host_memory
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.call_arguments import LATENTS
-from parallel_backend.own_class.calls.tried_calls import SIZES, Call, draw_weights, drawn, smaller, with_whole_axes
+from parallel_backend.own_class.calls.tried_calls import (
+    SIZES,
+    Call,
+    does_not_run,
+    draw_weights,
+    drawn,
+    smaller,
+    with_whole_axes,
+)
 from parallel_backend.own_class.plans.block_order import (
     DEPTH,
     FEWEST_BLOCKS,
@@ -34,20 +42,18 @@ class Short:
     """A model with few blocks of each list."""
 
     own: OwnClass
-    """Of the model: the class, or one with fewer blocks by its arguments."""
+    """The model's class: the one that is tried, or the same with arguments for fewer blocks."""
     model: nn.Module
     lists: Mapping[str, Sequence[str]]
     """Names of all blocks of the class, by list."""
     kept: Mapping[str, Sequence[str]]
-    """Of those that the model has."""
+    """Names of the blocks that the model has, by list."""
     like: Representatives
     actual: Call
     call: Call
-    """One like `actual` that is small."""
-    error: Exception | None
-    """With which `call` fails. None: it runs."""
+    """A small call like `actual`."""
     is_shortened: bool = True
-    """Blocks were taken out of the model."""
+    """Blocks were taken out of the model. False: its class was built with fewer."""
 
     def another(self) -> nn.Module:
         """A model like it without weights."""
@@ -58,20 +64,21 @@ class Short:
 
 
 def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short:
-    """A model of the class for calls like `actual`, with weights. `poll` is called before each run of it or a block."""
+    """A model of the class with few blocks that runs with calls like `actual`. `poll` is called before each run of it or a
+    block. ValueError if the class does not run."""
     in_full = build(own)
     lists = {} if own.unet else block_lists(in_full)
-    for like in _tried_likes(in_full, lists):
+    for like in _tried_representatives(in_full, lists):
         model = build(own)
         kept = shortened(model, lists, like)
         give_weights(own, model, poll)
         if LATENTS in actual.named:
             actual = with_whole_axes(actual, functools.partial(runs, model))
-        call, error = _first_that_runs(model, _tried_sizes(actual))
-        if error is None:
-            break
-    short = Short(own, model, lists, kept, like, actual, call, error)
-    return _with_all_running(own, short, poll) if error is None and len(lists) > 1 else short
+        for call in (*(smaller(actual, *size) for size in SIZES), actual):
+            if (error := _error_of(model, call)) is None:
+                short = Short(own, model, lists, kept, like, actual, call)
+                return _with_all_running(own, short, poll) if len(lists) > 1 else short
+    raise does_not_run(own, call, str(error))
 
 
 def _with_all_running(own: OwnClass, short: Short, poll: Callable[..., None]) -> Short:
@@ -117,9 +124,9 @@ def _values(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _tried_likes(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> Iterator[Representatives]:
-    """Which blocks are tried, until the class runs with them: few of each list, or other few, or of lists on whose blocks it
-    may count all: of one alone, the smallest first, and of all lists."""
+def _tried_representatives(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> Iterator[Representatives]:
+    """Choices of blocks to try, until the class runs with one: a few of each list, another few, all of one list (the
+    smallest first), and all of all lists. A class may count on all blocks of a list."""
     few = representatives(model, lists)
     yield few
     if lists and (of_ends := representatives_of_two_kinds(model, lists)) is not None:
@@ -130,19 +137,6 @@ def _tried_likes(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> Iterat
         )
     if lists:
         yield {name: range(len(blocks)) for name, blocks in lists.items()}
-
-
-def _tried_sizes(call: Call) -> list[Call]:
-    """The calls that are tried, the smallest first."""
-    return [*(smaller(call, *size) for size in SIZES), call]
-
-
-def _first_that_runs(model: nn.Module, calls: Sequence[Call]) -> tuple[Call, Exception | None]:
-    """The first call with which the class runs; else the last one, and what it raises."""
-    for call in calls:
-        if (error := _error_of(model, call)) is None:
-            break
-    return call, error
 
 
 def runs(model: nn.Module, call: Call) -> bool:

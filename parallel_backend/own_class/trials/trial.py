@@ -20,7 +20,6 @@ from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.tried_calls import (
     SIZES,
     Call,
-    does_not_run,
     drawn,
     smaller,
     with_tensors_told,
@@ -118,8 +117,6 @@ class _Trial:
     def found(self, own: OwnClass, call: Call) -> Found:
         """The result with a model of the class that has few blocks."""
         short = short_model(own, call, self._poll)
-        if short.error is not None:
-            raise does_not_run(own, short.call, str(short.error))
         model, call = short.model, short.call
         calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in self._times)]
         if why := how_calls_depend(model, short.another(), calls):
