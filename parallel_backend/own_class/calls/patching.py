@@ -36,7 +36,6 @@ class Companion:
 
     pattern: str
     """einops pattern from the latent to its tokens: "b c s t -> b (s t) c"."""
-
     sizes: tuple[int, ...]
     """Usual shape of the companion latent, without the batch."""
 
@@ -90,16 +89,12 @@ class Patching:
 
     side: int = 2
     """Latent rows and columns of a token."""
-
     frames: int = 1
     """Latent frames of a token."""
-
     video: bool = False
     """Latents have a time axis."""
-
     along: str = "rows"
     """Axis that bands cut: "rows", or "frames" of a video."""
-
     companion: Companion | None = None
     """The second latent of a call. None: there is none."""
 

@@ -19,13 +19,10 @@ class CutKind(Enum):
 
     COLUMN = "column"
     """Output features. The next layers take the rank's features without an exchange."""
-
     ROW = "row"
     """Input features. The ranks' outputs are summed (all-reduce)."""
-
     GATHER = "gather"
     """Output features, followed by an all-gather."""
-
     NORM = "norm"
     """An RMSNorm over the output of a COLUMN layer. Its mean square is taken over all ranks' features."""
 
