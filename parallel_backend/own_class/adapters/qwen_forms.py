@@ -49,9 +49,9 @@ class Picked(NamedTuple):
     """Some of the rows that a rule gets."""
 
     places: slice | torch.Tensor
-    """[n] int64 if they do not follow each other."""
+    """Where they are among the rule's rows: [n] int64 unless they follow each other."""
     numbers: torch.Tensor
-    """[n] int64"""
+    """[n] int64: their numbers among all tokens."""
 
 
 def _among(numbers: torch.Tensor, start: int, stop: int, device: torch.device) -> Picked:

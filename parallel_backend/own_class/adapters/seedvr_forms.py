@@ -59,7 +59,7 @@ class Grouped(NamedTuple):
     video: torch.Tensor
     """[v] int64: those of the video, window by window."""
     text: torch.Tensor
-    """[t] int64"""
+    """[t] int64: those of the text."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Call:
 
     @property
     def latents(self) -> list[torch.Tensor]:
-        """The one latent, or the nested ones: views of `x`."""
+        """The call's latents, which are views of `x`."""
         return self.parts(self.x)
 
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -184,12 +184,12 @@ def does_not_run(own: OwnClass, call: Call, error: str) -> ValueError:
 
 
 def copied(value: Any) -> Any:
-    """New containers, and new tensors."""
+    """A copy of all containers and tensors in `value`."""
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
 
 
 def one_entry(call: Call) -> Call:
-    """The call's first entry, in host memory, without what ranks do not get and without a ControlNet."""
+    """The call of the first batch entry in host memory, without ControlNets and options that ranks do not get."""
     one = entry_of(dataclasses.replace(call, named={**call.named, CONTROL: None}), 0)
     named = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(one.named))
     return dataclasses.replace(one, x=one.x.cpu(), timestep=one.timestep.cpu(), named=named, options={})

@@ -19,9 +19,9 @@ from parallel_backend.own_class.calls.unproven import Unproven
 FUNCTIONS = {package.attention: package.functions for package in PACKAGES}
 """Module -> beginning of the names of its attention functions."""
 REPLACES = "parallel_dit_replaces"
-"""Attribute of a replacement: the function."""
+"""Attribute of a function that stands in for an attention function: the latter."""
 KEPT = "parallel_dit_kept"
-"""Attribute of a tensor of numbers: see `kept_with`."""
+"""Attribute of a tensor of row numbers with the cache of `kept_with`."""
 Kept = TypeVar("Kept")
 Attend = Callable[..., torch.Tensor]
 """(function, *its arguments) -> what the function would return."""

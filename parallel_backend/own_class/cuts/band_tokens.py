@@ -55,7 +55,7 @@ class BandTokens:
 
     latent: OwnLatent
     order: TokenOrder
-    """Of bands. Without references if they run with the first band."""
+    """The order of image tokens for bands. It leaves out references that run with the first band."""
     band: Span
     """The band's places in `order`."""
     numbers: torch.Tensor | None

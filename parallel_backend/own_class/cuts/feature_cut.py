@@ -42,7 +42,7 @@ class BlockRun:
     leaves: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """Outputs of layers and attention, [..., width], and the block's arguments."""
     inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """Of layers that may be cut."""
+    """Inputs of layers that may be cut."""
     norms: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """Outputs of norms. Each feature is taken to depend on the same feature of the input alone."""
     unshared: set[str] = field(default_factory=set)
@@ -50,7 +50,7 @@ class BlockRun:
     heads: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """Queries, keys and values of each call of attention, [B, S, H, D]."""
     outputs: list[torch.Tensor] = field(default_factory=list)
-    """Of the block."""
+    """Outputs of the block."""
 
     def leaf(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """A copy of the value that is a leaf, in a form that the class may write into."""

@@ -88,7 +88,8 @@ class SecondText:
     def _attend_to_prompt(
         self, forward: Callable[..., torch.Tensor], x: torch.Tensor, text: torch.Tensor, *more: Any, **named: Any
     ) -> torch.Tensor:
-        """[B, s, hidden] of the latent and the class's text, which may have other tokens before it."""
+        """In place of a module's forward: guided attention [B, s, hidden] of the latent `x` to the class's `text`, which may
+        have other tokens before it."""
         if (given := self._given) is None:
             return forward(x, text, *more, **named)
         noted: list[tuple[torch.Tensor, torch.Tensor]] = []

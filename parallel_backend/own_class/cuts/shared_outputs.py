@@ -104,7 +104,9 @@ class WatchedOutputs:
 
 
 class SharedOutputs:
-    """Gives these modules' outputs in the first run of a call to its other runs. Unproven if the class writes into one."""
+    """Has these modules compute in the first run of a call alone, and return those outputs in its other runs.
+
+    Unproven if the class writes into one of the outputs."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]):
         self.has_words = True
@@ -159,7 +161,7 @@ def _is_plain(out: Any) -> bool:
 
 
 def _equal(outputs: Any, others: Any) -> bool:
-    """Bit by bit."""
+    """Whether two outputs are equal, bit by bit."""
     (one, form), (two, other_form) = pytree.tree_flatten(outputs), pytree.tree_flatten(others)
     return form == other_form and all(
         (torch.is_tensor(b) and a.dtype == b.dtype and torch.equal(a, b)) if torch.is_tensor(a) else a == b

@@ -222,7 +222,8 @@ class TokenCut(ABC):
             self._coming = self._latest = None
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """In place of the function. Unproven if the tokens are not those of the trial."""
+        """Attention with this rank's tokens, called in place of the class's function. Unproven for other tokens than in the
+        trial."""
         if self._coming is None:  # outside of blocks
             return self.attend_whole(function, *args, **kwargs)
         spec = next(self._coming, None)

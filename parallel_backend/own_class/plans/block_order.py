@@ -154,7 +154,7 @@ class RecordedBlock:
 
 
 Recorded = tuple[list[list[RecordedBlock]], dict[str, str]]
-"""The blocks in the order of each call; by list, why a list's blocks cannot have stand-ins."""
+"""(for each call its blocks in order, list of blocks -> why its blocks cannot have stand-ins)."""
 
 
 def recorded_blocks(model: nn.Module, lists: Mapping[str, Sequence[str]], calls: Sequence[Call]) -> Recorded:

@@ -334,7 +334,7 @@ class _InBand(ComparedRank):
         return own.shape[1] == len(rows) and close(own[:, kept], of_whole[:, rows[kept]], of_whole)
 
     def band_parts(self, stream: int) -> list[Part]:
-        """Its tokens of a stream."""
+        """The band's tokens of a stream."""
         assert self.band is not None
         return self.band.parts(stream, self.tokens, ONE)[0]
 

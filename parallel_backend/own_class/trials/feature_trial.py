@@ -213,18 +213,19 @@ class TensorSharing:
         return call.run(self._model, options=False)
 
     def why_not_for(self, call: Call) -> str:
-        """Why what is shared is not right in this call of the whole model. Empty: it is."""
+        """As `why_not_in`, for a run of this call with all tokens."""
         return self.why_not_in(partial(self._run, call))
 
     def why_not(self, runs: Iterable[Run]) -> str:
-        """Why what is shared is not right in the first of these runs in which it is not. Empty: it is, in all."""
+        """The first reason of `why_not_in` for these runs. Empty: there is none."""
         try:
             return next(filter(None, map(self.why_not_in, runs)), "")
         except Unproven as unproven:  # of a run of the whole, with which ranks would be compared
             return str(unproven)
 
     def why_not_in(self, run: Run) -> str:
-        """Why what is shared is not right in this run of the model, such as one with a part of its tokens. Empty: it is."""
+        """Why ranks that share layers give another result in this run, such as one with a part of the tokens. Empty: they do
+        not."""
         named = [each.below(name) for name, each in self._shares.items()]
         cuts = tuple(cut for shares in named for cut in shares.cuts)
         divided = tuple(place for shares in named for place in shares.divided)

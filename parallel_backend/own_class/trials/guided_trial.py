@@ -124,7 +124,7 @@ class _Guiding(ChangeTrial):
         return Shown(why, has_effect=True)
 
     def _why_not_shared(self, sharing: _GuidedTensorSharing, calls: Sequence[Call]) -> str:
-        """Why ranks that share layers, alone and with a part of the tokens each, are not right. Empty: they are."""
+        """Why ranks that share layers give another result, alone or with a part of the tokens each. Empty: they do not."""
         model, blocks, latent, add_up = self.short.model, self.blocks, self.proof.latent, sharing.sums.add_up
         numbers = {name: range(count) for name, count in Counter(map(list_of, blocks)).items()}
         if any(_layers(a) != _layers(b) for a, b in zip(sharing.of_all(tuple(blocks), numbers), blocks, strict=True)):
