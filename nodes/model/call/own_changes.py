@@ -12,7 +12,7 @@ from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.calls.tried_calls import Call, entry_of, numbers_of
-from parallel_backend.own_class.cuts.guided_attention import IMAGE, Guide, Guided
+from parallel_backend.own_class.cuts.guided_attention import IMAGE, Guide
 from parallel_backend.own_class.cuts.second_text import SECOND, SETTINGS, TEXT
 from parallel_backend.own_class.plans.proof import Proof
 from parallel_backend.own_class.trials.change_trial import ChangeTrial, Shown, TrialOfSkips
@@ -109,7 +109,7 @@ def whole_call(call: Call, known: Call | None, sizes: tuple[int, ...], proof: Pr
 def computes(function: Callable[..., torch.Tensor], guidance: NormalizedGuidance, call: Call) -> bool:
     """Whether another node's function computes what ranks do with these settings, for a call of these prompts."""
     g = torch.Generator().manual_seed(0)
-    out_BSC, ours = torch.randn(len(call.x), 5, 8, generator=g), Guide(Guided(guidance))
+    out_BSC, ours = torch.randn(len(call.x), 5, 8, generator=g), Guide(guidance)
     told = {PROMPTS: call.options[PROMPTS]}
     pairs = [[each(out_BSC.clone(), told | more) for each in (function, ours)] for more in ({}, {IMAGE: [2, 5]})]
     return all(bool((theirs - own).abs().max() <= CLOSE * theirs.abs().max()) for theirs, own in pairs)

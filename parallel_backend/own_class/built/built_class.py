@@ -32,8 +32,7 @@ from parallel_backend.own_class.calls.patching import Companion, Latents, Patchi
 from parallel_backend.own_class.calls.residuals import CONTROL, by_kind
 from parallel_backend.own_class.calls.tried_calls import Call, conditioning, one_entry, smaller, with_whole_axes
 from parallel_backend.own_class.cuts.band_tokens import BandTokens, class_numbers
-from parallel_backend.own_class.cuts.guided_attention import GUIDED, Guided
-from parallel_backend.own_class.cuts.second_text import ADD_UP, SECOND
+from parallel_backend.own_class.cuts.guided_attention import GUIDED
 from parallel_backend.own_class.cuts.stages import StageBlocks
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, LayerCuts
 from parallel_backend.own_class.cuts.token_cut import entries_of
@@ -327,9 +326,7 @@ class BuiltClass:
             numbers = _numbers(step)
             stage.tokens.band = BandTokens(self.own.latent, order, step.image, numbers, companions, ahead, is_alone)
         if (guidance := stage.guidance()) is not None:
-            named[OPTIONS][GUIDED] = Guided(guidance, stage.add_up)
-        if (second := named.get(SECOND)) is not None:
-            second[ADD_UP] = stage.add_up
+            named[OPTIONS][GUIDED] = guidance
         if residuals := stage.residuals():
             named[CONTROL] = by_kind(residuals)
         timestep = timestep_of(step.timestep, structure)

@@ -5,7 +5,6 @@ that guides the rank's own tokens and heads.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,37 +39,31 @@ def normalized(
 
 
 GUIDED = "parallel_dit_guided"
-"""Entry of transformer_options on ranks and in trials: Guided."""
+"""Entry of transformer_options on ranks and in trials: NormalizedGuidance."""
 OUTPUT = "attn1_output_patch"
 """ComfyUI's kind of patches that get the output of attention."""
 IMAGE = "img_slice"
 """Entry in the options of such a patch: (first image token, token behind the last one)."""
 Sum = Callable[[torch.Tensor], torch.Tensor]
+"""Adds up tensors over ranks with other heads."""
 
 
 def own_sums(sums: torch.Tensor) -> torch.Tensor:
-    """Guided.add_up of a rank that has all heads."""
+    """The Sum of a rank that has all heads."""
     return sums
-
-
-@dataclass(frozen=True, eq=False)
-class Guided:
-    """How a call is guided. `add_up`: adds up over ranks with other heads."""
-
-    guidance: NormalizedGuidance
-    add_up: Sum = own_sums
 
 
 class Guide:
     """The function. A stage has one for all calls, as compiled blocks need."""
 
-    def __init__(self, guided: Guided | None = None):
-        self._guided = guided
+    def __init__(self, guidance: NormalizedGuidance | None = None):
+        self._guidance = guidance
+        self._add_up: Sum = own_sums
         self._tokens: TokenCut | None = None
 
-    def options(self, options: Mapping[str, Any], tokens: TokenCut | None) -> dict[str, Any]:
+    def options(self, options: Mapping[str, Any], tokens: TokenCut | None, add_up: Sum) -> dict[str, Any]:
         """What the class gets in place of `options`, which have GUIDED. `tokens`: cuts them in the call that begins."""
-        self._guided, self._tokens = options[GUIDED], tokens
+        self._guidance, self._tokens, self._add_up = options[GUIDED], tokens, add_up
         others = {name: value for name, value in options.items() if name != GUIDED}
         return others | {PATCHES: options.get(PATCHES, {}) | {OUTPUT: [self]}}
 
@@ -78,8 +71,8 @@ class Guide:
     def __call__(self, out_BSC: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
         """Guides the image's tokens in place, of both prompts. If the class does not say which tokens these are, all of the
         positive prompt, as ComfyUI's node does."""
-        assert self._guided is not None, "the class calls it within a call that is guided"
-        guidance, add_up = self._guided.guidance, self._guided.add_up
+        guidance, add_up = self._guidance, self._add_up
+        assert guidance is not None, "the class calls it within a call that is guided"
         positive, negative = guidance.positive.slice, guidance.negative.slice
         if out_BSC.ndim != 3 or len(out_BSC) < max(guidance.positive.stop, guidance.negative.stop):
             raise Unproven("its attention gives another shape than [B, S, C] if it is guided")

@@ -18,12 +18,12 @@ from torch import nn
 
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import Attend, attention_by
-from parallel_backend.own_class.cuts.guided_attention import Sum, normalized, own_sums
+from parallel_backend.own_class.cuts.guided_attention import Sum, normalized
 
 SECOND = "parallel_dit_second_text"
 """Argument of a call, which the class does not get: {TEXT: [B, U, C] as the class gets its own text, or embedded; SETTINGS:
-[B, 3], scale, tau and alpha, which is 0 for entries that are not guided}. ADD_UP is added where it is known: see Guided."""
-TEXT, SETTINGS, ADD_UP = "text", "settings", "add_up"
+[B, 3], scale, tau and alpha, which is 0 for entries that are not guided}."""
+TEXT, SETTINGS = "text", "settings"
 LAYERS = "text_embedding"
 """Name of the model's layers that embed text, as the node has it."""
 PROMPT_ATTENTION = re.compile(r"blocks\.\d+\.cross_attn")
@@ -60,14 +60,16 @@ class SecondText:
         self._before: list[tuple[nn.Module, Any]] = []
 
     @contextmanager
-    def of_call(self, given: Mapping[str, Any], own: torch.Tensor, attend: Attend, attend_whole: Attend) -> Iterator[None]:
+    def of_call(
+        self, given: Mapping[str, Any], own: torch.Tensor, add_up: Sum, attend: Attend, attend_whole: Attend
+    ) -> Iterator[None]:
         """Context of a call with a second text `given`, see SECOND. `own`: the class's text [B, T, C]."""
         if not self._before:
             self._put()
         text = given[TEXT].to(own.dtype)
         text = self._model.get_submodule(LAYERS)(text) if text.shape[-1] == own.shape[-1] else text
         settings = tuple(each.to(own.dtype) for each in given[SETTINGS][:, :, None, None, None].unbind(1))
-        self._given = _Given(text, own.shape[1], settings, given.get(ADD_UP, own_sums), attend, attend_whole)
+        self._given = _Given(text, own.shape[1], settings, add_up, attend, attend_whole)
         try:
             yield
         finally:

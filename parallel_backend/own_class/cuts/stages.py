@@ -111,7 +111,7 @@ class StageBlocks:
             read = {kind: ReadResiduals(each, self._residual) for kind, each in kwargs[CONTROL].items()}
             kwargs = {**with_patches(kwargs, self._residual, self._residual_of_all), CONTROL: read}
         if GUIDED in (options := kwargs.get(OPTIONS) or {}):
-            kwargs = {**kwargs, OPTIONS: self._guide.options(options, self._cut)}
+            kwargs = {**kwargs, OPTIONS: self._guide.options(options, self._cut, self.add_up)}
         attend = self.attend if self._cut is None else self._cut.attend
         second = kwargs.pop(SECOND, None)
         try:
@@ -135,7 +135,7 @@ class StageBlocks:
             return nullcontext()
         whole = self.attend or call_itself
         cut = (whole, whole) if self._cut is None else (self._cut.attend, self._cut.attend_whole)
-        return self._second.of_call(second, named["context"], *cut)
+        return self._second.of_call(second, named["context"], self.add_up, *cut)
 
     def _residual(self, residual_BND: torch.Tensor) -> torch.Tensor:
         """Rows of a residual for the tokens that the class has where it adds the residual."""

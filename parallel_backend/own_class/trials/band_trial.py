@@ -25,6 +25,7 @@ from parallel_backend.own_class.calls.residuals import AROUND, CONTROL
 from parallel_backend.own_class.calls.tried_calls import Call, distance, drawn, smaller
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.band_tokens import ONE, BandTokens, Part, class_numbers
+from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
 from parallel_backend.own_class.cuts.shared_outputs import IdleLayers, SharedOutputs, WatchedOutputs
 from parallel_backend.own_class.cuts.token_cut import HOST
 from parallel_backend.own_class.trials.compared_runs import ComparedRank, TensorRank, WholeRun
@@ -94,10 +95,10 @@ def why_not_in_bands(
 
 
 def runs_of_bands(
-    model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call
+    model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call, add_up: Sum = own_sums
 ) -> Iterator[Callable[[TensorRank | None], list[torch.Tensor]]]:
     """Each band's run of a call like `actual`, for tensor ranks to be tried in. It gives the band's part of the output."""
-    runs = Runs(model, blocks)
+    runs = Runs(model, blocks, add_up)
     call = drawn(_odd(runs, actual, latent), 1)
     whole, outside = runs.noted(call), drawn(call, OUTSIDE).x
     yield from (partial(band.output, whole, outside) for band in _bands(runs, latent, call))

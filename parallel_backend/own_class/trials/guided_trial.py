@@ -23,8 +23,8 @@ from parallel_backend.own_class.calls.call_arguments import OPTIONS
 from parallel_backend.own_class.calls.residuals import PATCHES
 from parallel_backend.own_class.calls.tried_calls import Call, entry_of, words_of
 from parallel_backend.own_class.calls.unproven import Unproven
-from parallel_backend.own_class.cuts.guided_attention import GUIDED, OUTPUT, Guide, Guided, Sum, own_sums
-from parallel_backend.own_class.cuts.second_text import ADD_UP, LAYERS, SECOND, TEXT, prompt_attention
+from parallel_backend.own_class.cuts.guided_attention import GUIDED, OUTPUT, Guide, Sum
+from parallel_backend.own_class.cuts.second_text import LAYERS, SECOND, TEXT, prompt_attention
 from parallel_backend.own_class.cuts.second_text import SETTINGS as TEXT_SETTINGS
 from parallel_backend.own_class.plans.block_order import list_of
 from parallel_backend.own_class.trials.band_trial import runs_of_bands
@@ -48,8 +48,8 @@ SEED = 5
 
 
 class CheckedSums:
-    """Checks the sums of tensor ranks that run one after the other, as their Guided.add_up. Each rank gets the whole model's
-    sums. Its own must add up to them with the other ranks'."""
+    """Checks the sums of tensor ranks that run one after the other, as their StageBlocks.add_up. Each rank gets the whole
+    model's sums. Its own must add up to them with the other ranks'."""
 
     def __init__(self) -> None:
         self._whole: list[torch.Tensor] = []
@@ -102,15 +102,15 @@ class _Guiding(ChangeTrial):
     """The trial of a change that guides attention."""
 
     @abstractmethod
-    def on_ranks(self, call: Call, add_up: Sum) -> Call:
-        """A call as ranks get it, with Guided.add_up."""
+    def on_ranks(self, call: Call) -> Call:
+        """A call as ranks get it."""
 
     def compared(self, wholes: WholeOutputs) -> Shown:
         """The result for ranks. `wholes`: `calls`, and the class's guided output for each."""
-        proof, model, actual = self.proof, self.short.model, self.on_ranks(self.short.actual, own_sums)
+        proof, model, actual = self.proof, self.short.model, self.on_ranks(self.short.actual)
         tried = replace(proof, batch=TOGETHER), without_token_cut(self.blocks) if proof.sequence else self.blocks
         for (call, whole), time in zip(wholes, [(), *([time] for time in self.times)], strict=True):
-            guided = self.on_ranks(call, own_sums)
+            guided = self.on_ranks(call)
             alone = () if proof.batch else range(len(call.x))
             for each, out in [(guided, whole), *((entry_of(guided, at), whole[at : at + 1]) for at in alone)]:
                 if why := difference("ranks that guide it give another result", run_in_one(model, self.blocks, each), out):
@@ -129,12 +129,12 @@ class _Guiding(ChangeTrial):
         numbers = {name: range(count) for name, count in Counter(map(list_of, blocks)).items()}
         if any(_layers(a) != _layers(b) for a, b in zip(sharing.of_all(tuple(blocks), numbers), blocks, strict=True)):
             return "its layers are shared in another way than in the trial"
-        actual = self.on_ranks(self.short.actual, add_up)
-        runs = (partial(_run_of_rank, model, blocks, self.on_ranks(call, add_up)) for call in calls)
+        actual = self.on_ranks(self.short.actual)
+        runs = (partial(_run_of_rank, model, blocks, self.on_ranks(call), add_up) for call in calls)
         if (why := sharing.why_not(runs)) or self.proof.sequence:
             return why
-        in_bands = () if latent is None else runs_of_bands(model, blocks, latent, actual)
-        return sharing.why_not(runs_of_ranks(model, blocks, actual)) or sharing.why_not(in_bands)
+        in_bands = () if latent is None else runs_of_bands(model, blocks, latent, actual, add_up)
+        return sharing.why_not(runs_of_ranks(model, blocks, actual, add_up)) or sharing.why_not(in_bands)
 
 
 def _layers(block: OwnBlock) -> tuple[Any, ...]:
@@ -142,8 +142,8 @@ def _layers(block: OwnBlock) -> tuple[Any, ...]:
     return [(cut.layer, cut.kind) for cut in block.cuts], block.divided, block.headed
 
 
-def _run_of_rank(model: nn.Module, blocks: Sequence[OwnBlock], call: Call, _rank: TensorRank | None) -> Any:
-    return run_in_one(model, blocks, call)
+def _run_of_rank(model: nn.Module, blocks: Sequence[OwnBlock], call: Call, add_up: Sum, _rank: TensorRank | None) -> Any:
+    return run_in_one(model, blocks, call, None, add_up)
 
 
 class TrialOfGuidance(_Guiding):
@@ -170,8 +170,8 @@ class TrialOfGuidance(_Guiding):
         whys = (difference(differ, each.run(model, options=False), whole) for each, whole in wholes)
         return Shown(next(filter(None, whys), ""))
 
-    def on_ranks(self, call: Call, add_up: Sum) -> Call:
-        options = {**call.named.get(OPTIONS, {}), GUIDED: Guided(self._guidance, add_up)}
+    def on_ranks(self, call: Call) -> Call:
+        options = {**call.named.get(OPTIONS, {}), GUIDED: self._guidance}
         return replace(call, named={**call.named, OPTIONS: options})
 
 
@@ -180,7 +180,7 @@ class _Native:
     it of others, or of none, which ranks cannot see."""
 
     def __init__(self, guidance: NormalizedGuidance, prompts: Any):
-        self._guide, self._prompts, self.calls = Guide(Guided(guidance)), prompts, 0
+        self._guide, self._prompts, self.calls = Guide(guidance), prompts, 0
 
     def __call__(self, out_BSC: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
         self.calls += 1
@@ -212,7 +212,6 @@ class TrialOfSecondText(_Guiding):
             wholes = [(each, each.run(model)) for each in self.calls]
         return self.compared(wholes)
 
-    def on_ranks(self, call: Call, add_up: Sum) -> Call:
-        second: dict[str, Any] = {TEXT: self._text.expand(len(call.x), -1, -1), TEXT_SETTINGS: self._settings}
-        sums = {} if add_up is own_sums else {ADD_UP: add_up}
-        return replace(call, named={**call.named, SECOND: second | sums})
+    def on_ranks(self, call: Call) -> Call:
+        second = {TEXT: self._text.expand(len(call.x), -1, -1), TEXT_SETTINGS: self._settings}
+        return replace(call, named={**call.named, SECOND: second})

@@ -12,6 +12,7 @@ from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 from parallel_backend.own_class.calls.tried_calls import Call, entry_of
 from parallel_backend.own_class.calls.unproven import Unproven
+from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
 from parallel_backend.own_class.cuts.stages import StageBlocks, Wanted
 from parallel_backend.own_class.cuts.token_cut import TokenCut
 from parallel_backend.own_class.trials.comparison import difference, first_why_not
@@ -48,9 +49,13 @@ def why_not_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: WholeOu
     return first_why_not((partial(_by_stages, model, blocks, *each) for each in wholes), "a stage does not run")
 
 
-def run_in_one(model: nn.Module, blocks: Sequence[OwnBlock], call: Call, cut: TokenCut | None = None) -> Any:
-    """The output of one stage with all blocks, as a rank that has no options of ComfyUI's. `cut`: of its tokens."""
+def run_in_one(
+    model: nn.Module, blocks: Sequence[OwnBlock], call: Call, cut: TokenCut | None = None, add_up: Sum = own_sums
+) -> Any:
+    """The output of one stage with all blocks, without ComfyUI's transformer_options. `cut`: of its tokens. `add_up`: of
+    guided attention."""
     with closing(StageBlocks(model, blocks, Span(0, len(blocks)), None, cut)) as stage:
+        stage.add_up = add_up
         return call.run(stage.call, options=False)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, smaller, words_of
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
+from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
 from parallel_backend.own_class.cuts.token_cut import TokenCut, list_ends
 from parallel_backend.own_class.trials.compared_runs import RANKS, ComparedRank, TensorRank, WholeRun
 from parallel_backend.own_class.trials.comparison import difference, why_not
@@ -49,10 +50,10 @@ def why_not_cut(
 
 
 def runs_of_ranks(
-    model: nn.Module, blocks: Sequence[OwnBlock], actual: Call
+    model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, add_up: Sum = own_sums
 ) -> Iterator[Callable[[TensorRank | None], Any]]:
     """Each sequence rank's runs of calls like `actual`, for tensor ranks to be tried in. They give the model's output."""
-    runs = Runs(model, blocks)
+    runs = Runs(model, blocks, add_up)
     for number, size in enumerate(runs.sizes(actual), 1):
         call = drawn(smaller(actual, *size), number)
         whole = runs.noted(call)
@@ -89,10 +90,10 @@ def _cut_tokens(runs: "Runs", actual: Call, times: Sequence[float]) -> list[OwnB
 
 
 class Runs:
-    """Runs of `model`, whose blocks are `blocks`, in one process."""
+    """Runs of `model`, whose blocks are `blocks`, in one process. `add_up`: see run_in_one."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock]):
-        self.model, self.blocks = model, list(blocks)
+    def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], add_up: Sum = own_sums):
+        self.model, self.blocks, self._add_up = model, list(blocks), add_up
         self._counted: dict[tuple[torch.Size, int], int] = {}
 
     def sizes(self, actual: Call) -> tuple[Size, Size]:
@@ -132,7 +133,7 @@ class Runs:
 
     def run(self, call: Call, cut: TokenCut) -> Any:
         """The model's output, with tokens cut by `cut`."""
-        return run_in_one(self.model, self.blocks, call, cut)
+        return run_in_one(self.model, self.blocks, call, cut, self._add_up)
 
     def noted(self, call: Call) -> WholeRun:
         """The whole model's run. Unproven if it fails."""
