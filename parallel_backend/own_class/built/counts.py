@@ -25,7 +25,7 @@ from parallel_backend.own_class.calls.call_arguments import LATENT, LATENTS, STR
 from parallel_backend.own_class.calls.tried_calls import Call, entry_of
 from parallel_backend.own_class.cuts.attention_calls import AttentionCall, Rows, attention_by, attention_call
 from parallel_backend.own_class.cuts.second_text import SECOND
-from parallel_backend.own_class.cuts.stages import passing_through
+from parallel_backend.own_class.cuts.stages import pass_through
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class _Counting:
             ExitStack() as hooks,
             torch.inference_mode(False),
             torch.no_grad(),
-            passing_through(model, skipped),
+            pass_through(model, skipped),
             FlopCounterMode(display=False) as self._flops,
             _AnyNumbers(),
             attention_by(self._attend),

@@ -9,7 +9,7 @@ Then it runs with the call's own arguments, and each call of attention also atte
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import Attend, attention_by
+from parallel_backend.own_class.cuts.forwards import put_forwards
 from parallel_backend.own_class.cuts.guided_attention import Sum, normalized
 
 SECOND = "parallel_dit_second_text"
@@ -57,15 +58,16 @@ class SecondText:
     def __init__(self, model: nn.Module):
         self._model = model
         self._given: _Given | None = None
-        self._before: list[tuple[nn.Module, Any]] = []
+        self._undo: ExitStack | None = None
 
     @contextmanager
     def of_call(
         self, given: Mapping[str, Any], own: torch.Tensor, add_up: Sum, attend: Attend, attend_whole: Attend
     ) -> Iterator[None]:
         """Context of a call with a second text `given`, see SECOND. `own`: the class's text [B, T, C]."""
-        if not self._before:
-            self._put()
+        if self._undo is None:
+            modules = prompt_attention(self._model)
+            self._undo = put_forwards((each, functools.partial(self._attend_to_prompt, each.forward)) for each in modules)
         text = given[TEXT].to(own.dtype)
         text = self._model.get_submodule(LAYERS)(text) if text.shape[-1] == own.shape[-1] else text
         settings = tuple(each.to(own.dtype) for each in given[SETTINGS][:, :, None, None, None].unbind(1))
@@ -75,16 +77,11 @@ class SecondText:
         finally:
             self._given = None
 
-    def _put(self) -> None:
-        for module in prompt_attention(self._model):
-            self._before.append((module, vars(module).get("forward")))
-            vars(module)["forward"] = functools.partial(self._attend_to_prompt, module.forward)
-
-    def remove(self) -> None:
+    def close(self) -> None:
         """Make the model again what it was."""
-        for module, forward in self._before:
-            vars(module).pop("forward") if forward is None else vars(module).update(forward=forward)
-        self._before = []
+        if self._undo is not None:
+            self._undo.close()
+        self._undo = None
 
     @torch.compiler.disable  # ranks add up in it
     def _attend_to_prompt(

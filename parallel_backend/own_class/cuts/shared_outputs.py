@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnBlock, name_pattern
 from parallel_backend.own_class.calls.unproven import Unproven
+from parallel_backend.own_class.cuts.forwards import put_forwards
 
 PLAIN = type(None), bool, int, float, str
 """Types that an output may consist of, beside tensors."""
@@ -115,17 +116,10 @@ class SharedOutputs:
         self._calls: Counter[str] = Counter()
         self._modules = modules_of(model, names)
 
-    @contextmanager
-    def of_call(self) -> Iterator[None]:
-        """Context of a call."""
+    def of_call(self) -> ExitStack:
+        """A call begins. Its outputs are shared until the stack is closed."""
         self._kept.clear()
-        for name, module in self._modules.items():
-            module.forward = partial(self._shared, name, module.forward)
-        try:
-            yield
-        finally:
-            for module in self._modules.values():
-                del module.forward
+        return put_forwards((module, partial(self._shared, name, module.forward)) for name, module in self._modules.items())
 
     def begin(self, has_words: bool) -> None:
         """A band's run begins: count the modules' calls from 0."""
@@ -192,20 +186,11 @@ class IdleLayers:
         self._has_words, self._value = has_words, value
         self._made: dict[int, tuple[int, torch.dtype]] = {}  # by layer: its outputs' features and dtype
 
-    def put(self) -> None:
-        """In the layers' place."""
-        for number, layer in enumerate(self._layers):
-            layer.forward = partial(self._forward, number, layer.forward)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Context in which they are put."""
-        self.put()
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                del layer.forward
+    def put(self) -> ExitStack:
+        """Put them in the layers' place until the stack is closed."""
+        return put_forwards(
+            (layer, partial(self._forward, number, layer.forward)) for number, layer in enumerate(self._layers)
+        )
 
     def _forward(self, number: int, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         if self._has_words() or number not in self._made:

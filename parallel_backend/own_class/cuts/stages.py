@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from parallel_backend.own_class.calls.call_arguments import OPTIONS
 from parallel_backend.own_class.calls.residuals import CONTROL, ReadResiduals, fitted, with_patches
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import Attend, attention_by, call_itself
+from parallel_backend.own_class.cuts.forwards import put_forwards
 from parallel_backend.own_class.cuts.guided_attention import GUIDED, Guide, Sum, own_sums
 from parallel_backend.own_class.cuts.second_text import SECOND, SecondText
 from parallel_backend.own_class.cuts.token_cut import TokenCut
@@ -44,21 +45,9 @@ class Link(Protocol):
         """The tensor stays as it is until it has been sent."""
 
 
-@contextmanager
-def passing_through(model: nn.Module, blocks: Sequence[OwnBlock]) -> Iterator[None]:
-    """Context in which these blocks of the model return their arguments, and compute nothing."""
-    for block in blocks:
-        pass_through(model, block)
-    try:
-        yield
-    finally:
-        for block in blocks:
-            del model.get_submodule(block.name).forward
-
-
-def pass_through(model: nn.Module, block: OwnBlock) -> None:
-    """Have a block return its arguments from now on, see passing_through."""
-    model.get_submodule(block.name).forward = functools.partial(_pass, block)
+def pass_through(model: nn.Module, blocks: Sequence[OwnBlock]) -> ExitStack:
+    """Have these blocks of the model return their arguments, and compute nothing, until the stack is closed."""
+    return put_forwards((model.get_submodule(block.name), functools.partial(_pass, block)) for block in blocks)
 
 
 def _pass(block: OwnBlock, *args: Any, **kwargs: Any) -> Any:
@@ -91,15 +80,12 @@ class StageBlocks:
         self._leaves = False  # tokens leave behind the one before it
         self._cut: TokenCut | None = None  # `tokens`, if it cuts the present call
         self._skipped: Collection[str] = ()  # blocks that return what they get
-        self._forwards: dict[str, Callable[..., Any]] = {}  # by block: what it computes
-        self._before: dict[str, Callable[..., Any]] = {}  # by block: a forward that is not its class's
         self._received, self._sent = (crossing(blocks, at) if at < len(blocks) else [] for at in (span.start, span.stop))
         self._values: dict[int, Sequence[torch.Tensor]] = {}  # of this call, by number: what such blocks return
-        for number, block in enumerate(blocks):
-            module = model.get_submodule(block.name)
-            if (forward := vars(module).get("forward")) is not None:
-                self._before[block.name] = forward
-            self._forwards[block.name], module.forward = module.forward, functools.partial(self._run, number)
+        self._forwards = {block.name: model.get_submodule(block.name).forward for block in blocks}
+        """By block: what it computes."""
+        runs = ((model.get_submodule(block.name), functools.partial(self._run, at)) for at, block in enumerate(blocks))
+        self._undo = put_forwards(runs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output on the last stage, None elsewhere. Unproven if blocks do not run as in the trial."""
@@ -151,11 +137,8 @@ class StageBlocks:
 
     def close(self) -> None:
         """Make the model again what it was."""
-        self._second.remove()
-        for block in self.blocks:
-            del self._model.get_submodule(block.name).forward
-        for name, forward in self._before.items():
-            self._model.get_submodule(name).forward = forward
+        self._second.close()
+        self._undo.close()
 
     @contextmanager
     def skipping(self, names: Collection[str]) -> Iterator[None]:

@@ -206,7 +206,7 @@ def _why_not(
         if why := next(filter(None, (band.why_not(whole, outside[0]) for band in naive)), ""):
             return why
         idle = IdleLayers(runs.model, latent.idle, lambda: shared.has_words, math.nan)
-        with idle.in_place(), shared.of_call():
+        with idle.put(), shared.of_call():
             for band, each in itertools.product(bands, outside):
                 shared.begin(band.has_words)
                 with nullcontext() if watched is None else watched.run(shared.has_words):

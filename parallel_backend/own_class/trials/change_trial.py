@@ -16,7 +16,7 @@ from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.calls.residuals import BLOCKS, REPLACED
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, smaller, with_tensors_told
 from parallel_backend.own_class.calls.unproven import first_line
-from parallel_backend.own_class.cuts.stages import passing_through
+from parallel_backend.own_class.cuts.stages import pass_through
 from parallel_backend.own_class.plans.block_order import tried_blocks
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 from parallel_backend.own_class.trials.call_state import module_state
@@ -179,7 +179,7 @@ class TrialOfSkips(ChangeTrial):
         wholes = [(call, skipping.run(model)) for call, skipping in calls]
         passed = [block for block in self.blocks if block.name in names]
         cut = [replace(block, attention=()) if block in passed else block for block in self.blocks]
-        with passing_through(model, passed):
+        with pass_through(model, passed):
             for number, (call, whole) in enumerate(wholes):
                 out = call.run(model, options=False)
                 if why := difference("blocks that return their arguments give another result", out, whole):

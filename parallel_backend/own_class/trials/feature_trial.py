@@ -21,6 +21,7 @@ from parallel_backend.core.spans import Span, split_units
 from parallel_backend.own_class.calls.tried_calls import Call, copied
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.feature_cut import layers_to_cut, run_noted, units_of_heads
+from parallel_backend.own_class.cuts.forwards import put_forward
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, axes_of_heads, cut_side, give_heads
 from parallel_backend.own_class.plans.block_order import Representatives, whole_list
 from parallel_backend.own_class.trials.compared_runs import TensorRank
@@ -81,8 +82,7 @@ class _LayerOfRank:
         shards = {name: self._shard(name, parameter) for name, parameter in kept.items() if parameter is not None}
         self._layer._parameters.update(shards)
         if self._cut.kind == CutKind.NORM.value:
-            vars(self._layer)["forward"] = self._norm
-            stack.callback(vars(self._layer).pop, "forward")
+            stack.callback(put_forward(self._layer, self._norm))
         elif self._cut.kind != CutKind.COLUMN.value:
             stack.enter_context(self._layer.register_forward_hook(self._made_up))
 

@@ -8,7 +8,6 @@ That our function computes what ComfyUI's does is shown apart from it, without a
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from parallel_backend.own_class.calls.call_arguments import OPTIONS
 from parallel_backend.own_class.calls.residuals import PATCHES
 from parallel_backend.own_class.calls.tried_calls import Call, entry_of, words_of
 from parallel_backend.own_class.calls.unproven import Unproven
+from parallel_backend.own_class.cuts.forwards import put_forwards
 from parallel_backend.own_class.cuts.guided_attention import GUIDED, OUTPUT, Guide, Sum
 from parallel_backend.own_class.cuts.second_text import LAYERS, SECOND, TEXT, prompt_attention
 from parallel_backend.own_class.cuts.second_text import SETTINGS as TEXT_SETTINGS
@@ -205,10 +205,7 @@ class TrialOfSecondText(_Guiding):
         generator = torch.Generator().manual_seed(SEED)
         self._text = torch.randn(1, words_of(self.short.call) + 1, width, generator=generator)
         embedded = model.get_submodule(LAYERS)(self._text)
-        with ExitStack() as stack:
-            for module in prompt_attention(model):
-                vars(module)["forward"] = self._node(module, embedded)
-                stack.callback(vars(module).pop, "forward")
+        with put_forwards((module, self._node(module, embedded)) for module in prompt_attention(model)):
             wholes = [(each, each.run(model)) for each in self.calls]
         return self.compared(wholes)
 

@@ -223,7 +223,7 @@ def own_forward(model: nn.Module, call: OwnCall, device: torch.device, dtype: to
 
 def leave_out(model: nn.Module, block: OwnBlock) -> None:
     """Have a block return what it gets, and take its values away."""
-    pass_through(model, block)
+    pass_through(model, [block])
     without_values(model.get_submodule(block.name))
 
 
