@@ -63,7 +63,7 @@ class TokenCut(ABC):
         self.band: BandTokens | None = None
         """The band that the call computes. None: all tokens."""
         self._stand_ins: set[int] = set()  # streams of this call of which this rank has a stand-in alone
-        self._picks: dict[tuple[tuple[int, ...], int], list[Pick]] = {}  # of this call, by streams and rank
+        self._picks: dict[tuple[tuple[int, ...], int, bool], list[Pick]] = {}  # of this call, by arguments of `picks`
         self._axes: dict[int, TokenAxes] = {}  # of this call, by a tensor's number of axes
         self._coming: Iterator[OwnAttention] | None = None  # calls of attention still to come in the block that runs
         self._latest: OwnAttention | None = None  # that call in the block that runs whose tokens are cut
@@ -273,29 +273,22 @@ class TokenCut(ABC):
         """All ranks' rows, rank by rank."""
         return torch.cat([self.rows(streams, rank, device) for rank in range(self.ranks.size)])
 
-    def picks(self, streams: Sequence[int], rank: int) -> list[Pick]:
-        """As `rows`, without a copy where they follow each other."""
-        key = tuple(streams), rank
+    def picks(self, streams: Sequence[int], rank: int, stand_ins: bool = False) -> list[Pick]:
+        """As `rows`, without a copy if they follow each other. `stand_ins`: with this rank's stand-ins."""
+        key = tuple(streams), rank, stand_ins
         if key not in self._picks:
             found: list[Pick] = []
             start = 0
             for stream in streams:
-                found += [shift(pick, start) for pick in self.parts(stream)[rank]]
+                own = [STAND_IN] if stand_ins and stream in self._stand_ins else self.parts(stream)[rank]
+                found += [shift(pick, start) for pick in own]
                 start += self.tokens[stream]
             self._picks[key] = found
         return self._picks[key]
 
     def _computed(self, streams: Sequence[int]) -> list[Pick]:
         """Rows that this rank computes: its own, and stand-ins."""
-        if self._stand_ins.isdisjoint(streams):
-            return self.picks(streams, self.index)
-        found: list[Pick] = []
-        start = 0
-        for stream in streams:
-            own = [STAND_IN] if stream in self._stand_ins else self.parts(stream)[self.index]
-            found += [shift(pick, start) for pick in own]
-            start += self.tokens[stream]
-        return found
+        return self.picks(streams, self.index, stand_ins=True)
 
     def _computed_rows(self, streams: Sequence[int]) -> list[int]:
         """By stream: how many rows this rank computes."""
