@@ -171,9 +171,8 @@ def cosmos_predict2_block(kind: type[nn.Module]) -> type[nn.Module]:
 
     class ByIndex(kind):  # type: ignore[valid-type, misc]
         def __call__(self, x, emb, *others, adaln_lora_B_T_3D=None, **named):
-            if (frames := emb.shape[1]) > 1:
-                tokens = named["rope_emb_L_1_1_D"].shape[1]  # of the whole, in all blocks
-                emb = Indexed(emb, torch.arange(tokens, device=x.device) // (tokens // frames), tokens)
+            if emb.shape[1] > 1:
+                emb = Indexed.of(emb, named["rope_emb_L_1_1_D"].shape[1])  # a row for each token of the whole, in all blocks
             return super().__call__(x, emb, *others, adaln_lora_B_T_3D=adaln_lora_B_T_3D, **named)
 
         def forward(self, x, emb, *others, adaln_lora_B_T_3D=None, **named):

@@ -38,6 +38,12 @@ class Indexed(NamedTuple):
     tokens: int
     """Number of all tokens, of which a rank's `index_S` has some."""
 
+    @classmethod
+    def of(cls, data_BFD: torch.Tensor, tokens: int) -> "Indexed":
+        """For all `tokens`, frame by frame."""
+        frames = data_BFD.shape[1]
+        return cls(data_BFD, torch.arange(tokens, device=data_BFD.device) // -(-tokens // frames), tokens)
+
 
 class Factors(NamedTuple):
     """What is added to the scores of attention to the video, as factors of queries and keys with a row for each token."""
@@ -194,8 +200,7 @@ def indexed(value: Any) -> Any:
         return value
     if value.patches_per_frame == 1 or value.num_frames == 1:
         return value.data
-    tokens = torch.arange(value.num_frames, device=value.data.device).repeat_interleave(value.patches_per_frame)
-    return Indexed(value.data, tokens, len(tokens))
+    return Indexed.of(value.data, value.num_frames * value.patches_per_frame)
 
 
 @functools.cache

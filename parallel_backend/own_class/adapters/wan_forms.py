@@ -58,9 +58,8 @@ def wan_block(kind: type[nn.Module]) -> type[nn.Module]:
 
     class ByIndex(kind):  # type: ignore[valid-type, misc]
         def __call__(self, x, e, freqs, **named):
-            if (frames := e.shape[1]) > 1:
-                tokens = freqs.shape[1]
-                e = Indexed(e, torch.arange(tokens, device=e.device) // -(-tokens // frames), tokens)
+            if e.shape[1] > 1:
+                e = Indexed.of(e, freqs.shape[1])
             return super().__call__(x, e=e, freqs=freqs, **named)
 
         def forward(self, x, e, **named):
@@ -95,9 +94,8 @@ def wan_animate_model(kind: type[nn.Module]) -> type[nn.Module]:
             options = dict(transformer_options or {})
             if face_pixel_values is not None:
                 frames, *sides = (size // by for size, by in zip(x.shape[2:], self.patch_size, strict=True))
-                tokens = frames * math.prod(sides)
                 motion_BFND = F.pad(face_pixel_values, (0, 0, 0, 0, 0, frames - face_pixel_values.shape[1]))
-                options[MOTION] = Indexed(motion_BFND, torch.arange(tokens, device=x.device) // math.prod(sides), tokens)
+                options[MOTION] = Indexed.of(motion_BFND, frames * math.prod(sides))
             return super().forward_orig(x, t, context, transformer_options=options, **named)
 
     return WithMotion
