@@ -80,7 +80,7 @@ def _counts_of(
     shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...],
     numbers: tuple[tuple[str, bytes], ...] = (),
 ) -> Counts | None:
-    """`numbers`: values of the first entry of tensors of whole numbers."""
+    """As `counts_of`, from hashable values. `numbers`: bytes of the first entry of tensors of integers."""
     structure = json.loads(text)
     tensors = {name: torch.empty(1, *shape, dtype=dtype, device="meta") for name, shape, dtype in shapes}
     for name, values in numbers:

@@ -30,7 +30,7 @@ class Run(NamedTuple):
     kind: str
     """One of OwnLatent.layout."""
     rows: Span
-    """Of the stream."""
+    """Its rows of the stream."""
     numbers: Span
     """Among the stream's other tokens. Empty: they are the latent's, or references."""
     shared: Span
@@ -41,7 +41,7 @@ class Part(NamedTuple):
     """A rank's tokens that are the latent's and its references', or that are not."""
 
     rows: Pick
-    """Of the stream."""
+    """Its rows of the stream."""
     of_latent: bool
     place: Span
     """In the order of bands, or among the stream's other tokens."""
@@ -59,8 +59,8 @@ class BandTokens:
     band: Span
     """The band's places in `order`."""
     numbers: torch.Tensor | None
-    """Place -> number of a token in the class's order, in which references have the next numbers. None: they are the same,
-    and there are no references."""
+    """[N] int64: place in `order` -> number of a token in the class's order, in which references come last. None: both
+    orders are the same, and there are no references."""
     companion: int = 0
     """Tokens of the second latent."""
     ahead: int = 0

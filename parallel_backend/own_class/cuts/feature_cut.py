@@ -224,8 +224,8 @@ def has_heads(needed: torch.Tensor) -> bool:
 
 
 def units_of_heads(run: BlockRun, ranks: int) -> list[int]:
-    """Numbers of units that ranks may share the heads of all of a block's calls of attention in: even shares, then as many
-    units as possible, then fewer, since several heads may share keys. Empty: there are fewer than ranks."""
+    """Choices for the number of units that a block's heads are shared in: even shares first, then as many units as possible,
+    then fewer, since several heads may share keys. Empty: there are fewer heads than ranks."""
     heads = math.gcd(*(tensors[0].shape[2] for tensors in run.heads.values()))
     even = [ranks] if heads % ranks == 0 else []
     return even + [units for units in range(heads, ranks, -1) if heads % units == 0 and units % ranks]

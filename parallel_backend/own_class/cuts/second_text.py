@@ -38,13 +38,13 @@ class _Given:
     text: torch.Tensor
     """[B, U, hidden], embedded."""
     words: int
-    """Tokens of the class's own text."""
+    """Number of tokens of the class's own text."""
     settings: tuple[torch.Tensor, ...]
     add_up: Sum
     attend: Attend
-    """As the class's calls are computed."""
+    """Computes the class's own calls of attention."""
     attend_whole: Attend
-    """Over keys that every rank has."""
+    """Computes attention to keys that every rank has all of."""
 
 
 def prompt_attention(model: nn.Module) -> list[nn.Module]:

@@ -42,7 +42,7 @@ class Link(Protocol):
         """The tensors that the stage before sends for the present call, in order."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """The tensor stays as it is until it has been sent."""
+        """Send a tensor to the next stage. It must not change until it has been sent."""
 
 
 def pass_through(model: nn.Module, blocks: Sequence[OwnBlock]) -> ExitStack:

@@ -21,7 +21,7 @@ KEPT_BLOCKS = 3
 FIRST, LATER = 4, 2
 """Fewest tried blocks of both kinds, in a list with two kinds."""
 FEWEST_BLOCKS = 2
-"""The first and the last."""
+"""Fewest tried blocks of a list: the first and the last."""
 DEPTH = re.compile("depth|layers|blocks")
 """Names of a model's attributes that are numbers of blocks."""
 Representatives = Mapping[str, Sequence[int]]
@@ -229,7 +229,7 @@ def order_of(
 
 
 def list_of(block: "OwnBlock | RecordedBlock") -> str:
-    """Name of its list."""
+    """Name of the list that a block is in."""
     return block.name.rpartition(".")[0]
 
 

@@ -142,7 +142,7 @@ def _first_that_runs(runs: Runs, calls: Iterable[Call]) -> Call:
 
 
 def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
-    """What holds for calls of two sizes. Unproven if the tokens are in other places."""
+    """The OwnLatent that holds for calls of two sizes. Unproven if the tokens are in other places."""
     if replace(another, words=latent.words, pads=latent.pads, shared=latent.shared, idle=latent.idle) != latent:
         raise Unproven("its latent's tokens are in other places in calls of two sizes")
     return replace(latent, words=latent.words or another.words)

@@ -99,7 +99,7 @@ class _GuidedTensorSharing(TensorSharing):
 
 
 class _Guiding(ChangeTrial):
-    """The trial of a change that guides attention."""
+    """A trial of guided attention, by either node."""
 
     @abstractmethod
     def on_ranks(self, call: Call) -> Call:
