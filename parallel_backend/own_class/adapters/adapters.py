@@ -38,7 +38,7 @@ from parallel_backend.own_class.adapters.wan_forms import (
     wan_block,
     wan_model,
 )
-from parallel_backend.own_class.cuts.attention_calls import attention_of
+from parallel_backend.own_class.cuts.attention_calls import module_global
 
 Arguments = Callable[[Mapping[str, Any], Any, tuple[int, ...]], dict[str, Any]]
 """(a call's arguments, the class, sizes of the whole latent) -> those that are sent. ValueError if the class does not take
@@ -197,7 +197,7 @@ def pixart_attention(kind: type[nn.Module]) -> type[nn.Module]:
             if mask is not None or self.sr_ratio > 1:
                 return super().forward(x, mask, HW, block_id)
             q, k, v = self.qkv(x).chunk(3, dim=-1)
-            return self.proj(attention_of(kind, "optimized_attention")(self.q_norm(q), self.k_norm(k), v, self.num_heads))
+            return self.proj(module_global(kind, "optimized_attention")(self.q_norm(q), self.k_norm(k), v, self.num_heads))
 
     return ByHeads
 
@@ -211,7 +211,7 @@ def pixart_cross_attention(kind: type[nn.Module]) -> type[nn.Module]:
             if mask is not None:
                 return super().forward(x, cond, mask)
             k, v = (each.reshape(len(x), -1, each.shape[-1]) for each in self.kv_linear(cond).chunk(2, dim=-1))
-            return self.proj(attention_of(kind, "optimized_attention")(self.q_linear(x), k, v, self.num_heads))
+            return self.proj(module_global(kind, "optimized_attention")(self.q_linear(x), k, v, self.num_heads))
 
     return ByHeads
 

@@ -6,7 +6,6 @@ Frame 0 of the video is the character. The pose has no such frame: zeros take it
 
 import functools
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, attention_of, kept_with
+from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, kept_with, module_global
 
 BESIDE = "parallel_dit_beside"
 """Entry of transformer_options for its blocks: Beside. Missing: there is no pose, and the character has strength 1."""
@@ -151,7 +150,7 @@ def animate2_model(kind: type[nn.Module]) -> type[nn.Module]:
 
         def _time(self, t, dtype):
             """Modulation [B, 1, 6, D] of time 1, for every entry of t [B]."""
-            sinusoidal = vars(sys.modules[kind.__module__])["sinusoidal_embedding_1d"]
+            sinusoidal = module_global(kind, "sinusoidal_embedding_1d")
             e = self.time_embedding(sinusoidal(self.freq_dim, torch.ones_like(t.flatten())).to(dtype))
             return self.time_projection(e.unflatten(0, (len(t), -1))).unflatten(2, (6, self.dim))
 
@@ -194,7 +193,7 @@ def animate2_block(kind: type[nn.Module]) -> type[nn.Module]:
             """[B, S, H x D] of each stream."""
             if rule is None:
                 q, k, v = (each.flatten(2) for each in (q_BSHE, k_BSHE, v_BSHE))
-                return [attention_of(kind, "optimized_attention")(q, k, v, heads=q_BSHE.shape[2])]
+                return [module_global(kind, "optimized_attention")(q, k, v, heads=q_BSHE.shape[2])]
             return [out.flatten(2) for out in attention_by_rows(rule, q_BSHE, k_BSHE, v_BSHE).chunk(2, dim=-1)]
 
     return OfBoth

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.core.own_class import PACKAGES
+from parallel_backend.own_class.cuts.attention_calls import module_global
 
 PASSES = "stg_skip_self_attn"
 """Option of a block: its self-attention returns its values, as if each token attended to itself alone."""
@@ -225,7 +226,7 @@ def ltx_attention(kind: type[nn.Module], factors: str = "", severed: str = "") -
         def _with_factors(self, x, seen, pe, k_pe, added, options):
             q, k, v = self.q_norm(self.to_q(x)), self.k_norm(self.to_k(seen)), self.to_v(seen)
             if pe is not None:
-                rotated = vars(sys.modules[kind.__module__])["apply_rotary_emb"]
+                rotated = module_global(kind, "apply_rotary_emb")
                 q, k = rotated(q, pe), rotated(k, k_pe)
             size, tensors = self.dim_head, []
             of_queries, of_keys = added.of(q, k)

@@ -1,7 +1,6 @@
 """MiniMax H3's model and blocks in the form that ranks cut, and how its sequence is made up."""
 
 import functools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from parallel_backend.core.sparse_attention import REST, SOUND, VIDEO, Runs
+from parallel_backend.own_class.cuts.attention_calls import module_global
 
 INSIDE = "parallel_dit_inside"
 """Argument of a call of the class's `_forward` alone: other nodes' wrappers have run its `forward` already."""
@@ -29,7 +29,7 @@ def minimax_h3_segments(
     payload = arguments.get("minimax_payload") or {}
     layout = payload.get("layout")
     if layout is None or layout.signature != sizes:
-        made = vars(sys.modules[native.__module__])["PackedLayout"]
+        made = module_global(native, "PackedLayout")
         layout = made(*sizes, keyframes=payload.get("keyframes"), refs=payload.get("refs"))
     segments = tuple((stop - start, KINDS.get(kind, REST)) for start, stop, kind in layout.segments)
     return segments, (frames, height // 2, width // 2)

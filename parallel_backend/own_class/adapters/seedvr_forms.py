@@ -7,7 +7,6 @@ class of 3 B gives the second entry the first one's words.
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, kept_with
+from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, kept_with, module_global
 
 CONDITION = "condition"
 """Argument: the video that is to be made sharper [B, 17, T, H, W], as latents and a mask."""
@@ -183,14 +182,14 @@ def seedvr2_block(kind: type[nn.Module]) -> type[nn.Module]:
 @functools.cache
 def seedvr2_attention(kind: type[nn.Module]) -> type[nn.Module]:
     """By rows. Heads are as many as the layers make: a tensor rank has fewer of them."""
-    functions = vars(sys.modules[kind.__module__])
+    functions = functools.partial(module_global, kind)
 
     class ByRows(kind):  # type: ignore[valid-type, misc]
         def forward(self, vid, txt, rule, places, txt_places):
             of_vid, of_txt = (each.unflatten(-1, (3, -1, self.head_dim)).unbind(2) for each in self.proj_qkv(vid, txt))
             turns = self._turns(torch.cat((places, txt_places)))
             q, k = (
-                functions["apply_rope1"](torch.cat(norm(*both), dim=1).transpose(1, 2), turns).transpose(1, 2)
+                functions("apply_rope1")(torch.cat(norm(*both), dim=1).transpose(1, 2), turns).transpose(1, 2)
                 for norm, both in zip((self.norm_q, self.norm_k), zip(of_vid, of_txt, strict=True), strict=False)
             )
             out = attention_by_rows(rule, q, k, torch.cat((of_vid[2], of_txt[2]), dim=1)).flatten(2)
@@ -200,7 +199,7 @@ def seedvr2_attention(kind: type[nn.Module]) -> type[nn.Module]:
             """[1, 1, S, head size / 2, 2, 2] float32. Channels that are not rotated have angles of 0."""
             rates = self.rope.rope.freqs
             if not self.rope.mm:  # the class makes them anew, whatever the file has
-                most = functions["BYTEDANCE_ROPE_MAX_FREQ"] / 2
+                most = functions("BYTEDANCE_ROPE_MAX_FREQ") / 2
                 rates = torch.linspace(1.0, most, len(rates), device=rates.device) * math.pi
             angles = (places_S3[..., None] * rates).flatten(1)
             angles = F.pad(angles, (0, self.head_dim // 2 - angles.shape[1]))

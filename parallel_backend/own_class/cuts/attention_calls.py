@@ -40,10 +40,9 @@ def is_attention(value: Any) -> bool:
     return functions is not None and value.__name__.startswith(functions)
 
 
-def attention_of(kind: type, name: str) -> Callable[..., torch.Tensor]:
-    """The attention function that a class's module has now under this name, which may be a trial's or a rank's."""
-    function: Callable[..., torch.Tensor] = vars(sys.modules[kind.__module__])[name]
-    return function
+def module_global(kind: type, name: str) -> Any:
+    """What a class's module has under this name now. An attention function may be a trial's or a rank's."""
+    return vars(sys.modules[kind.__module__])[name]
 
 
 class _Replaced:

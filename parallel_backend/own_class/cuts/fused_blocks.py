@@ -16,7 +16,7 @@ from torch import nn
 
 from parallel_backend.core.own_class import ROOT
 from parallel_backend.own_class.cuts import fused
-from parallel_backend.own_class.cuts.attention_calls import attention_of
+from parallel_backend.own_class.cuts.attention_calls import module_global
 
 
 def fuse(model: nn.Module) -> None:
@@ -51,7 +51,7 @@ def qwen_image_attention(kind: type[nn.Module]) -> type[nn.Module]:
             )  # fmt: skip
             of_image = self._heads(image, turns_BS1D[:, words:], self.norm_q, self.norm_k, self.to_q, self.to_k, self.to_v)
             q, k, v = (torch.cat(both, dim=1).transpose(1, 2) for both in zip(of_text, of_image, strict=True))
-            attend = attention_of(kind, "optimized_attention_masked")
+            attend = module_global(kind, "optimized_attention_masked")
             out = attend(q, k, v, self.heads, None, transformer_options=options, skip_reshape=True)
             # A layer adds its bias in the product if its input is contiguous.
             return self.to_out[1](self.to_out[0](out[:, words:].contiguous())), self.to_add_out(out[:, :words].contiguous())
@@ -139,7 +139,7 @@ def minimax_h3_attention(kind: type[nn.Module]) -> type[nn.Module]:
             q, k, v = (each.unflatten(-1, (self.heads, -1))[None] for each in self.qkv_proj(x).chunk(3, dim=-1))
             q, k = fused.normed_and_partly_rotated(q, k, (self.q_norm, self.k_norm), rope_freqs)
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-            attend = attention_of(kind, "optimized_attention")
+            attend = module_global(kind, "optimized_attention")
             out = attend(q, k, v, self.heads, mask=None, skip_reshape=True, transformer_options=transformer_options)
             return self.out_proj(out[0])
 

@@ -101,12 +101,8 @@ class Plan:
     def serves(self, kind: str, arguments: Mapping[str, Any], asked: Asked) -> bool:
         """Whether the plan holds for this call. `arguments`: of the class's constructor, those that can matter."""
         numbers = {name: value for name, value in asked.numbers.items() if name not in self.proof.numbers}
-        same = (self.kind, self.arguments, self.form, self.times) == (
-            kind,
-            without(arguments, self.depths),
-            asked.form,
-            asked.times,
-        )
+        same = (self.kind, self.arguments) == (kind, without(arguments, self.depths))
+        same = same and (self.form, self.times) == (asked.form, asked.times)
         fits = set(self.proof.options) <= asked.options <= set(self.options) and numbers.items() <= set(self.numbers)
         in_batch = not self.entries or asked.entries in self.entries
         in_sequence = not asked.sequence or not self.proof.sequence

@@ -23,7 +23,7 @@ from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.feature_cut import layers_to_cut, run_noted, units_of_heads
 from parallel_backend.own_class.cuts.forwards import put_forward
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, axes_of_heads, cut_side, give_heads
-from parallel_backend.own_class.plans.block_order import Representatives, whole_list
+from parallel_backend.own_class.plans.block_order import Representatives, list_of, whole_list
 from parallel_backend.own_class.trials.compared_runs import TensorRank
 from parallel_backend.own_class.trials.comparison import close, difference, why_not
 
@@ -201,6 +201,7 @@ class TensorSharing:
         """Why nothing is proven. Empty: something is."""
 
     def _found(self, given: Mapping[str, tuple[tuple, dict[str, Any]]]) -> str:
+        """Why a block's layers cannot be shared. Empty: those of all can, by `_shares`. `given`: see _arguments."""
         for name, arguments in given.items():
             shares = _of_block(self._model.get_submodule(name), arguments, self._ranks)
             if isinstance(shares, str):
@@ -237,18 +238,14 @@ class TensorSharing:
         if self.why:
             return blocks
         shared_by: dict[str, OwnBlock] = {}
-        for name in dict.fromkeys(map(_list_of, self._tried)):
-            of_list = [block for block in self._tried if _list_of(block) == name]
+        for name in dict.fromkeys(map(list_of, self._tried)):
+            of_list = [block for block in self._tried if list_of(block) == name]
             shares = [self._shares[block.name] for block in of_list]
             shared = [b.of_block(a) for a, b in zip(of_list, shares, strict=True)]
-            names = [block.name for block in blocks if _list_of(block) == name]
+            names = [block.name for block in blocks if list_of(block) == name]
             shared_by |= {block.name: block for block in whole_list(shared, names, like[name])}
         fields = "cuts", "divided", "headed", "units", "head_units"
         return tuple(replace(each, **{name: getattr(shared_by[each.name], name) for name in fields}) for each in blocks)
-
-
-def _list_of(block: OwnBlock) -> str:
-    return block.name.rpartition(".")[0]
 
 
 def _arguments(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> dict[str, tuple[tuple, dict[str, Any]]]:
