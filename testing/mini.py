@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from parallel_backend.acceptance.tiny_model import TINY, Call
 from parallel_backend.acceptance.tiny_model import relative as relative
 from parallel_backend.acceptance.tiny_model import save as save
-from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.open_model import open_own_class, with_class
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_own_class, with_class
 from parallel_backend.checkpoints.single_file import contents_of
 from parallel_backend.client import proven_class
 from parallel_backend.client.proven_class import call_of

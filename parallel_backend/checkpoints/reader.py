@@ -1,8 +1,8 @@
-"""Reads a rank's part of the weights from memory-mapped files: cut, and converted or packed."""
+"""Reads a rank's part of the weights from the memory-mapped file: cut, and converted or packed."""
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 
@@ -11,18 +11,19 @@ from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Shard, Span
 
 from .checkpoint import Checkpoint
-from .gguf_file import GgufFile
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half, Packing
-from .quantised_formats import FORMATS, KEPT, Quantised, cut_scale, quantise_int8
-from .safetensors_file import SafetensorsFile
-from .tensor_files import Entry, open_file
+from .quantised_formats import FLOATS, FORMATS, KEPT, Quantised, cut_scale, quantise_int8
+from .tensor_files import Entry, MappedFile, open_file
 
 PLAIN = ("fp32", "bf16", "fp16", "F64", *FP8_KINDS)
 """Storage formats that torch has as they are."""
+MOST_SCALES = 1 << 20
+"""Most values of a scale that is looked at: of a whole weight, of rows or of columns. Scales by block may have a sixteenth
+of the weight's values, and are not read twice."""
 
 
 class Reader:
-    """Reads parts of parameters from a checkpoint's files. Opens a file when it is first needed.
+    """Reads parts of parameters from a checkpoint's file, which is opened when it is first needed.
 
     Every part is copied from the mapped file to its final memory, on a device through a little page-locked memory. An
     intermediate copy of its own would leave holes in the heap, which the process keeps after the weights are freed.
@@ -30,7 +31,7 @@ class Reader:
 
     def __init__(self, checkpoint: Checkpoint, stack: ExitStack):
         self.checkpoint, self._stack = checkpoint, stack
-        self._files: dict[Path, GgufFile | SafetensorsFile] = {}
+        self._file: MappedFile | None = None
         self._upload = StagedUpload()
 
     def values(self, target: str, dtype: torch.dtype, shard: Shard | None, device: torch.device) -> torch.Tensor:
@@ -188,21 +189,36 @@ class Reader:
     def tensor(self, entry: Entry) -> torch.Tensor:
         """As stored: a view of the mapped file, all of which stays open with it."""
         assert not entry.pieces
-        if entry.file not in self._files:
-            self._files[entry.file] = opened = open_file(entry.file)
-            self._stack.enter_context(opened)
-        return self._files[entry.file].get_tensor(entry.key)
+        if self._file is None:
+            self._file = self._stack.enter_context(open_file(self.checkpoint.path))
+        return self._file.get_tensor(entry.key)
 
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
-    """A Reader whose files are closed at the end of the context.
+    """A Reader whose file is closed at the end of the context.
 
-    ValueError at the end if the files have changed since the checkpoint was opened: the tensors may be of two models.
+    ValueError at the end if the file has changed since the checkpoint was opened: the tensors may be of two models.
     """
     with ExitStack() as stack:
         yield Reader(checkpoint, stack)
         checkpoint.check_unchanged()
+
+
+def check_scales(checkpoint: Checkpoint) -> None:
+    """ValueError, naming the file and the scale, for a scale in float that is NaN or infinite.
+
+    It would make a row, or all of a weight, NaN, and the search for NaN in a run would name the rank alone.
+    """
+    scales = {scale.key: scale for entry in checkpoint.entries.values() for scale in entry.scales.values()}
+    with reading(checkpoint) as reader:
+        for key, scale in scales.items():
+            small = scale.dtype in FLOATS and math.prod(scale.shape) <= MOST_SCALES
+            if small and not torch.isfinite(reader.tensor(scale)).all():
+                raise ValueError(
+                    f"model_name: {short(checkpoint.path.name)} has {short(key)}, a scale of weights, with values that "
+                    "are NaN or infinite. The file is damaged, or its conversion failed. Use another copy."
+                )
 
 
 def values_of(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.open_model import open_own_class
+from parallel_backend.checkpoints.checkpoint import open_own_class
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.pinned import pinning
 from parallel_backend.core.torch_settings import write_settings

@@ -15,7 +15,7 @@ from comfy_extras import nodes_model_advanced, nodes_model_merging
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(PACK))
-from parallel_backend.checkpoints.gguf_file import GgufFile
+from parallel_backend.checkpoints.tensor_files import GgufFile
 from testing.gguf_files import write_gguf
 
 sys.path.remove(str(PACK))
