@@ -262,7 +262,6 @@ def model_of(
         transfer_dtype=config.transfer_dtype,
         offload=offload_of(values["offload"]),
         own_class=file.own,
-        conversion=checkpoint.conversion,
         fp8_products=is_fast(FP8_PRODUCTS),
         **{name: values[name] for name in SETUP_WIDGETS},
     )

@@ -15,8 +15,7 @@ from .model.call.diffusion_model import RemoteDiffusionModel
 from .model.carry_over import carry_over
 from .model.early_start import start_ranks_of
 from .model.loading.model_file import importing, open_file
-from .model.loading.native_source import NativeSource, native_source
-from .model.loading.native_weights import check_not_rewritten, give_back_memory, unload
+from .model.loading.native_source import NativeSource, check_not_rewritten, give_back_memory, native_source, unload
 from .model.patcher import RemoteModelPatcher
 from .parallel_config import ParallelConfig, config_of
 from .run_on_several_gpus import model_file

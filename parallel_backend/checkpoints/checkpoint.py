@@ -17,7 +17,7 @@ import torch
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import TORCH_DTYPES, compute_name, storage_name
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.core.setup import Conversion, Setup, TensorSizes
+from parallel_backend.core.setup import Setup, TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.core.validate import check_model
 from parallel_backend.own_class.adapters.adapters import adapter_of
@@ -47,8 +47,6 @@ class Checkpoint:
     """Key in the file, without prefix -> tensor."""
     file_state: str = ""
     """State of the file when it was opened, see file_state."""
-    conversion: Conversion = field(default=(), repr=False)
-    """By which `entries` of a file in diffusers' layout have ComfyUI's names."""
     unused: Mapping[str, Entry] = field(default_factory=dict, repr=False)
     """Key -> tensor of the file that no parameter has the values of."""
     attention: Mapping[str, str] = field(default_factory=dict)
@@ -220,13 +218,13 @@ class Checkpoint:
 
 def open_setup(setup: Setup) -> Checkpoint:
     """The checkpoint of a model that the client has opened. ValueError as `open_own_class`."""
-    return open_own_class(setup.path, setup.own_class, setup.conversion, setup.enlarged)
+    return open_own_class(setup.path, setup.own_class, setup.enlarged)
 
 
-def open_own_class(path: Path, own: OwnClass, conversion: Conversion = (), enlarged: TensorSizes = ()) -> Checkpoint:
+def open_own_class(path: Path, own: OwnClass, enlarged: TensorSizes = ()) -> Checkpoint:
     """The checkpoint of a file. ValueError as `contents_of` and `checkpoint_of`."""
     with refusals(path):
-        return checkpoint_of(contents_of(path).converted(conversion), own, enlarged)
+        return checkpoint_of(contents_of(path).converted(own.conversion), own, enlarged)
 
 
 def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ()) -> Checkpoint:
@@ -283,9 +281,7 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
                 f"model_name: {name} has {short(key)} in the shape {short(list(found))}, but ComfyUI's class {own.name} has "
                 f"{list(needed)}. The file is damaged, or for another version of the class."
             )
-    opened = Checkpoint(
-        contents.path, built, key_map, of_file, contents.file_state, contents.conversion, unused, contents.attention
-    )
+    opened = Checkpoint(contents.path, built, key_map, of_file, contents.file_state, unused, contents.attention)
     if not enlarged:
         return opened
     larger = {key: replace(entry, shape=sizes.get(key, entry.shape)) for key, entry in of_file.items()}

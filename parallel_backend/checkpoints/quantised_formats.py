@@ -346,11 +346,11 @@ def quantised_bytes(
 
 
 def cut_scale(
-    tensor: torch.Tensor, place: ScalePlace, layer: Layer, size: tuple[int, int], rows: list[Span], columns: list[Span]
+    tensor: torch.Tensor, place: ScalePlace, block: int, size: tuple[int, int], rows: list[Span], columns: list[Span]
 ) -> torch.Tensor:
     """The scales of these rows and columns, from the scales of a weight of `size` (rows, columns), as Quantised has them.
 
-    The columns are whole groups (`Layer.unit`).
+    `block`: Layer.block. The columns are whole groups (`Layer.unit`).
     """
     match place:
         case ScalePlace.WHOLE:
@@ -361,14 +361,14 @@ def cut_scale(
         case ScalePlace.COLUMN:
             return torch.cat([tensor.float().view(-1)[span.slice] for span in columns])
         case ScalePlace.GROUP:
-            groups = torch.cat([tensor[span.start // layer.block : span.stop // layer.block] for span in columns])
+            groups = torch.cat([tensor[span.start // block : span.stop // block] for span in columns])
             return torch.cat([groups[:, span.slice] for span in rows], dim=1)
     if place is ScalePlace.TILED and (whole := _whole_tiles(size, rows, columns)) is not None:
         return joined([tensor.view(torch.uint8)[part] for part in whole])
-    blocks = untiled(tensor, size[0], size[1] // layer.block) if place is ScalePlace.TILED else tensor
+    blocks = untiled(tensor, size[0], size[1] // block) if place is ScalePlace.TILED else tensor
     single = blocks.element_size() == 1  # some devices cannot cut and join float8, but all can as uint8
     values = torch.cat([(blocks.view(torch.uint8) if single else blocks)[span.slice] for span in rows])
-    inside = [slice(span.start // layer.block, span.stop // layer.block) for span in columns]
+    inside = [slice(span.start // block, span.stop // block) for span in columns]
     values = torch.cat([values[:, part] for part in inside], dim=1)
     if place is ScalePlace.TILED:
         return tiled(values)

@@ -66,7 +66,7 @@ class Reader:
         self._copy(entry, *self._cut(target, shard), values)
         if entry.rounded is not None:
             values = values.to(FP8_KINDS[entry.rounded]).float()
-        scale = self._scale(entry.scale, target, shard, out.device)
+        scale = self._scales(target, shard, out.device)["weight_scale"]
         out.copy_(values * scale.view(-1, *(1,) * (len(shape) - 1)))
 
     def _enlarged(self, target: str, like: torch.Tensor) -> torch.Tensor:
@@ -124,39 +124,28 @@ class Reader:
 
     def _packing(self, target: str, shard: Shard | None, device: torch.device) -> Packing:
         """How the file packs the part `shard` of a weight, with its scales."""
-        entry = self._entry(target)
+        entry, scales = self._entry(target), self._scales(target, shard, device)
         packing = _stored(entry)
         if isinstance(packing, Fp8):
-            scale = None if entry.scale is None else self._scale(entry.scale, target, shard, device)
-            input_entry = entry.scales.get("input_scale")
-            input_scale = None if input_entry is None else self.tensor(input_entry).float().view(1, 1).to(device, copy=True)
             # Plain fp8 is expanded, as by ComfyUI without --fast: its file has no say on the rounding of inputs.
-            return Fp8(packing.kind, scale, input_scale, entry.layer is None or entry.layer.full_precision)
-        if isinstance(packing, Quantised):
-            return packing.on(self._scales(target, shard, device))
+            full_precision = entry.layer is None or entry.layer.full_precision
+            return Fp8(packing.kind, scales.get("weight_scale"), scales.get("input_scale"), full_precision)
         assert packing is not None
-        return packing
+        return packing.on(scales)
 
     def _scales(self, target: str, shard: Shard | None, device: torch.device) -> dict[str, torch.Tensor]:
-        """The scales of the part `shard` of a weight in one of KEPT, as Quantised has them."""
+        """The scales of the part `shard` of a weight by name, as Quantised and Fp8 have them."""
         entry = self._entry(target)
-        shape = entry.shape[0], entry.shape[1]
+        shape = entry.shape[0], torch.Size(entry.shape[1:]).numel()
         dim, spans, all_rows = self._cut(target, shard)
         rows, columns = (spans, [Span(0, shape[1])]) if dim == 0 else ([all_rows], spans)
-        layouts = FORMATS[entry.dtype].scales
+        layouts = FORMATS[entry.dtype if entry.dtype in KEPT else "float8_e4m3fn"].scales
+        block = 1 if entry.layer is None else entry.layer.block
         parts = {}
         for leaf, scale in entry.scales.items():
-            part = cut_scale(self.tensor(scale), layouts[leaf].place, entry.kept_layer, shape, rows, columns)
+            part = cut_scale(self.tensor(scale), layouts[leaf].place, block, shape, rows, columns)
             parts[leaf] = part.to(device, copy=True)  # a view of the mapped file would keep all of it open
         return parts
-
-    def _scale(self, entry: Entry, target: str, shard: Shard | None, device: torch.device) -> torch.Tensor:
-        """The scale, stored in `entry`, of the part `shard` of a weight in fp8: float32 [1, 1], or [rows, 1]."""
-        scale = self.tensor(entry).float().view(-1, 1)
-        if len(scale) > 1:
-            dim, spans, rows = self._cut(target, shard)
-            scale = torch.cat([scale[span.slice] for span in (spans if dim == 0 else [rows])])
-        return scale.to(device, copy=True)  # a view of the mapped file would keep all of it open
 
     def _cut(self, target: str, shard: Shard | None) -> tuple[int, list[Span], Span]:
         """(dim, spans along it, rows of the whole parameter) of the part `shard`, in the file's tensor."""

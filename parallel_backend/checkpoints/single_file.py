@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallel_backend.core.setup import Conversion, TensorSizes
+from parallel_backend.core.own_class import Conversion
+from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Span
 

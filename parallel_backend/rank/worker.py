@@ -227,7 +227,7 @@ class Worker:
             torch.set_num_threads(threads)
 
     def _probe(self, message: m.Probe) -> m.Probed:
-        checkpoint = open_own_class(Path(message.path), message.own_class, message.conversion)
+        checkpoint = open_own_class(Path(message.path), message.own_class)
         return probe(self.settings.rank, checkpoint, self.device, message.dtype, message.calls)
 
     def _reply(self, message: Any) -> None:

@@ -17,8 +17,8 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint, checkpoint_of
 from parallel_backend.checkpoints.single_file import NOT_RUN, UNET, Contents, check_own_arguments, contents_of, refusals
 from parallel_backend.core.devices import device_kind
-from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
-from parallel_backend.core.setup import Conversion, TensorSizes
+from parallel_backend.core.own_class import DTYPE, ROOT, Conversion, OwnClass
+from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.own_class.adapters.adapters import unstated
 from parallel_backend.own_class.built.building import meta_parameters
@@ -58,10 +58,7 @@ def open_file(path: Path, imported: Mapping[str, Any], enlarged: TensorSizes = (
     `enlarged`: sizes of tensors that a LoRA enlarges.
     """
     with refusals(path):
-        contents = contents_of(path)
-        contents, tensors, config = _detected(contents, enlarged)
-        own, model = _own_class(contents, tensors, config, imported)
-        return ModelFile(checkpoint_of(contents, own, enlarged), own, model)
+        return _model_file(contents_of(path), imported, enlarged)
 
 
 def importing(device: str) -> dict[str, Any]:
@@ -130,10 +127,9 @@ def _runs(rows: torch.Tensor, starts: Mapping[int, str]) -> list[tuple[str, int,
     return runs
 
 
-def _own_class(
-    contents: Contents, tensors: dict[str, torch.Tensor], config: Any, imported: Mapping[str, Any]
-) -> tuple[OwnClass, comfy.model_base.BaseModel]:
-    """The class by which ComfyUI would compute the file, and its model around it."""
+def _model_file(contents: Contents, imported: Mapping[str, Any], enlarged: TensorSizes) -> ModelFile:
+    """The file with these contents, for the class by which ComfyUI would compute it. As `open_file`."""
+    contents, tensors, config = _detected(contents, enlarged)
     name, stated, other = contents.name, contents.stated or {}, contents.other
     if other is not None and other.what not in (NOT_RUN, UNET):
         raise contents.refusal()
@@ -171,9 +167,10 @@ def _own_class(
         halves=tuple(HALVES[dtype] for dtype in config.supported_inference_dtypes if dtype in HALVES),
         video=config.latent_format.latent_dimensions == 3,
         unet=unet,
+        conversion=contents.conversion,
         **imported,
     )
-    return own, model
+    return ModelFile(checkpoint_of(contents, own, enlarged), own, model)
 
 
 def _dtype_name(value: Any) -> str:
