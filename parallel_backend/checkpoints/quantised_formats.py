@@ -15,8 +15,7 @@ import torch
 
 from parallel_backend.core.spans import Span
 
-from .packed_formats import CHUNK_VALUES, Packing
-from .scale_tiles import TILE, tiled, tiled_shape, untiled
+from .packed_formats import CHUNK_VALUES, TILE, Packing, tiled, tiled_shape, untiled
 
 
 class ScalePlace(Enum):

@@ -12,9 +12,8 @@ from typing import Any
 
 from parallel_backend.core.short_text import short
 
-from .packed_formats import FP8_KINDS
+from .packed_formats import FP8_KINDS, tiled_shape
 from .quantised_formats import CODES, FORMATS, FP8_FORMATS, KEPT, ROTATIONS, Layer, ScaleLayout, ScalePlace
-from .scale_tiles import tiled_shape
 from .tensor_files import Entry, MappedFile
 
 QUANTISATION = "_quantization_metadata"
