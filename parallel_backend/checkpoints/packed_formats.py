@@ -31,13 +31,22 @@ class Packing(abc.ABC):
         """The same with other `tensors` of these names."""
         return self
 
+    @property
     @abc.abstractmethod
-    def byte_span(self, columns: Span) -> Span | None:
-        """The bytes of a row that hold these columns; None where they are not whole groups of values."""
+    def group(self) -> tuple[int, int]:
+        """(values, bytes) of a group. A row is whole groups, and can be cut between them."""
 
-    @abc.abstractmethod
+    def byte_span(self, columns: Span) -> Span | None:
+        """The bytes of a row that hold these columns. None: they are not whole groups."""
+        values, size = self.group
+        if columns.start % values or columns.stop % values:
+            return None
+        return Span(columns.start // values * size, columns.stop // values * size)
+
     def columns(self, row_bytes: int) -> int:
         """Values in `row_bytes` bytes of a row."""
+        values, size = self.group
+        return row_bytes * values // size
 
     @abc.abstractmethod
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -92,11 +101,9 @@ class Fp8(Packing):
     def on(self, tensors: Mapping[str, torch.Tensor]) -> Self:
         return replace(self, scale=tensors.get("scale"), input_scale=tensors.get("input_scale"))
 
-    def byte_span(self, columns: Span) -> Span:
-        return columns
-
-    def columns(self, row_bytes: int) -> int:
-        return row_bytes
+    @property
+    def group(self) -> tuple[int, int]:
+        return 1, 1
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         values = packed.view(FP8_KINDS[self.kind]).to(dtype)
@@ -110,11 +117,9 @@ class Half(Packing):
     kind: str
     """Key of HALF_KINDS."""
 
-    def byte_span(self, columns: Span) -> Span:
-        return Span(2 * columns.start, 2 * columns.stop)
-
-    def columns(self, row_bytes: int) -> int:
-        return row_bytes // 2
+    @property
+    def group(self) -> tuple[int, int]:
+        return 1, 2
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return packed.view(HALF_KINDS[self.kind]).to(dtype)
@@ -127,18 +132,12 @@ class GgufBlocks(Packing):
     kind: str
     """Key of GGUF_BLOCKS."""
 
-    def byte_span(self, columns: Span) -> Span | None:
-        values, size = GGUF_BLOCKS[self.kind]
-        if columns.start % values or columns.stop % values:
-            return None
-        return Span(columns.start // values * size, columns.stop // values * size)
-
-    def columns(self, row_bytes: int) -> int:
-        values, size = GGUF_BLOCKS[self.kind]
-        return row_bytes // size * values
+    @property
+    def group(self) -> tuple[int, int]:
+        return GGUF_BLOCKS[self.kind]
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        values, size = GGUF_BLOCKS[self.kind]
+        values, size = self.group
         out = torch.empty(packed.shape[0], self.columns(packed.shape[1]), dtype=dtype, device=packed.device)
         places = out.view(-1, values).split(CHUNK_VALUES // values)
         for place, blocks in zip(places, packed.view(-1, size).split(CHUNK_VALUES // values), strict=True):

@@ -188,13 +188,9 @@ class Quantised(Packing):
     def on(self, tensors: Mapping[str, torch.Tensor]) -> Self:
         return replace(self, scales=tensors)
 
-    def byte_span(self, columns: Span) -> Span | None:
-        if columns.start % self.layer.unit or columns.stop % self.layer.unit:
-            return None
-        return Span(columns.start * self.layer.bits // 8, columns.stop * self.layer.bits // 8)
-
-    def columns(self, row_bytes: int) -> int:
-        return row_bytes * 8 // self.layer.bits
+    @property
+    def group(self) -> tuple[int, int]:
+        return self.layer.unit, self.layer.unit * self.layer.bits // 8
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         rows, columns = packed.shape[0], self.columns(packed.shape[1])
