@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.degrees import WIDGETS, Degrees
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.plans.block_order import block_lists
 from parallel_backend.own_class.plans.proof import Proof
@@ -15,16 +15,9 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
     runs = f"{name} runs by split_batch_degree alone"
     if planned:
         raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
-    alone = {
-        "tensor_parallel_degree": degrees.tensor,
-        "patch_degree": degrees.patch,
-        "pipefusion_degree": degrees.pipe,
-        "ulysses_degree": degrees.ulysses,
-        "ring_degree": degrees.ring,
-    }
-    for widget, value in alone.items():
-        if value > 1:
-            raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
+    for axis, widget in WIDGETS.items():
+        if axis != "batch" and getattr(degrees, axis) > 1:
+            raise ValueError(f"{widget} is {getattr(degrees, axis)}: {runs}. Set it to 1.")
     if compiled:
         raise ValueError(f"compile: {runs}. Switch it off.")
 
