@@ -19,7 +19,7 @@ from parallel_backend.placement.residency import offload_of
 from parallel_backend.quickstart.model import WEIGHTS
 
 from .model.early_start import start_ranks_of
-from .model.loading.model_file import ModelFile, open_file
+from .model.loading.model_file import ModelFile, importing, open_file
 from .model.loading.own_degrees import check_own_class
 from .model.patcher import RemoteModelPatcher, make_model
 from .parallel_config import ParallelConfig
@@ -229,7 +229,7 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
         raise ValueError("parallel_config: this input is not from Ulysses Config or Parallel Doctor.")
     planned = values["degrees"] == AUTO
     degrees, devices = _to_plan(values["devices"]) if planned else _as_set(values, config)
-    return model_of(open_file(path, devices[0]), degrees, devices, planned, values, config)
+    return model_of(open_file(path, importing(devices[0])), degrees, devices, planned, values, config)
 
 
 def model_of(
@@ -262,7 +262,6 @@ def model_of(
         transfer_dtype=config.transfer_dtype,
         offload=offload_of(values["offload"]),
         own_class=file.own,
-        conversion=checkpoint.conversion,
         fp8_products=is_fast(FP8_PRODUCTS),
         **{name: values[name] for name in SETUP_WIDGETS},
     )

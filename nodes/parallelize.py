@@ -14,9 +14,8 @@ from .model.call.concurrent_conds import WRAPPER_KEY as CONDS_KEY
 from .model.call.diffusion_model import RemoteDiffusionModel
 from .model.carry_over import carry_over
 from .model.early_start import start_ranks_of
-from .model.loading.model_file import open_file
-from .model.loading.native_source import NativeSource, native_source
-from .model.loading.native_weights import check_not_rewritten, give_back_memory, unload
+from .model.loading.model_file import importing, open_file
+from .model.loading.native_source import NativeSource, check_not_rewritten, give_back_memory, native_source, unload
 from .model.patcher import RemoteModelPatcher
 from .parallel_config import ParallelConfig, config_of
 from .run_on_several_gpus import model_file
@@ -155,7 +154,7 @@ def _parallel(
     ranks = ranks_of(mode, gpus, len(possible), config_degrees)
     _check_gpus(ranks, possible)
     devices = possible[:ranks] if on_gpus else ("cpu",) * ranks
-    file = open_file(source.path, devices[0])
+    file = open_file(source.path, importing(devices[0]))
     if file.own.unet and mode == AUTO:
         mode = "split batch"  # which alone a UNet has
     degrees = config_degrees if config_degrees.world > 1 else None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.file_state import file_state
+from parallel_backend.checkpoints.single_file import file_state
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.host_memory import host_memory
@@ -23,7 +23,7 @@ from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.planning.before_running import Cards, why_pipefusion
 
 from .loader import CHECKPOINTS, FOLDER, file_path
-from .model.loading.model_file import open_file
+from .model.loading.model_file import importing, open_file
 from .ui.devices import half_dtypes, possible_devices, why_hidden
 from .ui.host import prompt_server
 from .ui.long_work import Busy, LongWork
@@ -128,7 +128,7 @@ class FilePlans:
     def of(self, name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
         """The plan of the file at `path`, which the loader calls `name`."""
         with self._lock:
-            state = f"{name} {file_state([path])}"
+            state = f"{name} {file_state(path)}"
             known, plan = self._plans.pop((path, devices), ("", LoaderPlan()))
             if known != state:
                 plan = file_plan(name, path, devices)
@@ -150,7 +150,7 @@ def loader_plan(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, 
 def file_plan(name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
     """The plan of a loader of the file at `path`, which it calls `name`."""
     try:
-        file = open_file(path, devices[0])
+        file = open_file(path, importing(devices[0]))
     except ValueError as error:
         return LoaderPlan(file=name, why=str(error).removeprefix("model_name: "))
     native = wanted_halves(half_dtypes(devices), file.own.halves, "default")

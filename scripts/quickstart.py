@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from parallel_backend.checkpoints.open_model import open_own_class  # noqa: E402
+from parallel_backend.checkpoints.checkpoint import open_own_class  # noqa: E402
 from parallel_backend.client.loading import load_model  # noqa: E402
 from parallel_backend.client.proven_class import call_of, prompt_for_class, proven  # noqa: E402
 from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole  # noqa: E402

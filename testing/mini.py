@@ -15,14 +15,13 @@ from safetensors.torch import load_file
 from parallel_backend.acceptance.tiny_model import TINY, Call
 from parallel_backend.acceptance.tiny_model import relative as relative
 from parallel_backend.acceptance.tiny_model import save as save
-from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.open_model import open_own_class, with_class
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_own_class, with_class
 from parallel_backend.checkpoints.single_file import contents_of
 from parallel_backend.client import proven_class
 from parallel_backend.client.proven_class import call_of
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.core.setup import Conversion, Setup
+from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.call_arguments import from_tensors, structure_of, to_tensors
 from parallel_backend.own_class.calls.tried_calls import Call as TriedCall
@@ -117,10 +116,9 @@ def reference(
     return model(x, timestep, **from_tensors(tensors, structure_of(tensors)))
 
 
-def config_of(path: Path, conversion: Conversion = ()) -> dict[str, Any]:
+def config_of(path: Path) -> dict[str, Any]:
     """The class's arguments for a file."""
-    contents = contents_of(path)
-    shapes = (contents.converted(conversion) if conversion else contents).shapes
+    shapes = {key: entry.shape for key, entry in contents_of(path).entries.items()}
 
     def blocks(name: str) -> int:
         return len({key.split(".")[1] for key in shapes if key.startswith(f"{name}.")})
@@ -171,12 +169,10 @@ def trials(config: Mapping[str, Any] = CONFIG, degrees: Sequence[int] = (1, 2)) 
     return Trials(mini_flux(**config), proofs)
 
 
-def opened(
-    path: Path, tensor: int = 1, conversion: Conversion = (), height: int = 16, width: int = 12, text: int = 7
-) -> Checkpoint:
+def opened(path: Path, tensor: int = 1, height: int = 16, width: int = 12, text: int = 7) -> Checkpoint:
     """The file's checkpoint by the class, proven for so many tensor ranks, with an example of this size for plans."""
-    config = config_of(path, conversion)
-    return with_call(open_own_class(path, proven(config, tensor), conversion), config, height, width, text)
+    config = config_of(path)
+    return with_call(open_own_class(path, proven(config, tensor)), config, height, width, text)
 
 
 def with_call(

@@ -8,8 +8,7 @@ import torch
 
 from benchmarks.harness import mini_model, moving_digits
 from benchmarks.harness.mini_model import closeness
-from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.open_model import open_own_class
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_own_class
 from parallel_backend.client import proven_class
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt

@@ -30,7 +30,7 @@ import nodes  # noqa: E402, F401 - ComfyUI's, before a folder of the same name i
 sys.path.append(str(ROOT))
 
 from benchmarks.sizes.trace import Figures, Inputs, traced  # noqa: E402
-from parallel_backend.checkpoints.open_model import open_own_class  # noqa: E402
+from parallel_backend.checkpoints.checkpoint import open_own_class  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
 from parallel_backend.own_class.adapters.adapters import adapter_of  # noqa: E402
 from parallel_backend.own_class.built import built_class  # noqa: E402

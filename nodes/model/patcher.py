@@ -265,12 +265,10 @@ def make_model(
     file: ModelFile, setup: Setup, comm_overlap: bool, devices: tuple[str, ...] | None = None
 ) -> RemoteModelPatcher:
     """The MODEL for this file. Nothing is started or loaded. `devices`: as in RemoteDiffusionModel, or the setup's."""
-    config = file.config
-    config.unet_config["disable_unet_model_creation"] = True
+    model, config = file.model, file.model.model_config
     dtype = compute_dtype(setup.dtype, torch.device(device_kind(setup.devices[0])))
     config.set_inference_dtype(dtype, None)
     weights = NativeWeights(file.checkpoint, file.own, dtype)
-    model = config.get_model({}, "")
     model.diffusion_model = RemoteDiffusionModel(
         file.checkpoint, setup, devices or setup.devices, comm_overlap, weights, config.unet_config
     )

@@ -19,7 +19,7 @@ from parallel_backend.client.vae import Made, NotExact, Part, RemoteVAE, TooLitt
 from parallel_backend.core.devices import device_kind
 from parallel_backend.processes.pool_part import SomeRanks
 
-from ..model.loading.model_file import comfyui_folder, import_settings
+from ..model.loading.model_file import importing
 from ..model.run.make_room import comfyui_gpus
 from ..ui.host import check_cancelled
 from .known import OTHER, Cut, tensors_of
@@ -177,8 +177,7 @@ def remote_vae(vae: comfy.sd.VAE, cut: Cut, part: Part, pool: SomeRanks) -> tupl
     dtype = vae.vae_dtype if on_gpus else torch.float32
     recipe = {
         "tree": cut.tree,
-        "folder": comfyui_folder(),
-        "settings": import_settings(pool.devices[0]),
+        **importing(pool.devices[0]),
         "call": CALLS[part, cut.known.tiles],
         "constants": cut.known.constants,
     }

@@ -5,7 +5,7 @@ import re
 import statistics
 import time
 
-from parallel_backend.checkpoints.open_model import open_setup
+from parallel_backend.checkpoints.checkpoint import open_setup
 from parallel_backend.client.loading import load_model
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.open_model import open_setup
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_setup
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Predict

@@ -4,6 +4,7 @@ Supported: single files in ComfyUI's layout, safetensors or GGUF, with or withou
 Opening reads headers only. READABLE lists the storage formats.
 """
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -15,24 +16,28 @@ import torch
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.dtypes import TORCH_DTYPES, compute_name, storage_name
-from parallel_backend.core.setup import Conversion
+from parallel_backend.core.own_class import OwnClass
+from parallel_backend.core.setup import Setup, TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.core.validate import check_model
-from parallel_backend.own_class.built.built_class import BuiltClass
+from parallel_backend.own_class.adapters.adapters import adapter_of
+from parallel_backend.own_class.built.built_class import BuiltClass, built_class
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, cut_of, cut_side
 
-from .file_state import check_file_state, has_changed
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
 from .quantised_formats import KEPT, quantised_bytes
+from .single_file import Contents, contents_of, file_state, refusals
 from .tensor_files import GGUF, Entry
 
 READABLE = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *GGUF_BLOCKS, *KEPT}
 """Storage formats that can be read."""
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""Samples of a file for its fingerprint, and the bytes of each. Fine-tuned models differ nearly everywhere."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint."""
+    """An opened file."""
 
     path: Path
     built: BuiltClass
@@ -41,29 +46,56 @@ class Checkpoint:
     entries: dict[str, Entry] = field(repr=False)
     """Key in the file, without prefix -> tensor."""
     file_state: str = ""
-    """State of its files when they were opened, see file_state.py."""
-    conversion: Conversion = field(default=(), repr=False)
-    """By which `entries` of a single file in diffusers' layout have ComfyUI's names."""
+    """State of the file when it was opened, see file_state."""
     unused: Mapping[str, Entry] = field(default_factory=dict, repr=False)
-    """Key -> tensor of a single file that no parameter has the values of. Dropped: nodes hold it against ComfyUI's class."""
+    """Key -> tensor of the file that no parameter has the values of."""
     attention: Mapping[str, str] = field(default_factory=dict)
-    """Attention layer, by its name in the file -> the kernel that the file asks for, see attention_preferences.py."""
+    """Attention layer, by its name in the file -> the kernel that the file asks for, see single_file.py."""
     smaller: "Checkpoint | None" = field(default=None, repr=False)
     """The checkpoint as it is in the file, if a LoRA enlarges tensors."""
 
     def check_unchanged(self, expected: str = "") -> None:
-        """ValueError if the files are no longer as they were when they were opened, or as `expected`."""
-        check_file_state(self.files, expected or self.file_state, self.path.name)
+        """ValueError if the file is no longer as it was when it was opened, or as `expected`."""
+        if file_state(self.path) == (expected or self.file_state):
+            return
+        if not self.path.is_file():
+            raise ValueError(
+                f"model_name: {short(self.path.name)} was removed from disk while it was in use. Weights that are not in "
+                "memory must be read from it. Queue the prompt again when the file is back."
+            )
+        raise ValueError(
+            f"model_name: {short(self.path.name)} was overwritten, replaced or cut on disk while it was in use. Its weights "
+            "would come from two files. Queue the prompt again when the file is complete."
+        )
 
     @property
     def has_changed(self) -> bool:
-        """The files are there, and not as they were when they were opened."""
-        return has_changed(self.files, self.file_state)
+        """The file is there, and not as it was when it was opened. A file that is away for a moment, as on a network drive,
+        has not changed."""
+        return self.path.is_file() and file_state(self.path) != self.file_state
 
-    @property
-    def files(self) -> set[Path]:
-        """All files that have tensors."""
-        return {entry.file for entry in self.entries.values()}
+    def fingerprint(self) -> str:
+        """Digest of the file's size and samples, not of its name: whether two machines have the same file, without reading
+        all of it. Models of one kind have equal headers and sizes. ValueError if the file cannot be read."""
+        digest = hashlib.blake2b(digest_size=16)
+        try:
+            size = self.path.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            with self.path.open("rb") as file:
+                for sample in range(SAMPLES):
+                    file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+                    digest.update(file.read(SAMPLE_BYTES))
+        except OSError as error:
+            raise ValueError(f"model_name: {short(self.path.name)} cannot be read ({short(error)}).") from error
+        return digest.hexdigest()
+
+    def check_fingerprint(self, expected: str) -> None:
+        """ValueError if the fingerprint of this machine's file is not `expected`."""
+        if self.fingerprint() != expected:
+            raise ValueError(
+                f"model_name: {short(self.path, 300)} differs between this machine and ComfyUI's machine. Copy the file, or "
+                "share the folder."
+            )
 
     @property
     def dtype(self) -> str:
@@ -184,11 +216,39 @@ class Checkpoint:
         return torch.float32 if target in self.built.exact else dtype
 
 
-def checked(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the tensors that nothing uses in `unused`. ValueError for a missing or unreadable tensor, and for
-    an unused scale of 8-bit values."""
-    name, entries = short(checkpoint.path.name), checkpoint.entries
-    used = dict.fromkeys(checkpoint.key_map.values())
+def open_setup(setup: Setup) -> Checkpoint:
+    """The checkpoint of a model that the client has opened. ValueError as `open_own_class`."""
+    return open_own_class(setup.path, setup.own_class, setup.enlarged)
+
+
+def open_own_class(path: Path, own: OwnClass, enlarged: TensorSizes = ()) -> Checkpoint:
+    """The checkpoint of a file. ValueError as `contents_of` and `checkpoint_of`."""
+    with refusals(path):
+        return checkpoint_of(contents_of(path).converted(own.conversion), own, enlarged)
+
+
+def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ()) -> Checkpoint:
+    """The checkpoint of a file with these contents. What the class has no use for is left out, as ComfyUI leaves it out.
+
+    `enlarged`: by key, sizes of tensors that a LoRA enlarges, with zeros behind the file's values.
+    ValueError, with a text for the user, if the class cannot be built, if the file lacks one of its parameters or has one of
+    another shape or in an unreadable format, and for an unused scale of 8-bit values.
+    """
+    name = contents.name
+    try:
+        built = built_class(own)
+    except Exception as error:  # of any kind: its code is not known
+        raise ValueError(
+            f"model_name: {name}: ComfyUI's class {own.name} cannot be built on ranks ({type(error).__name__}: {error}). "
+            "Load it with ComfyUI's own loader, on one GPU."
+        ) from error
+    # Tables that the class computes may be missing, or be there as a marker without values.
+    entries = {key: entry for key, entry in contents.entries.items() if 0 not in entry.shape}
+    keys, class_name = dict(own.keys), adapter_of(own.kind).own_name
+    names = {target: class_name(target) for target in built.shapes}
+    named = {target: keys.get(name, name) for target, name in names.items()}
+    key_map = {target: key for target, key in named.items() if target in built.parameters or key in entries}
+    used = dict.fromkeys(key_map.values())
     if missing := [key for key in used if key not in entries]:
         raise ValueError(
             f"model_name: {name} lacks {short(missing[0])}" + f" and {len(missing) - 1} more." * (len(missing) > 1)
@@ -197,22 +257,40 @@ def checked(checkpoint: Checkpoint) -> Checkpoint:
     if refused := [key for key in unused if _scales_values(key, entries)]:
         raise ValueError(
             f"model_name: {name} has {short(refused[0])}{f' and {len(refused) - 1} more' * (len(refused) > 1)}, which "
-            f"{checkpoint.built.name} does not use. It is not loaded, because the image would be wrong."
+            f"{built.name} does not use. It is not loaded, because the image would be wrong."
         )
-    for key in used:
-        dtype = entries[key].dtype
-        if entries[key].lacks_scale:
+    sizes, of_file = dict(enlarged), {key: entries[key] for key in used}
+    for target, key in key_map.items():
+        entry, needed = entries[key], built.shapes[target]
+        if entry.lacks_scale:
             raise ValueError(
                 f"model_name: {name} has scaled weights, but lacks the scale of {short(key)}. The file is damaged, or "
                 "its conversion was stopped. Use another copy."
             )
-        if dtype not in READABLE:
+        if entry.dtype not in READABLE:
             among = f" Of GGUF's types it can: F32, F16, BF16, {', '.join(GGUF_BLOCKS)}."
             raise ValueError(
-                f"model_name: {name} has {short(key)} as {short(dtype)}, which this version cannot read."
-                + among * (entries[key].file.suffix.lower() in GGUF)
+                f"model_name: {name} has {short(key)} as {short(entry.dtype)}, which this version cannot read."
+                + among * (contents.path.suffix.lower() in GGUF)
             )
-    return replace(checkpoint, entries={key: entry for key, entry in entries.items() if key in used}, unused=unused)
+        # Sizes of 1 are ignored, since GGUF's tools may drop them, but not of a matrix, which may stay packed in its rows.
+        found = sizes.get(key, entry.shape)
+        compared = [[size for size in shape if size != 1 or len(needed) == 2] for shape in (found, needed)]
+        if compared[0] != compared[1]:
+            raise ValueError(
+                f"model_name: {name} has {short(key)} in the shape {short(list(found))}, but ComfyUI's class {own.name} has "
+                f"{list(needed)}. The file is damaged, or for another version of the class."
+            )
+    opened = Checkpoint(contents.path, built, key_map, of_file, contents.file_state, unused, contents.attention)
+    if not enlarged:
+        return opened
+    larger = {key: replace(entry, shape=sizes.get(key, entry.shape)) for key, entry in of_file.items()}
+    return replace(opened, entries=larger, smaller=opened)
+
+
+def with_class(checkpoint: Checkpoint, own: OwnClass) -> Checkpoint:
+    """The checkpoint of a class of which something else is proven, such as layers that tensor ranks share."""
+    return replace(checkpoint, built=replace(built_class(own), call=checkpoint.built.call))
 
 
 def _scales_values(key: str, entries: Mapping[str, Entry]) -> bool:

@@ -6,7 +6,7 @@ keep it busy for hours. Format: ggml's docs/gguf.md, versions 2 and 3.
 
 import math
 import struct
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from parallel_backend.core.short_text import short
 
@@ -26,8 +26,7 @@ MAX_KEPT = 64
 """Most elements of an array that is kept: shapes are short, and vocabularies are not needed."""
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor's place in the file."""
 
     kind: int
@@ -38,14 +37,13 @@ class StoredTensor:
     """Offset of its bytes in the file."""
 
 
-@dataclass(frozen=True)
-class GgufHeader:
+class GgufHeader(NamedTuple):
     """Tensors and fields by name."""
 
     tensors: dict[str, StoredTensor]
-    arrays: dict[str, Shape] = field(repr=False)
+    arrays: dict[str, Shape]
     """Fields that are arrays of up to MAX_KEPT integers."""
-    texts: dict[str, str] = field(repr=False)
+    texts: dict[str, str]
     """Fields that are texts, which ComfyUI-GGUF hands on as a safetensors header's."""
 
 

@@ -31,13 +31,22 @@ class Packing(abc.ABC):
         """The same with other `tensors` of these names."""
         return self
 
+    @property
     @abc.abstractmethod
-    def byte_span(self, columns: Span) -> Span | None:
-        """The bytes of a row that hold these columns; None where they are not whole groups of values."""
+    def group(self) -> tuple[int, int]:
+        """(values, bytes) of a group. A row is whole groups, and can be cut between them."""
 
-    @abc.abstractmethod
+    def byte_span(self, columns: Span) -> Span | None:
+        """The bytes of a row that hold these columns. None: they are not whole groups."""
+        values, size = self.group
+        if columns.start % values or columns.stop % values:
+            return None
+        return Span(columns.start // values * size, columns.stop // values * size)
+
     def columns(self, row_bytes: int) -> int:
         """Values in `row_bytes` bytes of a row."""
+        values, size = self.group
+        return row_bytes * values // size
 
     @abc.abstractmethod
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -64,6 +73,8 @@ GGUF_BLOCKS = {
 }
 """GGUF types that can be expanded -> (values per block, bytes per block)."""
 
+TILE = 128, 4
+"""Rows and columns of the scales that nvfp4 and mxfp8 files have in a tile, in the order in which tensor cores read them."""
 CHUNK_VALUES = 1 << 22
 """Values that are expanded at once. The arithmetic in float32 makes several copies of them."""
 
@@ -90,11 +101,9 @@ class Fp8(Packing):
     def on(self, tensors: Mapping[str, torch.Tensor]) -> Self:
         return replace(self, scale=tensors.get("scale"), input_scale=tensors.get("input_scale"))
 
-    def byte_span(self, columns: Span) -> Span:
-        return columns
-
-    def columns(self, row_bytes: int) -> int:
-        return row_bytes
+    @property
+    def group(self) -> tuple[int, int]:
+        return 1, 1
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         values = packed.view(FP8_KINDS[self.kind]).to(dtype)
@@ -108,11 +117,9 @@ class Half(Packing):
     kind: str
     """Key of HALF_KINDS."""
 
-    def byte_span(self, columns: Span) -> Span:
-        return Span(2 * columns.start, 2 * columns.stop)
-
-    def columns(self, row_bytes: int) -> int:
-        return row_bytes // 2
+    @property
+    def group(self) -> tuple[int, int]:
+        return 1, 2
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return packed.view(HALF_KINDS[self.kind]).to(dtype)
@@ -125,18 +132,12 @@ class GgufBlocks(Packing):
     kind: str
     """Key of GGUF_BLOCKS."""
 
-    def byte_span(self, columns: Span) -> Span | None:
-        values, size = GGUF_BLOCKS[self.kind]
-        if columns.start % values or columns.stop % values:
-            return None
-        return Span(columns.start // values * size, columns.stop // values * size)
-
-    def columns(self, row_bytes: int) -> int:
-        values, size = GGUF_BLOCKS[self.kind]
-        return row_bytes // size * values
+    @property
+    def group(self) -> tuple[int, int]:
+        return GGUF_BLOCKS[self.kind]
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        values, size = GGUF_BLOCKS[self.kind]
+        values, size = self.group
         out = torch.empty(packed.shape[0], self.columns(packed.shape[1]), dtype=dtype, device=packed.device)
         places = out.view(-1, values).split(CHUNK_VALUES // values)
         for place, blocks in zip(places, packed.view(-1, size).split(CHUNK_VALUES // values), strict=True):
@@ -151,3 +152,28 @@ def _expand_blocks(kind: str) -> Callable[[torch.Tensor, int, int, torch.dtype],
     from diffusers.quantizers.gguf.utils import dequantize_functions
 
     return dequantize_functions[gguf.GGMLQuantizationType[kind]]
+
+
+def tiled_shape(rows: int, columns: int) -> tuple[int, int]:
+    """Shape of [rows, columns] scales, padded to whole tiles."""
+    return -(-rows // TILE[0]) * TILE[0], -(-columns // TILE[1]) * TILE[1]
+
+
+def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Scales in tiles -> [rows, columns].
+
+    A tile of 128 x 4 holds the four scales of row r, then of r + 32, r + 64, r + 96, then those of row r + 1: cuBLAS'
+    layout of block scaling factors (docs.nvidia.com/cuda/cublas).
+    """
+    height, width = tiled_shape(rows, columns)
+    parts = tiles.view(torch.uint8).reshape(height // 128, width // 4, 32, 4, 4)
+    return parts.permute(0, 3, 2, 1, 4).reshape(height, width)[:rows, :columns].contiguous().view(tiles.dtype)
+
+
+def tiled(scales: torch.Tensor) -> torch.Tensor:
+    """[rows, columns] scales -> `tiled_shape`, with zeros at the ends: the inverse of `untiled`."""
+    height, width = tiled_shape(*scales.shape)
+    padded = torch.zeros(height, width, dtype=torch.uint8, device=scales.device)
+    padded[: scales.shape[0], : scales.shape[1]] = scales.view(torch.uint8)
+    parts = padded.view(height // 128, 4, 32, width // 4, 4)
+    return parts.permute(0, 3, 2, 1, 4).reshape(height, width).view(scales.dtype)

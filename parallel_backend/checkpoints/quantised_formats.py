@@ -15,8 +15,7 @@ import torch
 
 from parallel_backend.core.spans import Span
 
-from .packed_formats import CHUNK_VALUES, Packing
-from .scale_tiles import TILE, tiled, tiled_shape, untiled
+from .packed_formats import CHUNK_VALUES, TILE, Packing, tiled, tiled_shape, untiled
 
 
 class ScalePlace(Enum):
@@ -189,13 +188,9 @@ class Quantised(Packing):
     def on(self, tensors: Mapping[str, torch.Tensor]) -> Self:
         return replace(self, scales=tensors)
 
-    def byte_span(self, columns: Span) -> Span | None:
-        if columns.start % self.layer.unit or columns.stop % self.layer.unit:
-            return None
-        return Span(columns.start * self.layer.bits // 8, columns.stop * self.layer.bits // 8)
-
-    def columns(self, row_bytes: int) -> int:
-        return row_bytes * 8 // self.layer.bits
+    @property
+    def group(self) -> tuple[int, int]:
+        return self.layer.unit, self.layer.unit * self.layer.bits // 8
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         rows, columns = packed.shape[0], self.columns(packed.shape[1])
@@ -346,11 +341,11 @@ def quantised_bytes(
 
 
 def cut_scale(
-    tensor: torch.Tensor, place: ScalePlace, layer: Layer, size: tuple[int, int], rows: list[Span], columns: list[Span]
+    tensor: torch.Tensor, place: ScalePlace, block: int, size: tuple[int, int], rows: list[Span], columns: list[Span]
 ) -> torch.Tensor:
     """The scales of these rows and columns, from the scales of a weight of `size` (rows, columns), as Quantised has them.
 
-    The columns are whole groups (`Layer.unit`).
+    `block`: Layer.block. The columns are whole groups (`Layer.unit`).
     """
     match place:
         case ScalePlace.WHOLE:
@@ -361,14 +356,14 @@ def cut_scale(
         case ScalePlace.COLUMN:
             return torch.cat([tensor.float().view(-1)[span.slice] for span in columns])
         case ScalePlace.GROUP:
-            groups = torch.cat([tensor[span.start // layer.block : span.stop // layer.block] for span in columns])
+            groups = torch.cat([tensor[span.start // block : span.stop // block] for span in columns])
             return torch.cat([groups[:, span.slice] for span in rows], dim=1)
     if place is ScalePlace.TILED and (whole := _whole_tiles(size, rows, columns)) is not None:
         return joined([tensor.view(torch.uint8)[part] for part in whole])
-    blocks = untiled(tensor, size[0], size[1] // layer.block) if place is ScalePlace.TILED else tensor
+    blocks = untiled(tensor, size[0], size[1] // block) if place is ScalePlace.TILED else tensor
     single = blocks.element_size() == 1  # some devices cannot cut and join float8, but all can as uint8
     values = torch.cat([(blocks.view(torch.uint8) if single else blocks)[span.slice] for span in rows])
-    inside = [slice(span.start // layer.block, span.stop // layer.block) for span in columns]
+    inside = [slice(span.start // block, span.stop // block) for span in columns]
     values = torch.cat([values[:, part] for part in inside], dim=1)
     if place is ScalePlace.TILED:
         return tiled(values)

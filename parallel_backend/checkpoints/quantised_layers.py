@@ -12,11 +12,12 @@ from typing import Any
 
 from parallel_backend.core.short_text import short
 
-from .packed_formats import FP8_KINDS
+from .packed_formats import FP8_KINDS, tiled_shape
 from .quantised_formats import CODES, FORMATS, FP8_FORMATS, KEPT, ROTATIONS, Layer, ScaleLayout, ScalePlace
-from .scale_tiles import tiled_shape
-from .tensor_files import Entry, read_settings
+from .tensor_files import Entry, MappedFile
 
+QUANTISATION = "_quantization_metadata"
+"""Entry of a safetensors header in which ComfyUI's files may name the formats of quantised layers (JSON)."""
 MARKER = "scaled_fp8"
 SETTINGS = ".comfy_quant"
 FULL_PRECISION = "full_precision_matrix_mult"
@@ -26,17 +27,22 @@ BLOCKS = 4, 8, *range(16, 1025, 16)
 SCALE, INPUT_SCALE = "weight_scale", "input_scale"
 
 
-def attach_quantisation(name: str, entries: Mapping[str, Entry], stated: Mapping[str, dict[str, Any]]) -> dict[str, Entry]:
-    """`entries` of file `name` (key without prefix -> entry), with a weight's scales and settings moved into its entry.
+def attach_quantisation(name: str, entries: Mapping[str, Entry], prefix: str, file: MappedFile) -> dict[str, Entry]:
+    """`entries` of a file (key without `prefix` -> entry), with a weight's scales and settings moved into its entry.
 
-    `stated`: layer -> its settings, from the header. Scales of no weight stay in place, for the caller to use or refuse.
-    ValueError for an unknown format, and for tensors or settings that are missing or do not fit the weight.
+    `name`: the file's, to show. Scales of no weight stay in place, for the caller to use or refuse. ValueError for an
+    unknown format, and for tensors or settings that are missing or do not fit the weight.
     """
     rest = dict(entries)
-    settings = {layer: stated_settings for layer, stated_settings in stated.items() if f"{layer}.weight" in rest}
     layers = [key.removesuffix(SETTINGS) for key in rest if key.endswith(SETTINGS)]
-    settings |= read_settings({layer: rest.pop(layer + SETTINGS) for layer in layers if f"{layer}.weight" in rest})
+    stated = {layer.removeprefix(prefix): each for layer, each in file.stated(QUANTISATION, "layers").items()}
+    stated |= file.objects({layer: rest.pop(layer + SETTINGS) for layer in layers if f"{layer}.weight" in rest})
+    settings = {layer: each for layer, each in stated.items() if f"{layer}.weight" in rest}
     for layer, layer_settings in settings.items():
+        if not isinstance(layer_settings, dict):
+            raise ValueError(
+                f"model_name: {name} cannot be read. It is damaged or incomplete (a layer's format is not a JSON object)."
+            )
         kind = layer_settings.get("format")
         if not isinstance(kind, str) or kind not in FORMATS:
             raise ValueError(

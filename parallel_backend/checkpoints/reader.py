@@ -1,8 +1,8 @@
-"""Reads a rank's part of the weights from memory-mapped files: cut, and converted or packed."""
+"""Reads a rank's part of the weights from the memory-mapped file: cut, and converted or packed."""
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 
@@ -11,18 +11,19 @@ from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Shard, Span
 
 from .checkpoint import Checkpoint
-from .gguf_file import GgufFile
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half, Packing
-from .quantised_formats import FORMATS, KEPT, Quantised, cut_scale, quantise_int8
-from .safetensors_file import SafetensorsFile
-from .tensor_files import Entry, open_file
+from .quantised_formats import FLOATS, FORMATS, KEPT, Quantised, cut_scale, quantise_int8
+from .tensor_files import Entry, MappedFile, open_file
 
 PLAIN = ("fp32", "bf16", "fp16", "F64", *FP8_KINDS)
 """Storage formats that torch has as they are."""
+MOST_SCALES = 1 << 20
+"""Most values of a scale that is looked at: of a whole weight, of rows or of columns. Scales by block may have a sixteenth
+of the weight's values, and are not read twice."""
 
 
 class Reader:
-    """Reads parts of parameters from a checkpoint's files. Opens a file when it is first needed.
+    """Reads parts of parameters from a checkpoint's file, which is opened when it is first needed.
 
     Every part is copied from the mapped file to its final memory, on a device through a little page-locked memory. An
     intermediate copy of its own would leave holes in the heap, which the process keeps after the weights are freed.
@@ -30,7 +31,7 @@ class Reader:
 
     def __init__(self, checkpoint: Checkpoint, stack: ExitStack):
         self.checkpoint, self._stack = checkpoint, stack
-        self._files: dict[Path, GgufFile | SafetensorsFile] = {}
+        self._file: MappedFile | None = None
         self._upload = StagedUpload()
 
     def values(self, target: str, dtype: torch.dtype, shard: Shard | None, device: torch.device) -> torch.Tensor:
@@ -65,7 +66,7 @@ class Reader:
         self._copy(entry, *self._cut(target, shard), values)
         if entry.rounded is not None:
             values = values.to(FP8_KINDS[entry.rounded]).float()
-        scale = self._scale(entry.scale, target, shard, out.device)
+        scale = self._scales(target, shard, out.device)["weight_scale"]
         out.copy_(values * scale.view(-1, *(1,) * (len(shape) - 1)))
 
     def _enlarged(self, target: str, like: torch.Tensor) -> torch.Tensor:
@@ -123,39 +124,28 @@ class Reader:
 
     def _packing(self, target: str, shard: Shard | None, device: torch.device) -> Packing:
         """How the file packs the part `shard` of a weight, with its scales."""
-        entry = self._entry(target)
+        entry, scales = self._entry(target), self._scales(target, shard, device)
         packing = _stored(entry)
         if isinstance(packing, Fp8):
-            scale = None if entry.scale is None else self._scale(entry.scale, target, shard, device)
-            input_entry = entry.scales.get("input_scale")
-            input_scale = None if input_entry is None else self.tensor(input_entry).float().view(1, 1).to(device, copy=True)
             # Plain fp8 is expanded, as by ComfyUI without --fast: its file has no say on the rounding of inputs.
-            return Fp8(packing.kind, scale, input_scale, entry.layer is None or entry.layer.full_precision)
-        if isinstance(packing, Quantised):
-            return packing.on(self._scales(target, shard, device))
+            full_precision = entry.layer is None or entry.layer.full_precision
+            return Fp8(packing.kind, scales.get("weight_scale"), scales.get("input_scale"), full_precision)
         assert packing is not None
-        return packing
+        return packing.on(scales)
 
     def _scales(self, target: str, shard: Shard | None, device: torch.device) -> dict[str, torch.Tensor]:
-        """The scales of the part `shard` of a weight in one of KEPT, as Quantised has them."""
+        """The scales of the part `shard` of a weight by name, as Quantised and Fp8 have them."""
         entry = self._entry(target)
-        shape = entry.shape[0], entry.shape[1]
+        shape = entry.shape[0], torch.Size(entry.shape[1:]).numel()
         dim, spans, all_rows = self._cut(target, shard)
         rows, columns = (spans, [Span(0, shape[1])]) if dim == 0 else ([all_rows], spans)
-        layouts = FORMATS[entry.dtype].scales
+        layouts = FORMATS[entry.dtype if entry.dtype in KEPT else "float8_e4m3fn"].scales
+        block = 1 if entry.layer is None else entry.layer.block
         parts = {}
         for leaf, scale in entry.scales.items():
-            part = cut_scale(self.tensor(scale), layouts[leaf].place, entry.kept_layer, shape, rows, columns)
+            part = cut_scale(self.tensor(scale), layouts[leaf].place, block, shape, rows, columns)
             parts[leaf] = part.to(device, copy=True)  # a view of the mapped file would keep all of it open
         return parts
-
-    def _scale(self, entry: Entry, target: str, shard: Shard | None, device: torch.device) -> torch.Tensor:
-        """The scale, stored in `entry`, of the part `shard` of a weight in fp8: float32 [1, 1], or [rows, 1]."""
-        scale = self.tensor(entry).float().view(-1, 1)
-        if len(scale) > 1:
-            dim, spans, rows = self._cut(target, shard)
-            scale = torch.cat([scale[span.slice] for span in (spans if dim == 0 else [rows])])
-        return scale.to(device, copy=True)  # a view of the mapped file would keep all of it open
 
     def _cut(self, target: str, shard: Shard | None) -> tuple[int, list[Span], Span]:
         """(dim, spans along it, rows of the whole parameter) of the part `shard`, in the file's tensor."""
@@ -188,21 +178,36 @@ class Reader:
     def tensor(self, entry: Entry) -> torch.Tensor:
         """As stored: a view of the mapped file, all of which stays open with it."""
         assert not entry.pieces
-        if entry.file not in self._files:
-            self._files[entry.file] = opened = open_file(entry.file)
-            self._stack.enter_context(opened)
-        return self._files[entry.file].get_tensor(entry.key)
+        if self._file is None:
+            self._file = self._stack.enter_context(open_file(self.checkpoint.path))
+        return self._file.get_tensor(entry.key)
 
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
-    """A Reader whose files are closed at the end of the context.
+    """A Reader whose file is closed at the end of the context.
 
-    ValueError at the end if the files have changed since the checkpoint was opened: the tensors may be of two models.
+    ValueError at the end if the file has changed since the checkpoint was opened: the tensors may be of two models.
     """
     with ExitStack() as stack:
         yield Reader(checkpoint, stack)
         checkpoint.check_unchanged()
+
+
+def check_scales(checkpoint: Checkpoint) -> None:
+    """ValueError, naming the file and the scale, for a scale in float that is NaN or infinite.
+
+    It would make a row, or all of a weight, NaN, and the search for NaN in a run would name the rank alone.
+    """
+    scales = {scale.key: scale for entry in checkpoint.entries.values() for scale in entry.scales.values()}
+    with reading(checkpoint) as reader:
+        for key, scale in scales.items():
+            small = scale.dtype in FLOATS and math.prod(scale.shape) <= MOST_SCALES
+            if small and not torch.isfinite(reader.tensor(scale)).all():
+                raise ValueError(
+                    f"model_name: {short(checkpoint.path.name)} has {short(key)}, a scale of weights, with values that "
+                    "are NaN or infinite. The file is damaged, or its conversion failed. Use another copy."
+                )
 
 
 def values_of(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -1,19 +1,28 @@
-"""A single file's tensors under their names in ComfyUI's class: without the prefix, and with what belongs to each weight."""
+"""A single file's tensors under their names in ComfyUI's class: without the prefix, and with what belongs to each weight.
 
-from collections.abc import Iterable, Iterator
+Beside an attention layer's weights a file, or a LoRA, may have a tensor `<layer>.comfy_attention.config` of JSON bytes,
+which ComfyUI reads from 0.37 on: an object, or a list of objects of which the first that can run counts. Its `attention`
+names the method (`ComfyAttention` in ComfyUI's comfy/ldm/modules/attention.py). An unknown method is left out, as there.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from parallel_backend.core.setup import Conversion
+import torch
+
+from parallel_backend.core.own_class import Conversion
+from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
+from parallel_backend.core.spans import Span
 
-from .attention_preferences import take_preferences
-from .conversion import convert
-from .other_models import OtherModel, other_model
 from .quantised_layers import MARKER, attach_quantisation
-from .tensor_files import GGUF, SAFETENSORS, Entry, read_header
+from .tensor_files import GGUF, SAFETENSORS, Entry, open_file
 
 NAMED = "model_name: "
 """Beginning of a refusal: the widget's name."""
@@ -39,6 +48,58 @@ KINDS = (
     ("a text encoder", "Load CLIP", ("text_model.encoder.", "encoder.block.0.", "token_embd.", "model.layers.0.self_attn.")),
 )
 """(what a file is, the node that loads it, parts of keys that show it), in the order in which they are looked for."""
+SAMPLING = ("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min")
+"""Keys, never with a prefix, by which ComfyUI tells how an SDXL is sampled. It reads the values of some."""
+PREDICTS_V = "output_blocks.11.1.transformer_blocks.0.norm1.bias"
+"""Key of the values by which ComfyUI tells it of an SD 2."""
+PREFERENCE = ".comfy_attention.config"
+KERNELS = {"comfy_kitchen_int8": "comfy_kitchen"}
+"""ComfyUI's methods of attention -> kernels of ranks (core/attention_kernels.py)."""
+MAX_SETTING = 1 << 20
+MAX_LIST = 1 << 10
+MAX_TEXT = 1 << 10
+MAX_UNSEEN = 1 << 12
+"""Largest size that no tensor has, such as a length of text."""
+COUNTED = "layers", "blocks", "depth"
+"""In names of settings that count modules, each of which has a tensor at least."""
+
+UNET = "a UNet whose class in ComfyUI does not run on ranks"
+SOUND = "an audio model, which one GPU computes in seconds"
+SOLID = "a 3D model, which one GPU computes in seconds"
+PICTURE_TOOL = "not a model for samplers"
+NOT_RUN = "a diffusion transformer whose class ranks cannot run"
+
+
+class OtherModel(NamedTuple):
+    """A kind of model that ComfyUI loads and ranks do not run, or not all of. A file with all of `keys` is one."""
+
+    name: str
+    what: str
+    keys: tuple[str, ...]
+
+
+OTHERS = (
+    OtherModel("MiniMax Music 3", SOUND, ("cond_layer_logits", "latent_conditioners.0.weight")),
+    OtherModel("Stable Cascade", UNET, ("clf.1.weight",)),
+    OtherModel("Stable Cascade", UNET, ("effnet_mapper.0.weight", "clip_mapper.weight")),
+    OtherModel("Trellis 2 or Pixal3D", SOLID, ("img2shape.t_embedder.mlp.0.weight",)),
+    OtherModel("Trellis 2 or Pixal3D", SOLID, ("shape2txt.t_embedder.mlp.0.weight",)),
+    OtherModel("Stable Audio", SOUND, ("transformer.rotary_pos_emb.inv_freq",)),
+    OtherModel("ACE-Step", SOUND, ("genre_embedder.weight",)),
+    OtherModel("ACE-Step 1.5", SOUND, ("encoder.lyric_encoder.layers.0.input_layernorm.weight",)),
+    OtherModel("PiD, a decoder of latents to pixels", NOT_RUN, ("lq_proj.latent_proj.0.weight",)),
+    OtherModel("PixelDiT", NOT_RUN, ("core.pixel_embedder.proj.weight",)),
+    OtherModel("PixelDiT", NOT_RUN, ("pixel_embedder.proj.weight",)),
+    OtherModel("Z-Image in pixel space", NOT_RUN, ("dec_net.cond_embed.weight", "cap_embedder.1.weight")),
+    OtherModel("Hunyuan3D 2", SOLID, ("latent_in.weight",)),
+    OtherModel("Hunyuan3D 2.1", SOLID, ("x_embedder.weight", "t_embedder.mlp.2.weight", "blocks.0.attn1.k_norm.weight")),
+    OtherModel("TripoSplat", SOLID, ("cam_out_layer.weight", "repo_layers.0.final_map.weight")),
+    OtherModel("RT-DETR, which finds objects", PICTURE_TOOL, ("encoder.pan_blocks.1.cv4.conv.weight",)),
+    OtherModel("Depth Anything 3", PICTURE_TOOL, ("backbone.embeddings.patch_embeddings.projection.weight",)),
+    OtherModel("SAM 3, which cuts out objects", PICTURE_TOOL, ("detector.transformer.decoder.query_embed.weight",)),
+    OtherModel("a Stable Diffusion (1.5, 2, XL, Video, or made from one)", UNET, ("input_blocks.0.0.weight",)),
+)
+"""From ComfyUI 0.33: model_detection.py, supported_models.py. The first row that fits a file counts."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +112,11 @@ class Contents:
     stated: dict[str, Any] | None
     """The model's configuration. None: there is one that cannot be read."""
     attention: dict[str, str]
-    """See take_preferences."""
+    """Attention layer -> the kernel that the file asks for."""
+    file_state: str = ""
+    """See file_state."""
+    sampling: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What ComfyUI reads to tell how a UNet is sampled, by key: see SAMPLING."""
     conversion: Conversion = ()
     """By which the entries of a file in diffusers' layout have ComfyUI's names."""
 
@@ -60,19 +125,31 @@ class Contents:
         """The file's, to show."""
         return short(self.path.name)
 
+    def tensors(self, enlarged: TensorSizes = ()) -> dict[str, torch.Tensor]:
+        """By key, without memory. `enlarged`: other sizes of some."""
+        shapes = {key: entry.shape for key, entry in self.entries.items()} | dict(enlarged)
+        return {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """By key."""
-        return {key: entry.shape for key, entry in self.entries.items()}
+    def metadata(self) -> dict[str, str] | None:
+        """`stated` as ComfyUI's detection reads it. None: nothing is stated."""
+        if self.stated is None:
+            return {"config": ""}
+        return {"config": json.dumps({"transformer": self.stated})} if self.stated else None
 
     def converted(self, conversion: Conversion) -> "Contents":
-        """With entries under the names of ComfyUI's layout. ValueError as `convert`."""
-        return replace(self, entries=convert(self.name, self.entries, conversion), conversion=conversion)
+        """With entries under the names of ComfyUI's layout, which may be rows of several tensors. What the conversion leaves
+        out keeps its name. ValueError for rows that do not fit each other, or that are packed with scales."""
+        used = {each for _, rows in conversion for each, *_ in rows}
+        entries = {key: entry for key, entry in self.entries.items() if key not in used}
+        for key, rows in conversion:
+            entries[key] = _joined(self.name, key, [(self.entries[each], Span(*span)) for each, *span in rows])
+        return replace(self, entries=entries, conversion=conversion)
 
     @property
     def other(self) -> OtherModel | None:
         """What the file is, if that is known and no model that ranks usually run."""
-        return other_model(self.entries)
+        return next((each for each in OTHERS if all(key in self.entries for key in each.keys)), None)
 
     def refusal(self) -> ValueError:
         """Of a file that ranks cannot run: what it is, and what to do with it."""
@@ -125,38 +202,129 @@ def prefix_of(keys: Iterable[str]) -> str:
     return prefix if any(key.startswith(prefix) for key in keys) else ""
 
 
+def file_state(path: Path) -> str:
+    """Digest of the file's name, size and times of change, or of the fact that it is missing.
+
+    Ranks read a file after the client has opened it, and streamed blocks again at each use if the host has no room for them.
+    The time of the inode's change (on Windows of the file's making) tells a file from another one of the same size that was
+    given the same time, as copying with times and unpacking do: no program can set it. Inode numbers are left out, as some
+    network drives give a file another one at each opening.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        state = "none"
+    else:
+        state = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+    return hashlib.blake2b(f"{path.name} {state}".encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
 def contents_of(path: Path) -> Contents:
     """What the file's header says.
 
     ValueError for no file, one of another kind, and for weights that are packed in a way that ComfyUI does not read.
     """
-    name = short(path.name)
+    state, name = file_state(path), short(path.name)
     if not path.is_file():  # reading a pipe could block for ever
         raise ValueError(f"model_name: {name} does not exist at {short(path.parent, 300)}.")
     if path.suffix.lower() not in SAFETENSORS + GGUF:
         raise ValueError(
             f"model_name: {name} is not a .safetensors, .sft or .gguf file. Pickled checkpoints are never opened."
         )
-    stored, stated, config = read_header(path)
-    prefix = prefix_of(stored)
-    entries = {key.removeprefix(prefix): entry for key, entry in stored.items() if key.startswith(prefix)}
-    if prefix and MARKER in stored:  # ComfyUI looks for it before and after it takes the prefix away
-        entries.setdefault(MARKER, stored[MARKER])
-    for ending, maker in FOREIGN.items():
-        if any(key.endswith(ending) for key in entries):
+    with open_file(path) as file:
+        prefix = prefix_of(file.entries)
+        entries = {key.removeprefix(prefix): entry for key, entry in file.entries.items() if key.startswith(prefix)}
+        sampling = {key: file.get_tensor(key) for key in SAMPLING if key in file.entries}
+        if (bias := entries.get(PREDICTS_V)) is not None and math.prod(bias.shape) <= MAX_UNSEEN:
+            sampling[PREDICTS_V] = file.get_tensor(bias.key)
+        entries = {key: entry for key, entry in entries.items() if key not in SAMPLING}
+        if prefix and MARKER in file.entries:  # ComfyUI looks for it before and after it takes the prefix away
+            entries.setdefault(MARKER, file.entries[MARKER])
+        for ending, maker in FOREIGN.items():
+            if any(key.endswith(ending) for key in entries):
+                raise ValueError(
+                    f"model_name: {name} is quantised by {maker}, which neither ComfyUI nor Parallel DiT reads. Use a "
+                    "bf16, fp8 or GGUF file of the same model, or the nodes that were made for this file."
+                )
+        wishes = {key.removesuffix(PREFERENCE): entries.pop(key) for key in list(entries) if key.endswith(PREFERENCE)}
+        asked = {} if path.suffix.lower() in GGUF else file.objects(wishes)
+        kernels = {layer: asked_kernel(f"model_name: {name}", layer, wish) for layer, wish in asked.items()}
+        entries = attach_quantisation(name, entries, prefix, file)
+        # A matrix without values could claim any size. Empty vectors are markers.
+        for key, entry in entries.items():
+            if 0 in entry.shape and len(entry.shape) > 1:
+                shape = short(list(entry.shape))
+                raise ValueError(f"model_name: {name} has {short(key)} of shape {shape}, which has no values.")
+        try:
+            stated = file.stated("config", "transformer")
+        except ValueError:  # ComfyUI reads it for some models alone
+            stated = None
+    attention = {layer: kernel for layer, kernel in kernels.items() if kernel}
+    return Contents(path, entries, stated, attention, state, sampling)
+
+
+def _joined(name: str, key: str, pieces: list[tuple[Entry, Span]]) -> Entry:
+    first = pieces[0][0]
+    if len(pieces) == 1 and (not first.shape or pieces[0][1] == Span(0, first.shape[0])):
+        return first
+    kinds = {(piece.dtype, piece.shape[1:]) for piece, _ in pieces}
+    if len(kinds) > 1 or any(piece.scales or piece.layer or piece.lacks_scale for piece, _ in pieces):
+        raise ValueError(
+            f"model_name: {name} has {short(first.key)} in a diffusers layout that cannot be converted to {short(key)}. "
+            "Use the file in ComfyUI's layout."
+        )
+    shape = (sum(len(span) for _, span in pieces), *first.shape[1:])
+    return replace(first, key=key, shape=shape, pieces=tuple(pieces))
+
+
+def asked_kernel(asker: str, layer: str, wishes: Any) -> str:
+    """The kernel of ranks that `wishes`, read from JSON, ask for in a layer. Empty: all methods are unknown.
+
+    ValueError, which begins with `asker`, unless they are an object or a list of objects.
+    """
+    methods = [_method(asker, layer, wish) for wish in (wishes if isinstance(wishes, list) else [wishes])]
+    return next((KERNELS[method] for method in methods if method in KERNELS), "")
+
+
+def _method(asker: str, layer: str, wish: Any) -> str:
+    if not isinstance(wish, dict):
+        raise ValueError(
+            f"{asker} has an attention setting for {short(layer)} in an unknown form: {short(wish)}. The file is "
+            "damaged. Use another copy."
+        )
+    method = wish.get("attention")
+    return method if isinstance(method, str) else ""
+
+
+def check_own_arguments(name: str, arguments: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> None:
+    """ValueError, naming the argument, for one with which a class would build more than the file `name` has tensors for.
+
+    `arguments`: those of the class that the file's header states, which ComfyUI takes as they are. `shapes`: of its tensors.
+    """
+    widest = max((size for shape in shapes for size in shape), default=0)
+    for argument, value in arguments.items():
+        most = max(widest, MAX_UNSEEN)
+        if any(word in argument for word in COUNTED):
+            most = len(shapes)
+        elif "theta" in argument:
+            most = MAX_SETTING
+        if not _plausible(value, most):
             raise ValueError(
-                f"model_name: {name} is quantised by {maker}, which neither ComfyUI nor Parallel DiT reads. Use a bf16, "
-                "fp8 or GGUF file of the same model, or the nodes that were made for this file."
+                f"model_name: {name} says in its header that its {short(argument)} is {short(value)}, which no model "
+                "with such tensors has. The file is damaged or malicious. Download the model again."
             )
-    stated = {layer.removeprefix(prefix): settings for layer, settings in stated.items()}
-    entries, attention = take_preferences(name, entries)
-    return Contents(path, with_values(name, attach_quantisation(name, entries, stated)), config, attention)
 
 
-def with_values(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
-    """`entries`, checked. ValueError for a matrix without values, which could claim any size. Empty vectors are markers."""
-    empty = next((key for key, entry in entries.items() if 0 in entry.shape and len(entry.shape) > 1), None)
-    if empty is not None:
-        shape = short(list(entries[empty].shape))
-        raise ValueError(f"model_name: {name} has {short(empty)} of shape {shape}, which has no values.")
-    return entries
+def _plausible(value: Any, most: int) -> bool:
+    if isinstance(value, (list, tuple, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) <= MAX_LIST and all(_is_number(item, most) for item in items)
+    if value is None or isinstance(value, bool):
+        return True
+    return len(value) <= MAX_TEXT if isinstance(value, str) else _is_number(value, most)
+
+
+def _is_number(value: Any, most: int) -> bool:
+    # Some settings are switches, with -1 for off.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and -1 <= value <= most

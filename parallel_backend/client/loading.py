@@ -4,8 +4,7 @@ import threading
 from statistics import fmean
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.fingerprint import fingerprint
-from parallel_backend.checkpoints.scale_values import check_scales
+from parallel_backend.checkpoints.reader import check_scales
 from parallel_backend.core.devices import on_ray
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.setup import Setup
@@ -103,7 +102,7 @@ def _message(pool: SomeRanks, checkpoint: Checkpoint, setup: Setup, cut: Balance
         setup=setup,
         stage_blocks=cut.stage_blocks,
         patch_shares=cut.patch_shares,
-        fingerprint=fingerprint(checkpoint) if elsewhere else "",
+        fingerprint=checkpoint.fingerprint() if elsewhere else "",
         resident=memory.resident.for_loading,
         ranks=pool.part_ranks,
         threads=pool.threads if pool.part_ranks else 0,

@@ -26,7 +26,7 @@ def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple
         return None
     longer, shorter = tokens
     calls = tuple(OwnCall(call.x, call.timestep, conditioning(call)) for call, _ in timed)
-    probe = Probe(str(checkpoint.path), dtype, checkpoint.conversion, own_class=built.own, calls=calls)
+    probe = Probe(str(checkpoint.path), dtype, built.own, calls)
     return probe, (longer, shorter)
 
 

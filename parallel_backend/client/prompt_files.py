@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.open_model import open_setup
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_setup, with_class
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup, TensorSizes
 
@@ -27,9 +26,9 @@ class PromptFiles:
 
     def of(self, setup: Setup, on_ranks: OnRanks | None, opened: Checkpoint | None) -> Checkpoint:
         """The checkpoint of `setup`. The prompt's first call decides: that of the model `on_ranks`, or else the one that a
-        node has `opened`, unless its files have changed since; or else the files as they are now.
+        node has `opened`, unless its file has changed since; or else the file as it is now.
 
-        ValueError for files that cannot be opened as this class.
+        ValueError for a file that cannot be opened as this class.
         """
         own = setup.own_class
         key = str(setup.path), replace(own, blocks=()), setup.enlarged
@@ -39,8 +38,7 @@ class PromptFiles:
             self._seen[key] = present or open_setup(setup)
         seen = self._seen[key]
         if seen.built.own != own:  # its blocks have been proven since
-            seen.check_unchanged()
-            self._seen[key] = seen = open_setup(setup)
+            self._seen[key] = seen = with_class(seen, own)
         if opened is not None and opened.built.own == own and opened.built is not seen.built:
             self._seen[key] = seen = replace(seen, built=opened.built)  # it has the call that is about to be made
         return seen

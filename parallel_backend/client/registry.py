@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -307,9 +307,9 @@ class Registry:
         model = self._model_of(setup)
         return None if model is None else model.wanted_on(device)
 
-    def begin(self, devices: tuple[str, ...], files: Iterable[Path] = ()) -> None:
+    def begin(self, devices: tuple[str, ...], file: Path | None = None) -> None:
         """Begin to start ranks on these devices for a later use, unless there are ranks on any of them. Also begin to read
-        the `files` of the model that will be loaded, unless it is on ranks.
+        the `file` of the model that will be loaded, unless it is on ranks.
 
         Never waits. Does nothing while another thread loads a model, because that model needs the devices first.
         """
@@ -318,8 +318,8 @@ class Registry:
                 if not self._exiting:
                     if devices:
                         self._pools.begin(devices)
-                    if not any(each.model.checkpoint.files == set(files) for each in self._models):
-                        self._reading = read_ahead(self._reading, frozenset(files))
+                    if file is not None and not any(each.model.checkpoint.path == file for each in self._models):
+                        self._reading = read_ahead(self._reading, file)
             finally:
                 self._lock.release()
 

@@ -29,6 +29,11 @@ def name_pattern(name: str) -> str:
     return re.escape(name).replace(r"\*", star)
 
 
+Conversion = tuple[tuple[str, tuple[tuple[str, int, int], ...]], ...]
+"""(tensor in ComfyUI's layout, its rows in order as (tensor of the file, first row, row after the last)) of a file in
+diffusers' layout. Empty: the file is in ComfyUI's layout."""
+
+
 @dataclass(frozen=True)
 class Package:
     """Modules whose classes a rank builds, and how ranks reach those classes' attention."""
@@ -229,6 +234,8 @@ class OwnClass:
     """Empty: no trial has been made, or a UNet."""
     latent: OwnLatent | None = None
     """None: bands of the latent are not proven."""
+    conversion: Conversion = ()
+    """By which ComfyUI gives the file's tensors the names of its layout."""
 
     @functools.cached_property
     def _hash(self) -> int:

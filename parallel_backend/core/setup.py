@@ -21,9 +21,6 @@ ALLOWED = Offload()
 """The widget's `auto`."""
 
 
-Conversion = tuple[tuple[str, tuple[tuple[str, int, int], ...]], ...]
-"""(tensor in ComfyUI's layout, its rows in order as (tensor of the file, first row, row after the last)) of a file in
-diffusers' layout. Empty: the file is in ComfyUI's layout."""
 TensorSizes = tuple[tuple[str, tuple[int, ...]], ...]
 """(key in ComfyUI's layout, shape) of tensors."""
 
@@ -61,8 +58,6 @@ class Setup:
     """Plain fp8 weights are multiplied in fp8, as ComfyUI does with `--fast fp8_matrix_mult`."""
     own_class: OwnClass = field(kw_only=True)
     """The class that ranks build, ComfyUI's or quickstart's."""
-    conversion: Conversion = ()
-    """Of a single file in diffusers' layout, as ComfyUI converts it."""
 
     def with_blocks(self, blocks: tuple[OwnBlock, ...], latent: OwnLatent | None = None) -> "Setup":
         """With the blocks of `own_class` and the places of its latent's tokens, as a trial has found them."""

@@ -6,8 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from statistics import median
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.open_model import with_class
+from parallel_backend.checkpoints.checkpoint import Checkpoint, with_class
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.setup import Setup

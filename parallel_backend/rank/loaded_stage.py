@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.fingerprint import check_fingerprint
-from parallel_backend.checkpoints.open_model import open_setup
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_setup
 from parallel_backend.core.attention_kernels import AUTO
 from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.dtypes import compute_dtype
@@ -62,7 +60,7 @@ class LoadedStage:
         setup = load.setup
         checkpoint = open_setup(setup)
         if load.fingerprint:
-            check_fingerprint(checkpoint, load.fingerprint)
+            checkpoint.check_fingerprint(load.fingerprint)
         checkpoint.check_unchanged(load.file_state)
         built, own = checkpoint.built, checkpoint.built.own
         self.built = built

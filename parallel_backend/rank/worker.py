@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.open_model import open_own_class
+from parallel_backend.checkpoints.checkpoint import open_own_class
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.pinned import pinning
 from parallel_backend.core.torch_settings import write_settings
@@ -227,7 +227,7 @@ class Worker:
             torch.set_num_threads(threads)
 
     def _probe(self, message: m.Probe) -> m.Probed:
-        checkpoint = open_own_class(Path(message.path), message.own_class, message.conversion)
+        checkpoint = open_own_class(Path(message.path), message.own_class)
         return probe(self.settings.rank, checkpoint, self.device, message.dtype, message.calls)
 
     def _reply(self, message: Any) -> None:

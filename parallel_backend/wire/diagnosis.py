@@ -1,11 +1,10 @@
 """Messages that ask ranks for timings of blocks and links, timelines, memory, and the origin of NaN and infinite values."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.core.setup import Conversion
 
 PROBE_COLUMNS, PROBE_TEXT = 32, 64
 """Image tokens in a row, and text tokens, of the timed sequences."""
@@ -27,9 +26,7 @@ class Probe:
 
     path: str
     dtype: str
-    conversion: Conversion = ()
-    """See Setup."""
-    own_class: OwnClass = field(kw_only=True)
+    own_class: OwnClass
     """See Setup."""
     calls: tuple[OwnCall, ...] = ()
     """Of a longer and a shorter sequence."""

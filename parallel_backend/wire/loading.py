@@ -22,7 +22,7 @@ class Load:
     patch_shares: tuple[float, ...]
     """Each patch rank's share of the tokens."""
     fingerprint: str = ""
-    """Expected fingerprint of the files (checkpoints/fingerprint.py). Empty: the files are on the client's machine."""
+    """Expected Checkpoint.fingerprint. Empty: the file is on the client's machine."""
     resident: tuple[int, ...] = ()
     """By rank, limit of the bytes of weights on its device, slots included (rank/stage/store/). Other weights are streamed
     from host memory. Equal for ranks with the same weights. Empty: no limit."""
@@ -31,7 +31,7 @@ class Load:
     threads: int = 0
     """CPU threads of each of them. 0: those of its start."""
     file_state: str = ""
-    """Expected state of the files (checkpoints/file_state.py). Empty: the files are on other machines."""
+    """Expected Checkpoint.file_state. Empty: the file is on other machines."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.checkpoints.open_model import open_own_class
+from parallel_backend.checkpoints.checkpoint import open_own_class
 from parallel_backend.checkpoints.single_file import contents_of
 from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel_backend.checkpoints.open_model import open_own_class, open_setup
+from parallel_backend.checkpoints.checkpoint import open_own_class, open_setup
 from parallel_backend.checkpoints.reader import reading
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup

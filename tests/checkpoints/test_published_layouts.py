@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel_backend.checkpoints.open_model import open_own_class
+from parallel_backend.checkpoints.checkpoint import open_own_class
 from testing import mini
 from tests.checkpoints.published_layouts import CONFIG, LAYOUTS
 

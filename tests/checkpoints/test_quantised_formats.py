@@ -14,14 +14,12 @@ from comfy_kitchen.tensor import QuantizedTensor
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.open_model import open_own_class
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_own_class
 from parallel_backend.checkpoints.quantised_formats import (
     FORMATS,
     rotate,
 )
-from parallel_backend.checkpoints.reader import reading
-from parallel_backend.checkpoints.scale_values import check_scales
+from parallel_backend.checkpoints.reader import check_scales, reading
 from parallel_backend.client.loading import load_model
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.kitchen import Kitchen

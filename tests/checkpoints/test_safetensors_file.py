@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.checkpoints import safetensors_file
-from parallel_backend.checkpoints.safetensors_file import SafetensorsFile
+from parallel_backend.checkpoints import tensor_files
+from parallel_backend.checkpoints.tensor_files import SafetensorsFile
 
-DTYPES = [dtype for dtype in safetensors_file.DTYPES.values() if dtype != torch.bool]
+DTYPES = [dtype for dtype in tensor_files.DTYPES.values() if dtype != torch.bool]
 
 
 def test_values_are_those_of_the_package(tmp_path):
@@ -48,7 +48,7 @@ def test_a_file_may_be_larger_than_the_memory(tmp_path):
 def test_a_file_that_was_cut_meanwhile_is_named(tmp_path):
     path = tmp_path / "cut.safetensors"
     save_file({"weight": torch.ones(5000)}, path)
-    checked = safetensors_file.safe_open
+    checked = tensor_files.safe_open
 
     def check_and_cut(*arguments, **named):
         opened = checked(*arguments, **named)
@@ -57,7 +57,7 @@ def test_a_file_that_was_cut_meanwhile_is_named(tmp_path):
         return opened
 
     with (
-        mock.patch.object(safetensors_file, "safe_open", check_and_cut),
+        mock.patch.object(tensor_files, "safe_open", check_and_cut),
         SafetensorsFile(path) as file,
         pytest.raises(ValueError, match=r"^model_name: cut\.safetensors became shorter"),
     ):

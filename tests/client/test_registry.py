@@ -113,7 +113,7 @@ class FakeCheckpoint:
     def __init__(self, path):
         if self.on_disk == "away":
             raise ValueError("does not exist")
-        self.path, self.files, self.file_state = path, {path}, self.on_disk
+        self.path, self.file_state = path, self.on_disk
         self.moves, self.refused = "stuck" not in path.name, "large" in path.name
         self.built = FAMILY
 
@@ -230,15 +230,15 @@ def test_files_are_read_ahead_until_a_model_is_asked_for(registry, loaded, monke
     begun, stopped = [], []
 
     class Reading:
-        def __init__(self, files):
-            self.files = files
-            begun.append(files)
+        def __init__(self, file):
+            self.file = file
+            begun.append(file)
 
         def stop(self):
-            stopped.append(self.files)
+            stopped.append(self.file)
 
     monkeypatch.setattr(read_ahead, "ReadAhead", Reading)
-    one, other = {Path("one")}, {Path("other")}
+    one, other = Path("one"), Path("other")
     registry.begin(DEVICES, one)
     registry.begin(DEVICES, other)
     assert (begun, stopped) == ([one, other], [one])

@@ -57,6 +57,14 @@ def test_a_unet_by_split_batch(inside):
         assert found[f"{name}, {case}"]["moved"] > 0.1
 
 
+def test_a_unet_is_sampled_as_its_file_says(inside):
+    found, _ = inside.run("own_classes", names=[], is_sampled=True)
+    for said, of_models in found.items():
+        plain, native, whole, checkpoint = of_models
+        assert plain == native and whole == checkpoint, (said, of_models)
+    assert len({str(each) for of_models in found.values() for each in of_models}) == len(found)
+
+
 def refusal(name: str, mode: str, with_sound: bool) -> str:
     """What the mode's error has in it, if the class does not run so."""
     if name == "wan_humo" and with_sound and ("exact" in mode or mode in OF_TOKENS):

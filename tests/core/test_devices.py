@@ -5,7 +5,6 @@ import importlib.util
 import pytest
 import torch
 
-from parallel_backend.checkpoints.fingerprint import check_fingerprint, fingerprint
 from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.devices import device_kind, in_its_process, names_ray, on_ray, ray_devices
 from parallel_backend.core.dtypes import resolve_dtype
@@ -95,6 +94,6 @@ def test_a_model_is_told_from_another_of_its_kind(mini_model, tmp_path):
 
     one, same, other = save("one"), save("same"), save("other", mini.random_model(seed=1))
     assert one.path.stat().st_size == other.path.stat().st_size
-    check_fingerprint(same, fingerprint(one))
+    same.check_fingerprint(one.fingerprint())
     with pytest.raises(ValueError, match=r"^model_name: .*other\.safetensors differs between this machine"):
-        check_fingerprint(other, fingerprint(one))
+        other.check_fingerprint(one.fingerprint())

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from parallel_backend.checkpoints.open_model import open_own_class
+from parallel_backend.checkpoints.checkpoint import open_own_class
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.loading import load_model
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel_backend.checkpoints.open_model import open_own_class
+from parallel_backend.checkpoints.checkpoint import open_own_class
 from parallel_backend.checkpoints.packed_formats import Fp8, GgufBlocks, Half
 from parallel_backend.client.measurements import probe_of
 from parallel_backend.rank.block_probe import probe

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parallel_backend.checkpoints.open_model import open_own_class
+from parallel_backend.checkpoints.checkpoint import open_own_class
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span

@@ -29,7 +29,7 @@ from ...ui.loading_bar import LoadingBar
 from ...ui.other_nodes import calling_nodes, named
 from ...ui.prompt_graph import present_prompt
 from ..controls.controls_here import ControlsHere
-from ..loading.model_file import open_file
+from ..loading.model_file import importing, open_file
 from ..lora.head_bank import BANK_KEYS, BANKED, bank_deltas, heads_of, strengths_in_call
 from ..lora.lora import PREFIX, NativeWeights
 from ..lora.patch_trial import Patch
@@ -122,7 +122,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
         ValueError if ranks cannot run it."""
         try:
-            file = open_file(self.setup.path, self.devices[0], sizes)
+            file = open_file(self.setup.path, importing(self.devices[0]), sizes)
         except ValueError:
             named = ", ".join(f"{short(key)} to {list(shape)}" for key, shape in sizes)
             raise ValueError(

@@ -22,7 +22,7 @@ from parallel_backend.own_class.calls.residuals import AROUND, BLOCKS, REPLACED
 
 from ...ui.host import refuse
 from ...ui.other_nodes import is_known
-from ..native.native_call import NativeArguments, NativeClass, class_arguments
+from ..native.native_call import NativeArguments, NativeClass
 from .layers_here import LayersHere
 
 CONTROL = re.compile(r"nodes_(?:qwen\.QwenImage21|minimax_h3\.MiniMaxH3)FunControlBlockPatch")
@@ -117,8 +117,8 @@ class SequenceControl:
 
     def _make(self) -> torch.nn.Module:
         """ComfyUI's class, with blocks that have no weights."""
-        settings = class_arguments(self._unet_config)
-        layers = self._native(**settings, dtype=self._dtype, device="meta", operations=comfy.ops.manual_cast)
+        settings = {**self._unet_config, "dtype": self._dtype, "device": "meta"}
+        layers = self._native(**settings, operations=comfy.ops.manual_cast)
         checkpoint = self._checkpoint
         blocks = _blocks_of(layers)
         for index in range(len(blocks)):

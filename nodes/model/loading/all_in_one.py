@@ -13,7 +13,7 @@ import folder_paths
 import torch
 from safetensors import safe_open
 
-from parallel_backend.checkpoints.safetensors_file import DTYPES
+from parallel_backend.checkpoints.tensor_files import DTYPES
 
 NOTE = ".comfy_quant"
 """Suffix of the names of tensors that note how a layer is quantised."""

@@ -5,7 +5,6 @@ import hashlib
 import inspect
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,6 @@ def code_digest(code: Code) -> str:
     for name, text in code:
         found.update(name.encode() + b"\0" + text + b"\0")
     return found.hexdigest()
-
-
-def modules_named_by(kind: type) -> tuple[str, ...]:
-    """ComfyUI's modules that the code of a class's module names by their full names. They are imported in this process."""
-    code = inspect.getsource(sys.modules[kind.__module__])
-    named = {f"{PACKAGE}.{name}" for name in re.findall(rf"\b{PACKAGE}\.(\w+)", code)}
-    return tuple(sorted(name for name in named if name in sys.modules and name != ROOT.rstrip(".")))
 
 
 def class_code(own: OwnClass, helpers: bool = True) -> Code:

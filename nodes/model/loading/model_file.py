@@ -1,32 +1,32 @@
 """Opens a model's file by ComfyUI's rules: its detection, its conversions, and its own class as data for ranks."""
 
+import inspect
 import json
+import re
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import comfy.model_base
+import comfy.model_detection
+import comfy.utils
 import torch
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.limits import check_own_arguments
-from parallel_backend.checkpoints.open_model import checkpoint_of
-from parallel_backend.checkpoints.other_models import NOT_RUN, UNET
-from parallel_backend.checkpoints.single_file import Contents, contents_of, refusals
+from parallel_backend.checkpoints.checkpoint import Checkpoint, checkpoint_of
+from parallel_backend.checkpoints.single_file import NOT_RUN, UNET, Contents, check_own_arguments, contents_of, refusals
 from parallel_backend.core.devices import device_kind
-from parallel_backend.core.meta_parameters import meta_parameters
-from parallel_backend.core.own_class import DTYPE, ROOT, OwnClass
+from parallel_backend.core.own_class import DTYPE, ROOT, Conversion, OwnClass
 from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.own_class.adapters.adapters import unstated
-
-from ..native.native_call import class_arguments, is_plain, native_config, on_meta
-from .class_code import modules_named_by
-from .diffusers_layout import conversion_of
+from parallel_backend.own_class.built.building import meta_parameters
 
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 NAMED = 3
 """Tensors that a line names."""
+ARGUMENTS = "comfy.cli_args"
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class ModelFile:
     checkpoint: Checkpoint
     own: OwnClass
     """By which ranks run it."""
-    config: Any
-    """ComfyUI's: an object of a class in its supported_models."""
+    model: comfy.model_base.BaseModel
+    """ComfyUI's, without its diffusion_model."""
 
     @property
     def left_over(self) -> str:
@@ -51,37 +51,34 @@ class ModelFile:
         )
 
 
-def open_file(path: Path, device: str, enlarged: TensorSizes = ()) -> ModelFile:
-    """A single file, for ranks on this kind of device. Its header is read, and no values.
+def open_file(path: Path, imported: Mapping[str, Any], enlarged: TensorSizes = ()) -> ModelFile:
+    """A single file, for ranks that have ComfyUI `imported` so. Its header is read, and no weights.
 
     ValueError, beginning with the input's name, for a file that ranks cannot run: of sound, solids and tools, too.
     `enlarged`: sizes of tensors that a LoRA enlarges.
     """
     with refusals(path):
-        contents, tensors, config = _detected(contents_of(path), dict(enlarged))
-        own = _own_class(contents, tensors, config, device)
-        return ModelFile(checkpoint_of(contents, own, enlarged), own, config)
+        return _model_file(contents_of(path), imported, enlarged)
 
 
-def comfyui_folder() -> str:
-    """OwnClass.folder."""
-    return str(Path(comfy.model_base.__file__).resolve().parents[1])
-
-
-def import_settings(device: str) -> tuple[tuple[str, str, bool], ...]:
-    """OwnClass.settings of a rank on this kind of device. A rank imports ComfyUI once, for models and VAEs alike."""
+def importing(device: str) -> dict[str, Any]:
+    """`folder` and `settings` of an OwnClass for ranks on this kind of device. A rank imports ComfyUI once, for models and
+    VAEs alike."""
     cpu = device_kind(device) == "cpu"
-    return ("comfy.cli_args", "args.cpu", cpu), ("comfy.cli_args", "args.use_pytorch_cross_attention", True)
+    settings = (ARGUMENTS, "args.cpu", cpu), (ARGUMENTS, "args.use_pytorch_cross_attention", True)
+    return {"folder": str(Path(comfy.model_base.__file__).resolve().parents[1]), "settings": settings}
 
 
-def _detected(contents: Contents, enlarged: dict[str, tuple[int, ...]]) -> tuple[Contents, dict[str, torch.Tensor], Any]:
-    """The contents, converted if ComfyUI converts such a file, their tensors, and ComfyUI's `config` of it."""
+def _detected(contents: Contents, enlarged: TensorSizes) -> tuple[Contents, dict[str, torch.Tensor], Any]:
+    """The contents, converted if ComfyUI converts such a file, their tensors, and ComfyUI's config of the file."""
     stored = contents
     try:
-        config = native_config(tensors := on_meta(contents.shapes | enlarged), contents.stated)
-        if config is None and (conversion := conversion_of(contents.shapes)):
+        tensors = contents.tensors(enlarged)
+        config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=contents.metadata)
+        if config is None and (conversion := conversion_of(contents.tensors())):
             contents = contents.converted(conversion)
-            config = native_config(tensors := on_meta(contents.shapes | enlarged), contents.stated)
+            tensors = contents.tensors(enlarged)
+            config = comfy.model_detection.model_config_from_unet(tensors, "", metadata=contents.metadata)
     except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not
         raise stored.refusal() from None
     if config is None:
@@ -89,8 +86,50 @@ def _detected(contents: Contents, enlarged: dict[str, tuple[int, ...]]) -> tuple
     return contents, tensors, config
 
 
-def _own_class(contents: Contents, tensors: dict[str, torch.Tensor], config: Any, device: str) -> OwnClass:
-    """The class by which ComfyUI would compute the file."""
+def conversion_of(tensors: Mapping[str, torch.Tensor]) -> Conversion:
+    """How ComfyUI converts a file in diffusers' layout, as rows of its tensors. Empty: it does not convert the file.
+
+    `tensors`: of a file that ComfyUI's detection does not know. They may be on the meta device.
+    """
+    rows = {key: tensor.shape[0] if tensor.ndim else 1 for key, tensor in tensors.items()}
+    if converted := _of_transformer(rows):
+        return converted
+    config = comfy.model_detection.model_config_from_diffusers_unet(tensors)
+    if config is None:
+        return ()
+    names = comfy.utils.unet_to_diffusers(config.unet_config)
+    return tuple((name, ((key, 0, rows[key]),)) for key, name in names.items() if key in rows)
+
+
+def _of_transformer(rows: Mapping[str, int]) -> Conversion:
+    """ComfyUI converts row numbers in the place of weights, so that they show where each row comes from."""
+    numbered, starts, start = {}, {}, 0
+    for key, count in rows.items():
+        numbered[key] = torch.arange(start, start + count)
+        starts[start] = key
+        start += count + 1  # the gap parts the rows of two tensors
+    rest = dict(numbered)
+    converted = comfy.model_detection.convert_diffusers_mmdit(rest, "")
+    if converted is None or sum(map(len, converted.values())) != sum(len(numbered[key]) for key in numbered.keys() - rest):
+        return ()  # None, or some of a tensor's rows are missing
+    return tuple((key, tuple(_runs(numbers, starts))) for key, numbers in converted.items())
+
+
+def _runs(rows: torch.Tensor, starts: Mapping[int, str]) -> list[tuple[str, int, int]]:
+    """Row numbers -> (tensor, first row, row after the last), in order."""
+    ends = [*(torch.nonzero(rows.diff() != 1).flatten() + 1).tolist(), len(rows)]
+    known = torch.tensor(list(starts))
+    runs = []
+    for begin, end in zip([0, *ends], ends, strict=False):
+        first = int(rows[begin])
+        start = int(known[torch.searchsorted(known, first, right=True) - 1])
+        runs.append((starts[start], first - start, first - start + end - begin))
+    return runs
+
+
+def _model_file(contents: Contents, imported: Mapping[str, Any], enlarged: TensorSizes) -> ModelFile:
+    """The file with these contents, for the class by which ComfyUI would compute it. As `open_file`."""
+    contents, tensors, config = _detected(contents, enlarged)
     name, stated, other = contents.name, contents.stated or {}, contents.other
     if other is not None and other.what not in (NOT_RUN, UNET):
         raise contents.refusal()
@@ -104,29 +143,38 @@ def _own_class(contents: Contents, tensors: dict[str, torch.Tensor], config: Any
     try:
         config.set_inference_dtype(torch.float32, None)
         with meta_parameters():
-            native = config.get_model(tensors, "").diffusion_model
+            model = config.get_model(tensors | contents.sampling, "")
+        native = type(model.diffusion_model)
         renamed = {key: config.process_unet_state_dict({key: tensor}) for key, tensor in tensors.items()}
+        given = {name: value for name, value in config.unet_config.items() if name != "dtype"}
+        arguments = json.dumps(given, default=_dtype_name)
+        code = inspect.getsource(sys.modules[native.__module__])
     except Exception:  # of any kind: ComfyUI's code may ask for what a damaged file has not, or a single tensor
         raise contents.refusal() from None
-    kind, unet = type(native), isinstance(native, comfy.model_base.UNetModel)
-    arguments = {
-        argument: f"{DTYPE}{str(value).removeprefix('torch.')}" if isinstance(value, torch.dtype) else value
-        for argument, value in class_arguments(config.unet_config).items()
-    }
-    is_other = other is not None and (other.what == UNET) != unet
-    if is_other or not kind.__module__.startswith(ROOT) or not is_plain(arguments):
+    unet = issubclass(native, comfy.model_base.UNetModel)
+    if (other is not None and (other.what == UNET) != unet) or not native.__module__.startswith(ROOT):
         raise contents.refusal()
+    del model.diffusion_model
+    named = {f"comfy.{name}" for name in re.findall(r"\bcomfy\.(\w+)", code)} - {ROOT.rstrip(".")}
     keys = {next(iter(names)): key for key, names in renamed.items() if len(names) == 1}
-    return OwnClass(
+    own = OwnClass(
         kind=type(config).__name__,
-        folder=comfyui_folder(),
-        module=kind.__module__,
-        name=kind.__qualname__,
-        arguments=json.dumps(arguments),
-        settings=import_settings(device),
-        imports=modules_named_by(kind),
-        keys=tuple((argument, key) for argument, key in keys.items() if argument != key),
+        module=native.__module__,
+        name=native.__qualname__,
+        arguments=arguments,
+        imports=tuple(sorted(named & sys.modules.keys())),
+        keys=tuple((parameter, key) for parameter, key in keys.items() if parameter != key),
         halves=tuple(HALVES[dtype] for dtype in config.supported_inference_dtypes if dtype in HALVES),
         video=config.latent_format.latent_dimensions == 3,
         unet=unet,
+        conversion=contents.conversion,
+        **imported,
     )
+    return ModelFile(checkpoint_of(contents, own, enlarged), own, model)
+
+
+def _dtype_name(value: Any) -> str:
+    """An argument of a class that is no JSON."""
+    if isinstance(value, torch.dtype):
+        return f"{DTYPE}{str(value).removeprefix('torch.')}"
+    raise TypeError(type(value))

@@ -1,32 +1,24 @@
-"""Degrees at which ComfyUI's own class runs on ranks, and how much of it they share out."""
+"""Degrees at which a UNet runs on ranks, and how much of a class they share out."""
 
 from torch import nn
 
-from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.degrees import WIDGETS, Degrees
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.plans.block_order import block_lists
 from parallel_backend.own_class.plans.proof import Proof
 
 
 def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
-    """ValueError, naming the widget, for what ComfyUI's own class does not do on ranks."""
-    ways = "split_batch_degree alone"
+    """ValueError, naming the widget, for what a UNet does not do on ranks."""
     if not own.unet:
-        ways = f"pipefusion_degree, tensor_parallel_degree, patch_degree, ulysses_degree, ring_degree and {ways}"
-    runs = f"{name} runs by {ways}"
-    if planned and own.unet:
+        return
+    runs = f"{name} runs by split_batch_degree alone"
+    if planned:
         raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
-    alone = {
-        "tensor_parallel_degree": degrees.tensor,
-        "patch_degree": degrees.patch,
-        "pipefusion_degree": degrees.pipe,
-        "ulysses_degree": degrees.ulysses,
-        "ring_degree": degrees.ring,
-    }
-    for widget, value in alone.items() if own.unet else ():
-        if value > 1:
-            raise ValueError(f"{widget} is {value}: {runs}. Set it to 1.")
-    if compiled and own.unet:
+    for axis, widget in WIDGETS.items():
+        if axis != "batch" and getattr(degrees, axis) > 1:
+            raise ValueError(f"{widget} is {getattr(degrees, axis)}: {runs}. Set it to 1.")
+    if compiled:
         raise ValueError(f"compile: {runs}. Switch it off.")
 
 

@@ -5,14 +5,11 @@ called with RemoteDiffusionModel as `self`: it runs the wrappers, and inside the
 """
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import comfy.model_detection
 import comfy.patcher_extension
-import torch
 
 from parallel_backend.own_class.calls.patching import Latents
 
@@ -30,11 +27,6 @@ class NativeArguments:
     """By name, `context` among them."""
     options: Mapping[str, Any]
     """Its transformer_options."""
-
-
-def class_arguments(unet_config: Mapping[str, Any]) -> dict[str, Any]:
-    """ComfyUI's unet_config without the entries that are no arguments of the native class, or are given apart."""
-    return {name: value for name, value in unet_config.items() if name not in ("dtype", "disable_unet_model_creation")}
 
 
 def is_plain(value: Any) -> bool:
@@ -82,19 +74,3 @@ def by_name(native: NativeClass, arguments: Sequence[Any], named: Mapping[str, A
             values[name] = value
     first, second = list(signature.parameters)[1:3]
     return {"x": values.pop(first), "timestep": values.pop(second)} | values
-
-
-def native_config(tensors: dict[str, torch.Tensor], stated: Mapping[str, Any] | None) -> Any:
-    """The object of ComfyUI's supported_models for a file with these tensors, which may be on the meta device. None: it has
-    no such model. `stated`: of the file's header, which detection reads as its metadata; None: it cannot be read.
-    Raises what ComfyUI's code does for a damaged file.
-    """
-    metadata = None
-    if stated is None or stated:
-        metadata = {"config": "" if stated is None else json.dumps({"transformer": dict(stated)})}
-    return comfy.model_detection.model_config_from_unet(tensors, "", metadata=metadata)
-
-
-def on_meta(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Tensors of these shapes, without memory."""
-    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

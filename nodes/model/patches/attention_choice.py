@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from parallel_backend.checkpoints.attention_preferences import PREFERENCE, asked_kernel
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.single_file import PREFERENCE, asked_kernel
 from parallel_backend.core.attention_kernels import AUTO, KERNELS, SAGE_VARIANTS, SDPA, wanted
 from parallel_backend.core.short_text import short
 

@@ -4,13 +4,15 @@ import functools
 import importlib
 import json
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallel_backend.core.fused_linear import FusedLinear
-from parallel_backend.core.meta_parameters import meta_parameters
 from parallel_backend.core.own_class import DTYPE, OwnClass
 from parallel_backend.own_class.adapters.adapters import adapt
 from parallel_backend.own_class.cuts.fused_blocks import fuse
@@ -90,3 +92,31 @@ def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
         if hasattr(module, "weight"):
             vars(module).update(CASTS)
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Context in which parameters move to the meta device when registered, before the system has to provide their memory.
+    Tables of positions and frequencies have values.
+
+    It holds for modules that this thread makes. Another thread waits with one of its own, since each has to put back torch's
+    function as it has found it.
+    """
+    with _one_at_a_time():
+        register, thread = nn.Module.register_parameter, threading.get_ident()
+
+        def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            register(module, name, parameter)
+            if parameter is not None and threading.get_ident() == thread:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+        nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@functools.cache
+def _one_at_a_time() -> threading.RLock:
+    return threading.RLock()

@@ -129,13 +129,6 @@ class BuiltClass:
         return f"{self.own.name} {self.own.arguments}"
 
     @cached_property
-    def key_map(self) -> dict[str, str]:
-        """Tensor of the class -> its key in a file of ComfyUI's layout."""
-        keys = dict(self.own.keys)
-        names = {name: adapter_of(self.own.kind).own_name(name) for name in self.shapes}
-        return {name: keys.get(key, key) for name, key in names.items()}
-
-    @cached_property
     def counts(self) -> dict[str, int]:
         """List of blocks -> number of its blocks."""
         return {name: len(blocks) for name, blocks in self.own.lists().items()}

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-from parallel_backend.checkpoints.open_model import open_own_class
+from parallel_backend.checkpoints.checkpoint import open_own_class
 from parallel_backend.client import registry as registry_module
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry

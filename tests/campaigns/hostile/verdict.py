@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from parallel_backend.checkpoints.open_model import open_own_class
+from parallel_backend.checkpoints.checkpoint import open_own_class
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.not_finite import NotFiniteError
 from parallel_backend.core.degrees import Degrees

@@ -81,7 +81,7 @@ DOOR = (
     ),
     Mutant(
         "an own class's header may state any number of layers",
-        CHECKPOINTS + "limits.py",
+        CHECKPOINTS + "single_file.py",
         "            most = len(shapes)\n",
         "            most = MAX_SETTING\n",
         ("tests/checkpoints/test_hostile_files.py",),

@@ -112,9 +112,9 @@ CHECKPOINT_MUTANTS = (
     ),
     Mutant(
         "every part has the scales of the first rows",
-        CHECKPOINTS + "reader.py",
-        "torch.cat([scale[span.slice] for span in (spans if dim == 0 else [rows])])",
-        "scale[: sum(map(len, spans if dim == 0 else [rows]))]",
+        CHECKPOINTS + "quantised_formats.py",
+        "joined([scales[span.slice] for span in rows]) if len(scales) == size[0]",
+        "scales[: sum(map(len, rows))] if len(scales) == size[0]",
         ("tests/checkpoints/test_formats.py", "-k", "shards"),
     ),
     Mutant(

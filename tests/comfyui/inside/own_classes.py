@@ -8,6 +8,7 @@ from types import MappingProxyType
 import comfy
 import torch
 from boot import (
+    MODELS,
     Results,
     difference,
     ksampler,
@@ -19,6 +20,7 @@ from boot import (
     sequence,
     sharing_small_lists,
 )
+from safetensors.torch import load_file, save_file
 from small_cases import detecting
 from small_models import detected, entries, latent, prompts, small_model, write
 
@@ -58,8 +60,22 @@ MODES = {
 }
 
 
-def main(results: Results, names: list[str], only: Collection[str] = ()) -> None:
-    """`only`: modes, without which there are all."""
+SAMPLED = {
+    "v": {"v_pred": torch.empty(0), "ztsnr": torch.empty(0)},
+    "v in EDM": {"edm_vpred.sigma_max": torch.tensor(120.0), "edm_vpred.sigma_min": torch.tensor(0.01)},
+    "as usual": {},
+}
+"""Tensors by which an SDXL's file says how it is sampled."""
+
+
+def main(results: Results, names: list[str], only: Collection[str] = (), is_sampled: bool = False) -> None:
+    """`only`: modes, without which there are all. `is_sampled`: an SDXL's sampling alone."""
+    if is_sampled:
+        with detecting(detected("SDXL")):
+            tensors = load_file(write("SDXL"))
+            for said, marks in SAMPLED.items():
+                results.case(said, partial(samplings, tensors, marks))
+        return
     for name in names:
         with detecting(detected(name)), sharing_small_lists():
             write(name)
@@ -67,6 +83,20 @@ def main(results: Results, names: list[str], only: Collection[str] = ()) -> None
                 sampled(results, name, more, only)
             if name in UNETS:
                 with_lora(results, name)
+
+
+def samplings(tensors: dict[str, torch.Tensor], marks: dict[str, torch.Tensor]) -> list[list]:
+    """How the MODEL on ranks and ComfyUI's own are sampled, of a file that has the transformer's prefix, and of one that has
+    not."""
+    plain, whole = MODELS / "sampled.safetensors", MODELS / "whole.safetensors"
+    save_file(tensors | marks, plain)
+    save_file({f"model.diffusion_model.{key}": value for key, value in tensors.items()} | marks, whole)
+    checkpoint = comfy.sd.load_checkpoint_guess_config(str(whole), output_vae=False, output_clip=False)[0]
+    models = parallel(plain.name, 1, 2), native_model(plain), parallel(whole.name, 1, 2), checkpoint
+    sampled = [model.model.model_sampling for model in models]
+    return [
+        [*(kind.__name__ for kind in type(each).__mro__), float(each.sigma_max), float(each.sigma_min)] for each in sampled
+    ]
 
 
 def with_lora(results: Results, name: str) -> None:

@@ -15,7 +15,7 @@ from comfy_extras import nodes_model_advanced, nodes_model_merging
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(PACK))
-from parallel_backend.checkpoints.gguf_file import GgufFile
+from parallel_backend.checkpoints.tensor_files import GgufFile
 from testing.gguf_files import write_gguf
 
 sys.path.remove(str(PACK))
@@ -63,7 +63,7 @@ def gguf_model(name: str):
     patcher = type("GGUFModelPatcher", (comfy.model_patcher.ModelPatcher,), {"__module__": "gguf_pack.ops"})
     pack.GGMLOps = ops
     file = GgufFile(BASE / "models" / "diffusion_models" / name)
-    tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    tensors = {key: file.get_tensor(key).clone() for key in file.entries}
     model = comfy.sd.load_diffusion_model_state_dict(tensors, model_options={"custom_operations": ops}, metadata=file.texts)
     return patcher.clone(model)
 

@@ -12,7 +12,7 @@ import folder_paths
 from boot import BASE, PACK, Results, comfy, native_model, nodes, torch
 
 sys.path.insert(0, str(PACK))
-from parallel_backend.checkpoints.gguf_file import GgufFile
+from parallel_backend.checkpoints.tensor_files import GgufFile
 
 sys.path.remove(str(PACK))
 LOADER = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__]
@@ -39,7 +39,7 @@ def native(path: Path) -> Any:
     if path.suffix.lower() != ".gguf":
         return native_model(path)
     with GgufFile(path) as file:
-        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        tensors = {key: file.get_tensor(key).clone() for key in file.entries}
         options = {"dtype": torch.float32}
         return comfy.sd.load_diffusion_model_state_dict(tensors, model_options=options, metadata=file.texts)
 
@@ -60,7 +60,7 @@ def by_comfyui(path: Path) -> dict:
 def by_pack(path: Path) -> dict:
     """{"kind": class of ComfyUI's supported_models, "unused": ...} or {"refused": words}."""
     try:
-        file = LOADER.open_file(path, "cpu")
+        file = LOADER.open_file(path, LOADER.importing("cpu"))
         return {"kind": file.own.kind, "unused": list(file.checkpoint.unused)}
     except ValueError as error:
         return {"refused": str(error)}
@@ -86,8 +86,7 @@ def is_comfyuis_conversion() -> bool:
     """Whether rows, taken as `conversion_of` says, are ComfyUI's conversion of the same tensors."""
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in names_of_diffusers().items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    rows = sys.modules[f"{LOADING}.diffusers_layout"].conversion_of(shapes)
+    rows = sys.modules[f"{LOADING}.model_file"].conversion_of(tensors)
     ours = {key: torch.cat([tensors[each][start:stop] for each, start, stop in parts]) for key, parts in rows}
     config = comfy.model_detection.model_config_from_diffusers_unet(tensors)
     names = comfy.utils.unet_to_diffusers(config.unet_config)
