@@ -36,6 +36,8 @@ class ModelsOnRanks:
     def __init__(self):
         self.run = 0
         """Number of the present sampling run. The registry adds 1 when a run begins."""
+        self.newest: RemoteTransformer | None = None
+        """The model that was used last."""
         self._models: dict[Setup, OnRanks] = {}
         self._uses = itertools.count(1)
 
@@ -62,14 +64,16 @@ class ModelsOnRanks:
 
     def use(self, used: OnRanks, owner: Any) -> None:
         """Note a use of the model by `owner`."""
-        used.owner, used.used = owner, next(self._uses)
+        self.newest, used.owner, used.used = used.model, owner, next(self._uses)
         used.again, used.run = used.run == self.run, self.run
 
     def remove(self, gone: OnRanks) -> None:
         self._models.pop(gone.setup, None)
+        self.newest = None
 
     def clear(self) -> None:
         self._models.clear()
+        self.newest = None
 
     def that_give_way_to(self, setup: Setup, pool: SomeRanks) -> list[OnRanks]:
         """Models on `pool` that may be asked for memory for the model of `setup`, in this order.

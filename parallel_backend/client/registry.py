@@ -114,6 +114,10 @@ class Registry:
             self._former_owners.clear()
             return entry.model
 
+    def used_last(self, model: RemoteTransformer) -> bool:
+        """Whether this model is on working ranks, and no other one was used after it: `model` would give it again."""
+        return self._models.newest is model and model.on_ranks
+
     def checkpoint(self, prompt: str | None, setup: Setup, opened: Checkpoint) -> Checkpoint:
         """The files of `setup` with which this prompt computes, see PromptFiles. `opened`: as a node opened them."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""Lines and host time of a warm model call, in modes of ranks in threads. Run by serve.py, for benchmarks/one_gpu/warm_call.py.
+"""Lines and host time of a warm model call on ranks in threads. Run by serve.py, for benchmarks/one_gpu/warm_call.py.
 
 A trip begins at ComfyUI's `_apply_model` and ends at the attention kernel of rank 0, which is a function of ComfyUI or of
 rank/attention/kernels. Its lines are those of nodes/ and parallel_backend/ that are executed: by the thread that calls until
@@ -76,7 +76,8 @@ class Trips:
         """`parts`: bands of the run."""
         host = list(self.host.values())
         bands = [each for thread, each in self.host.items() if thread != threading.main_thread().ident]
-        chosen = {"host": bands if parts > 1 else host[:1], "receive": self.received[-parts:], "rank": self.computed[-parts:]}
+        host = bands if parts > 1 else host[:1]
+        chosen = {"host": host, "receive": self.received[-parts:], "rank": self.computed[-parts:]}
         return {part: set().union(*lines) for part, lines in chosen.items()}
 
 

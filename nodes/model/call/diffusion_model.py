@@ -47,9 +47,10 @@ from ..run.band import BAND_KEY, Band
 from ..run.long_step import LongStep
 from ..run.make_room import make_room
 from ..run.sampling_run import CallShape, SamplingRun
-from .answered_call import PROVE_KEY, Proofs, answered
+from .answered_call import PROVE_KEY, answered
 from .concurrent_conds import Evaluation
 from .own_methods import TEXT_METHOD, OwnMethods
+from .proofs import Proofs
 
 log = logging.getLogger(__name__)
 
@@ -215,10 +216,13 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def _loaded(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """As `transformer`, with the patches of any earlier run."""
+        known = self.run.loaded()
+        if known is not None and self.run.of_setup is self.setup and registry().used_last(known):
+            return known
         given = self.run.patcher(), make_room, expected, self.checkpoint
         model = registry().model(self.setup, check_cancelled, LoadingBar(), *given)
         self._take(model.checkpoint)
-        self.run.answers(model)
+        self.run.answers(model, self.setup)
         return model
 
     def follow_files(self) -> None:
@@ -343,6 +347,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         the sampler's latents.
         """
         self.run.whole_calls, self.run.unproven_bands = {} if bands else None, ""
+        self.run.prepared.clear()  # another trial may be needed
         run({PROVE_KEY: channels})
         return self.run.unproven_bands
 
