@@ -70,6 +70,8 @@ class Conditioning:
     first_replica: int = 0
     """The replica with the first entries and their K/V buffers."""
     changes: BlockChanges = UNCHANGED
+    shards: dict[tuple[Span, int], list[tuple[Span, Span]]] = field(default_factory=dict, compare=False, repr=False)
+    """By a call's `tokens` and number of the companion's tokens, the rows of each sequence rank (PostedCall.rows)."""
 
     def shares(self, replicas: int) -> tuple[Span, ...]:
         """Batch entries by replica. Larger shares begin at `first_replica`, which has all entries if they must stay
@@ -137,11 +139,12 @@ def fail(future: Future, error: BaseException) -> None:
 class PartialOutput:
     """A call's output while its parts arrive, each from one rank and of one micro-step.
 
-    `first_seq`: number of the call's first micro-step. `parts`: how many parts come.
+    `shards`: by sequence rank, see PostedCall.rows. `first_seq`: number of the call's first micro-step. `parts`: how many
+    parts come.
     """
 
-    def __init__(self, call: PostedCall, first_seq: int, parts: int):
-        self.call, self.first_seq = call, first_seq
+    def __init__(self, call: PostedCall, shards: list[tuple[Span, Span]], first_seq: int, parts: int):
+        self.call, self.shards, self.first_seq = call, shards, first_seq
         self.nonfinite = False  # a part was not finite: the call is going to fail, with what the ranks know of it
         self._missing = parts
         self._parts: list[tuple[Span, tuple[Span, ...], torch.Tensor]] = []
@@ -167,6 +170,7 @@ class PostedStep:
     """One replica's micro-step. `entries`: numbered within the call. `local`: within the replica's conditioning."""
 
     seq: int
-    assembly: PartialOutput
+    output: PartialOutput
+    """Of its call."""
     entries: Span
     local: Span

@@ -28,7 +28,8 @@ class RankConditioning:
     """Of calls outside of runs; those of a run are in its K/V buffer. None: words run in every call."""
     companion_tokens: int = 0
     changes: BlockChanges = UNCHANGED
-    kept: defaultdict[Span, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))  # see StepInputs
+    kept: defaultdict[Span, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
+    """By the rank's image tokens, what is made once for all micro-steps with them."""
 
     @property
     def made(self) -> int:

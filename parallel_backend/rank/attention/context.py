@@ -39,7 +39,7 @@ class AttentionStep:
     sparse: SparseStep | None = None
     """Block-sparse attention. None: in full."""
     kept: dict[Any, Any] = field(default_factory=dict)
-    """See StepInputs.kept."""
+    """See RankConditioning.kept."""
     words: WordKeys | None = None
     """Keys of words outside of runs, if they are kept."""
     words_have_run: bool = False

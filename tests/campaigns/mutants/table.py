@@ -364,10 +364,10 @@ CLIENT_MUTANTS = (
     ),
     Mutant(
         "micro-steps in the wrong order",
-        CLIENT + "micro_step_queue.py",
+        CLIENT + "posting.py",
         "step = waiting.popleft()",
         "step = waiting.pop()",
-        ("tests/client/test_micro_step_queue.py",),
+        ("tests/client/test_posting.py",),
     ),
     Mutant(
         "loading tells no progress",
