@@ -77,7 +77,6 @@ class StageForward:
             stale=step.stale,
             overlap=step.overlap,
             residuals=self._residuals(step),
-            guidance=conditioning.changes.guidance,
             sparse=self._sparse(state),
             kept=conditioning.kept[image],
             words=None if step.run or step.residuals else conditioning.words,
