@@ -17,7 +17,7 @@ from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import again
 from parallel_backend.wire import messages as m
 
-from .call import Conditioning, ModelCall, PartialOutput, PostedCall, PostedStep, TokenLayout, fail
+from .call import CallCut, Conditioning, ModelCall, PartialOutput, PostedCall, PostedStep, TokenLayout, fail
 from .conditioning_cache import ConditioningCache
 from .not_finite import CauseSearch
 from .shared_residuals import SharedResiduals
@@ -89,20 +89,16 @@ class Posting:
 
         ValueError for fewer tokens than sequence ranks.
         """
-        whole = call.tokens == call.conditioning.token_order.span
-        apart = whole and not call.conditioning.changes.together
-        shares = call.conditioning.shares(self._degrees.batch)
-        by_replica = [entry_parts(entries, apart, self._degrees.pipe) for entries in shares]
-        shards, parts = self._shards(call), sum(map(len, by_replica)) * self._degrees.sequence
+        cut = self._cut_of(call)
         with self.lock:
             if self._error is not None:
                 fail(call.future, self._error)
                 return
-            output = PartialOutput(call, shards, self._newest + 1, parts)
-            for entries, of_replica, waiting in zip(shares, by_replica, self._waiting, strict=True):
-                for part in of_replica:
+            output = PartialOutput(call, cut, self._newest + 1)
+            for parts, waiting in zip(cut.parts, self._waiting, strict=True):
+                for entries, local in parts:
                     self._newest += 1
-                    waiting.append(PostedStep(self._newest, output, part, part.shift(-entries.start)))
+                    waiting.append(PostedStep(self._newest, output, entries, local))
             try:
                 for replica in range(self._degrees.batch):
                     self._fill(replica)
@@ -185,19 +181,28 @@ class Posting:
             raise m.BadMessage(f"an output of {value.dtype} {list(value.shape)} for {entries} entries and {tokens} tokens")
         self._width = width
 
-    def _shards(self, call: PostedCall) -> list[tuple[Span, Span]]:
-        """By sequence rank, see PostedCall.rows. Decided once for a conditioning and the same tokens."""
-        known, key = call.conditioning.shards, (call.tokens, call.companion_tokens)
+    def _cut_of(self, call: PostedCall) -> CallCut:
+        """Decided once for all calls of a conditioning with the same tokens."""
+        known, key = call.conditioning.cuts, (call.tokens, call.companion_tokens)
         if key not in known:
-            if not all(map(len, self._cut.parts(call.tokens))):
-                sizes = {axis: getattr(self._degrees, axis) for axis in SEQUENCE_AXES}
-                degrees = " x ".join(f"{WIDGETS[axis]} {size}" for axis, size in sizes.items() if size > 1)
-                raise ValueError(
-                    f"{degrees} cuts this image (or patch of it), which has only {len(call.tokens)} tokens. Each rank needs "
-                    "at least one. Use a larger image, fewer patches or smaller degrees."
-                )
-            known[key] = call.rows(self._cut)
+            known[key] = self._new_cut(call)
         return known[key]
+
+    def _new_cut(self, call: PostedCall) -> CallCut:
+        conditioning, degrees = call.conditioning, self._degrees
+        if not all(map(len, self._cut.parts(call.tokens))):
+            sizes = {axis: getattr(degrees, axis) for axis in SEQUENCE_AXES}
+            cutting = " x ".join(f"{WIDGETS[axis]} {size}" for axis, size in sizes.items() if size > 1)
+            raise ValueError(
+                f"{cutting} cuts this image (or patch of it), which has only {len(call.tokens)} tokens. Each rank needs at "
+                "least one. Use a larger image, fewer patches or smaller degrees."
+            )
+        apart = call.tokens == conditioning.token_order.span and not conditioning.changes.together
+        parts = tuple(
+            tuple((part, part.shift(-entries.start)) for part in entry_parts(entries, apart, degrees.pipe))
+            for entries in conditioning.shares(degrees.batch)
+        )
+        return CallCut(tuple(call.rows(self._cut)), parts)
 
     def _fill(self, replica: int) -> None:
         """Send waiting micro-steps while fewer than the window are under way.

@@ -28,7 +28,7 @@ from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.sparse import SparseStep
 from parallel_backend.wire.sampling import Step
 
-from .conditioning_store import RankConditioning
+from .conditioning_store import RankConditioning, StepForm
 from .loaded_stage import LoadedStage
 from .micro_step_graphs import MicroStepGraphs, MicroStepInputs, MicroStepState, Outputs
 
@@ -69,7 +69,7 @@ class StageForward:
         """What `compute` returns, and what the next stage gets. It may be captured: all data on the host that it depends on
         is in `state`."""
         stage, step, conditioning = self._stage, state.step, state.conditioning
-        order, image = conditioning.token_order, stage.cut.image(step.tokens)[stage.place]
+        form = conditioning.form(step, stage.image)
         stage.attention.kernel = stage.kernel_of(conditioning.changes.attention)
         stage.attention.step = AttentionStep(
             entries=step.entries,
@@ -78,29 +78,29 @@ class StageForward:
             overlap=step.overlap,
             residuals=self._residuals(step),
             sparse=self._sparse(state),
-            kept=conditioning.kept[image],
+            kept=conditioning.kept[form.image],
             words=None if step.run or step.residuals else conditioning.words,
             words_have_run=not step.with_text,
         )
         stage.own_link.begin_forward(inputs.received)
-        pictures = order.images(image)
         try:
             with stage.blocks.skipping(conditioning.changes.skipped):
-                out = self._call(state, inputs, image, pictures)
+                out = self._call(conditioning, form, inputs)
             # Companion tokens are replicated: the client takes them from one patch rank.
-            out = out if stage.cut.gives_companion(stage.place) else out[:, : len(pictures)]
+            out = out if stage.cut.gives_companion(stage.place) else out[:, : len(form.pictures)]
             return (out, *stage.own_link.take_leaving())
         finally:
             stage.attention.step = None
 
-    def _call(self, state: MicroStepState, inputs: MicroStepInputs, image: Span, pictures: Span) -> torch.Tensor:
-        """Call the class with the micro-step's inputs -> [b, m + a, c]: the rank's m tokens `pictures` and those of the
-        companion that it has. A stage that is not the last one returns no tokens.
-
-        `image`: the rank's image tokens, with those of references.
-        """
-        stage, conditioning = self._stage, state.conditioning
-        order, kept, companion_tokens = conditioning.token_order, conditioning.kept[image], conditioning.companion_tokens
+    def _call(self, conditioning: RankConditioning, form: StepForm, inputs: MicroStepInputs) -> torch.Tensor:
+        """Call the class with the micro-step's inputs -> [b, m + a, c]: the m tokens of `form.pictures`, and those of the
+        companion that the rank has. A stage that is not the last one returns no tokens."""
+        stage, pictures = self._stage, form.pictures
+        order, kept, companion_tokens = (
+            conditioning.token_order,
+            conditioning.kept[form.image],
+            conditioning.companion_tokens,
+        )
         patching = stage.built.patching.cut(order.along)
         x, companion = inputs.x.tensor_split((len(pictures),), dim=1)
         has_companion = companion.shape[1] > 0
@@ -113,7 +113,7 @@ class StageForward:
         if STRUCTURE not in kept:  # once for a conditioning: the host waits for the device to read it
             kept[STRUCTURE] = structure_of(conditioning.tensors)
         structure = kept[STRUCTURE]
-        named = self._arguments(state, image, structure)
+        named = self._arguments(conditioning, form, structure)
         timestep = timestep_of(inputs.timestep, structure)
         if not companion_tokens:
             # A naive patch has no row of another one with which the class could fill it up.
@@ -127,14 +127,13 @@ class StageForward:
         tokens = patching.pack_all(tuple(unpack(out, structure[LATENTS])))
         return torch.cat((tokens[:, pictures.slice], tokens[:, order.image if has_companion else tokens.shape[1] :]), dim=1)
 
-    def _arguments(self, state: MicroStepState, image: Span, structure: Mapping[str, Any]) -> dict[str, Any]:
+    def _arguments(self, conditioning: RankConditioning, form: StepForm, structure: Mapping[str, Any]) -> dict[str, Any]:
         """The call's arguments by name, without latent and timestep. Tells the blocks which band the call is for."""
-        conditioning, blocks, latent = state.conditioning, self._stage.blocks, self._stage.built.own.latent
-        tensors = {name: tensor[state.step.entries.slice] for name, tensor in conditioning.tensors.items()}
-        named: dict[str, Any] = {OPTIONS: {}} | from_tensors(tensors, structure)
+        blocks, latent = self._stage.blocks, self._stage.built.own.latent
+        named: dict[str, Any] = {OPTIONS: {}} | from_tensors(form.tensors, structure)
         if blocks.tokens is not None and latent is not None:
-            ahead, numbers = latent.tokens_ahead(named), self._numbers(conditioning, image)
-            of_call = conditioning.token_order, image, numbers, conditioning.companion_tokens, ahead
+            ahead, numbers = latent.tokens_ahead(named), self._numbers(conditioning, form.image)
+            of_call = conditioning.token_order, form.image, numbers, conditioning.companion_tokens, ahead
             blocks.tokens.band = BandTokens(latent, *of_call, blocks.tokens.alone)
         if (guidance := conditioning.changes.guidance) is not None:
             named[OPTIONS][GUIDED] = Guided(guidance, own_sums if guidance.whole_heads else blocks.add_up)

@@ -35,8 +35,9 @@ class Queue(Posting):
     def _send(self, replica, step):
         self.sent.append((replica, step.seq, step.entries))
 
-    def _shards(self, call):
-        return [(rows, Span(0, 0)) for rows in split(Span(0, TOKENS), self._degrees.sequence)]
+    def _new_cut(self, call):
+        shards = tuple((rows, Span(0, 0)) for rows in split(Span(0, TOKENS), self._degrees.sequence))
+        return replace(super()._new_cut(call), shards=shards)
 
     def answer(self, seq: int, rank: int, entries: int, value: float, finite: bool = True):
         rows = split(Span(0, TOKENS), self._degrees.sequence)[rank % self._degrees.sequence]

@@ -273,6 +273,8 @@ class RemoteDiffusionModel(torch.nn.Module):
 
         ComfyUI only joins conditionings with the same hooks to a call, so one strength holds for all its entries.
         """
+        if not self.run.hook_patches:
+            return self.run.head_strengths
         patcher = self.run.patcher()
         hooks = None if patcher is None else patcher.current_hooks
         strengths = {} if hooks is None else {hook.hook_ref: hook.strength for hook in hooks.hooks}
@@ -301,10 +303,11 @@ class RemoteDiffusionModel(torch.nn.Module):
         """
         options = transformer_options or {}
         arguments = {"context": context, "control": control, "transformer_options": options, **extra}
-        if self.wrappers(options):
-            return self.native.forward(self, x, timestep, **arguments)
-        if leaves_wrappers_to_parent(self.native):
-            refuse_unread(Unread("a wrapper around the diffusion model", each) for each in wrappers_of(options))
+        if wrappers := wrappers_of(options):
+            if runs_wrappers(self.native):
+                return self.native.forward(self, x, timestep, **arguments)
+            if leaves_wrappers_to_parent(self.native):
+                refuse_unread(Unread("a wrapper around the diffusion model", each) for each in wrappers)
         return answered(self, x, timestep, **arguments)
 
     def wrappers(self, options: dict[str, Any], is_model_options: bool = False) -> list[Any]:

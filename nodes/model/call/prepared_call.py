@@ -62,7 +62,7 @@ class RankCall:
     def likeness(self) -> Hashable:
         """Equal for calls for which one PreparedCall holds."""
         options = {
-            name: type(value) if name in OF_EACH_CALL else value
+            name: None if name in OF_EACH_CALL else value
             for name, value in self.given.options.items()
             if name not in (EVALUATION_KEY, BAND_KEY)
         }
@@ -154,6 +154,9 @@ def _changed(
     return found
 
 
+PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
 class Itself:
     """An object that is like no other one. It is kept alive, so that no later object gets its id."""
 
@@ -169,11 +172,12 @@ class Itself:
 
 def likeness(value: Any) -> Hashable:
     """Equal for tensors of one shape and dtype, for equal plain values of one type, and for the same other object; and for
-    lists and mappings of such, in one order."""
+    lists and dictionaries of such, in one order."""
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return tuple((name, likeness(each)) for name, each in value.items())
-    if isinstance(value, list | tuple):
-        return type(value), tuple(map(likeness, value))
-    return (type(value), value) if isinstance(value, bool | int | float | str | None) else Itself(value)
+    return (kind, *map(likeness, value)) if isinstance(value, (list, tuple)) else Itself(value)

@@ -99,16 +99,13 @@ def unstated(kind: str, stated: Mapping[str, Any]) -> str:
 def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
     """The arguments as they are sent. `native`: the class."""
     adapter = adapter_of(kind)
-    if adapter.arguments is not None:
-        arguments = adapter.arguments(arguments, native)
-    left_out = adapter.unsent
-    return {
-        name: {key: each for key, each in value.items() if key not in left_out[name]}
-        if name in left_out and isinstance(value, dict)
-        else value
-        for name, value in arguments.items()
-        if name not in adapter.idle or not adapter.idle[name](value)
-    }
+    named = dict(arguments) if adapter.arguments is None else adapter.arguments(arguments, native)
+    for name in [name for name, is_idle in adapter.idle.items() if name in named and is_idle(named[name])]:
+        del named[name]
+    for name, left_out in adapter.unsent.items():
+        if isinstance(value := named.get(name), dict):
+            named[name] = {key: each for key, each in value.items() if key not in left_out}
+    return named
 
 
 def without_weights(entries: Any) -> bool:
