@@ -114,9 +114,10 @@ class Registry:
             self._former_owners.clear()
             return entry.model
 
-    def used_last(self, model: RemoteTransformer) -> bool:
-        """Whether this model is on working ranks, and no other one was used after it: `model` would give it again."""
-        return self._models.newest is model and model.on_ranks
+    def use_again(self, model: RemoteTransformer) -> bool:
+        """Note a further use of the model that was used last, if it is this one and on ranks that work: `model` would give
+        it again in the same prompt."""
+        return self._models.use_again(model)
 
     def checkpoint(self, prompt: str | None, setup: Setup, opened: Checkpoint) -> Checkpoint:
         """The files of `setup` with which this prompt computes, see PromptFiles. `opened`: as a node opened them."""

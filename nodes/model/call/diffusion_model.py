@@ -217,7 +217,7 @@ class RemoteDiffusionModel(torch.nn.Module):
     def _loaded(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """As `transformer`, with the patches of any earlier run."""
         known = self.run.loaded()
-        if known is not None and self.run.of_setup is self.setup and registry().used_last(known):
+        if known is not None and self.run.of_setup is self.setup and registry().use_again(known):
             return known
         given = self.run.patcher(), make_room, expected, self.checkpoint
         model = registry().model(self.setup, check_cancelled, LoadingBar(), *given)
