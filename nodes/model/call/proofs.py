@@ -137,7 +137,7 @@ def proven(stub: Tried, call: Call, sizes: tuple[int, ...]) -> Proof:
 
 
 def _new(stub: Tried, call: Call, sizes: tuple[int, ...], key: Key, tried_sizes: tuple[int, ...]) -> tuple[Proof, str]:
-    """(the proof of a plan that ships, of an earlier process or of a trial; words that tell which of them it is of)."""
+    """(the proof, of a plan that ships, an earlier process or a trial; words for the report)."""
     own, numbers, times = stub.own, numbers_of(call), times_of_run(stub)
     _, sequence, bands, tensor = key
 
