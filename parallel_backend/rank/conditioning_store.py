@@ -25,8 +25,6 @@ class StepForm:
     """The rank's image tokens, with those of references."""
     pictures: Span
     """Those of them that are of the image, numbered without references."""
-    whole: bool
-    """The micro-steps compute all image tokens, rather than a band."""
     tensors: dict[str, torch.Tensor]
     """Conditioning tensors of the batch entries."""
 
@@ -64,7 +62,7 @@ class RankConditioning:
         if key not in self.forms:
             image = rank_tokens(step.tokens)
             tensors = {name: tensor[step.entries.slice] for name, tensor in self.tensors.items()}
-            self.forms[key] = StepForm(image, self.token_order.images(image), self.is_whole(step), tensors)
+            self.forms[key] = StepForm(image, self.token_order.images(image), tensors)
         return self.forms[key]
 
 

@@ -108,6 +108,13 @@ def test_calls_are_prepared_anew_for_another_setup_and_another_trial(run):
     assert len(run.prepared) == 3
 
 
+def test_a_call_that_was_tried_before_the_run_is_prepared(run):
+    run.stub.prove(lambda entries: run.answer(call(transformer_options=options(**entries))), [16], bands=False)
+    assert not run.got
+    run.answer(call())
+    assert len(run.prepared) == len(run.got) == 1
+
+
 def test_a_run_keeps_a_limited_number_of_them(module, run):
     most = module("model.call.prepared_call").MOST_PREPARED
     run.answer(*(call(guidance=number) for number in range(most + 3)))

@@ -1,8 +1,8 @@
 """A call of ComfyUI's own class, answered by the ranks."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,38 +12,19 @@ from parallel_backend.own_class.adapters.adapters import adapter_of, sent
 from parallel_backend.own_class.adapters.minimax_forms import INSIDE
 from parallel_backend.own_class.calls.call_arguments import OPTIONS
 from parallel_backend.own_class.calls.call_form import LATENTS, in_form, unpack
-from parallel_backend.own_class.calls.patching import Latents, latents_of
+from parallel_backend.own_class.calls.patching import latents_of
 from parallel_backend.own_class.calls.residuals import CONTROL, PATCHES, REPLACED
 
-from ..controls.controls_here import ControlsHere
-from ..native.native_call import NativeArguments, NativeClass
+from ..native.native_call import NativeArguments
 from ..patches.reach import Unread, refuse_unread
 from ..run.band import BAND_KEY, Band
-from ..run.sampling_run import CallShape, steps_of, tokens_of, why_not_in_bands
+from ..run.sampling_run import steps_of, tokens_of, why_not_in_bands
 from .call_checks import check_latents, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation
-from .own_calls import by_entry, changes_and_options, joined, own_residuals, returned, shapes, sparse_attention
+from .own_calls import by_entry, joined, own_residuals, returned, shapes, sparse_attention
 from .own_changes import OTHER_CALL
-from .prepared_call import RankCall, prepared, proof_of
-from .proofs import Tried
-
-PROVE_KEY = "parallel_dit_prove"
-"""Key in transformer_options of a call that is tried, and not computed: the channels of each of the sampler's latents, to
-which ComfyUI may add others."""
-
-
-class Stub(Tried, Protocol):
-    """RemoteDiffusionModel, as far as its calls are answered here."""
-
-    @property
-    def native(self) -> NativeClass: ...
-    @property
-    def controls_here(self) -> ControlsHere: ...
-
-    def computed(self, method: str, *arguments: Any, **named: Any) -> torch.Tensor: ...
-    def choose_heads(self, timestep: torch.Tensor, options: Mapping[str, Any]) -> None: ...
-    def band_of(self, latents: Latents, options: dict[str, Any]) -> Band | None: ...
-    def predict(self, call: ModelCall, shape: CallShape, steps: int, evaluation: Evaluation) -> torch.Tensor | Latents: ...
+from .prepared_call import PROVE_KEY, PreparedCall, RankCall, prepared
+from .proofs import Stub
 
 
 def answered(
@@ -68,9 +49,9 @@ def answered(
     call = _in_rank_form(
         stub, x, NativeArguments(latents, timestep, {"context": context, **extra}, options), control, is_carried
     )
-    if PROVE_KEY in options:
-        return _shown(stub, call)
     plan = prepared(stub, call)
+    if PROVE_KEY in options:
+        return _tried(stub, call, plan)
     changes = plan.changes
     if plan.is_sparse:
         sparse = sparse_attention(stub.checkpoint, options, latents, call.given.others, stub.native)
@@ -136,16 +117,13 @@ def _residuals(
     return residuals
 
 
-def _shown(stub: Stub, call: RankCall) -> torch.Tensor | list[torch.Tensor]:
+def _tried(stub: Stub, call: RankCall, plan: PreparedCall) -> torch.Tensor | list[torch.Tensor]:
     """Zeros for a call that is only tried. Notes whether calls like it can run in bands."""
-    options = call.given.options
-    *_, told = changes_and_options(stub.checkpoint, stub.setup.attention, options, len(call.x))
-    proof, _ = proof_of(stub, call, told)
     if stub.run.whole_calls is not None:
-        tensors = call.tensors(told)
+        tensors = plan.tensors(call)
         tokens = stub.run.whole_calls[shapes(tensors)] = tokens_of(stub.checkpoint.built, call.latents[0], tensors)
-        stub.run.unproven_bands = why_not_in_bands(proof, tokens) or stub.run.unproven_bands
-    counts = zip(call.latents, options[PROVE_KEY], strict=True)
+        stub.run.unproven_bands = why_not_in_bands(plan.proof, tokens) or stub.run.unproven_bands
+    counts = zip(call.latents, call.given.options[PROVE_KEY], strict=True)
     return returned(tuple(torch.zeros_like(each[:, :count]) for each, count in counts))
 
 

@@ -47,9 +47,10 @@ from ..run.band import BAND_KEY, Band
 from ..run.long_step import LongStep
 from ..run.make_room import make_room
 from ..run.sampling_run import CallShape, SamplingRun
-from .answered_call import PROVE_KEY, answered
+from .answered_call import answered
 from .concurrent_conds import Evaluation
 from .own_methods import TEXT_METHOD, OwnMethods
+from .prepared_call import PROVE_KEY
 from .proofs import Proofs
 
 log = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.calls.call_arguments import OPTIONS, STRUCTURE, tensors_in, to_tensors
@@ -22,10 +23,13 @@ from ..patches.reach import BOOKKEEPING, FOR_PATCHES, OURS
 from ..run.band import BAND_KEY, Band
 from ..run.sampling_run import CallShape
 from .concurrent_conds import EVALUATION_KEY, tell_if_together
-from .own_calls import NodeChanges, changes_and_options, is_held, is_sparse
+from .own_calls import NodeChanges, changes_and_options, is_held, is_sparse, shapes
 from .own_changes import whole_call
-from .proofs import Tried, of_band, proven, times_of_run
+from .proofs import Stub, of_band, proven, times_of_run
 
+PROVE_KEY = "parallel_dit_prove"
+"""Key in transformer_options of a call that is tried, and not computed: the channels of each of the sampler's latents, to
+which ComfyUI may add others."""
 OF_EACH_CALL = (BOOKKEEPING | FOR_PATCHES) - {"cond_or_uncond"}
 """Entries of transformer_options whose values decide nothing here."""
 
@@ -55,16 +59,16 @@ class RankCall:
         """See call_arguments.LATENT."""
         return () if LATENTS in self.named else (self.latents[0].shape[1], *self.sizes)
 
-    def tensors(self, told: Mapping[str, Any], more: Mapping[str, Any] = {}) -> dict[str, torch.Tensor]:
-        """The conditioning tensors, with STRUCTURE. `told`: what ranks get of transformer_options. `more`: arguments."""
-        return to_tensors({**self.named, OPTIONS: told, **more}, self.timestep, self.latent)
+    def structure(self, told: Mapping[str, Any], more: Mapping[str, Any] = {}) -> torch.Tensor:
+        """See call_arguments.STRUCTURE. `told`: what ranks get of transformer_options. `more`: further arguments."""
+        return to_tensors({**self.named, OPTIONS: told, **more}, self.timestep, self.latent)[STRUCTURE]
 
     def likeness(self) -> Hashable:
         """Equal for calls for which one PreparedCall holds."""
         options = {
             name: None if name in OF_EACH_CALL else value
             for name, value in self.given.options.items()
-            if name not in (EVALUATION_KEY, BAND_KEY)
+            if name not in (EVALUATION_KEY, BAND_KEY, PROVE_KEY)
         }
         wholes = None if self.band is None else self.band.wholes
         return likeness((wholes, self.sizes, self.latents, self.timestep, self.named, self.residuals, options))
@@ -80,8 +84,7 @@ class PreparedCall:
     """Without `sparse`, which depends on the call's sigma."""
     is_sparse: bool
     """Model Sparse Attention is on the MODEL."""
-    options: tuple[str, ...]
-    """Tensors in transformer_options that ranks get."""
+    proof: Proof
     more: Mapping[str, Any]
     """Further arguments that ranks get: the second text of a guidance."""
     structure: torch.Tensor
@@ -90,11 +93,11 @@ class PreparedCall:
 
     def tensors(self, call: RankCall) -> dict[str, torch.Tensor]:
         """The call's conditioning tensors."""
-        options = {OPTIONS: {name: call.given.options[name] for name in self.options}}
+        options = {OPTIONS: {name: call.given.options[name] for name in self.proof.options}}
         return tensors_in({**call.named, **options, **self.more}, len(call.x)) | {STRUCTURE: self.structure}
 
 
-def prepared(stub: Tried, call: RankCall) -> PreparedCall:
+def prepared(stub: Stub, call: RankCall) -> PreparedCall:
     """The run's PreparedCall for this call. It is made at the first call of its likeness."""
     known, key = stub.run.prepared, call.likeness()
     found = known.get(key)
@@ -109,39 +112,33 @@ MOST_PREPARED = 64
 """Nodes may put other functions or numbers into each call: the newest are kept."""
 
 
-def _prepare(stub: Tried, call: RankCall) -> PreparedCall:
-    options = call.given.options
+def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
+    options, context = call.given.options, call.given.others["context"]
     changes, by_nodes, told = changes_and_options(stub.checkpoint, stub.setup.attention, options, len(call.x))
-    proof, tried = proof_of(stub, call, told)
-    fields, more = _changed(stub, by_nodes, proof, tried, call) if by_nodes else ({}, {})
-    told |= {name: options[name] for name in proof.options}
-    context = call.given.others["context"]
-    return PreparedCall(
-        setup=stub.setup,
-        changes=dataclasses.replace(changes, one_batch=bool(proof.batch), **fields),
-        is_sparse=is_sparse(options),
-        options=proof.options,
-        more=more,
-        structure=call.tensors(told, more)[STRUCTURE],
-        shape=CallShape(tuple(call.latents[0].shape), 1 if context is None else context.shape[1]),
-    )
-
-
-def proof_of(stub: Tried, call: RankCall, told: dict[str, Any]) -> tuple[Proof, Call]:
-    """(The proof for such a call, the call as it is tried). `told`: what ranks get of transformer_options. ValueError if it
-    is not proven, and NotLocal for a call of a band."""
-    tensors = call.tensors(told)  # refuses what cannot be sent, before anything is tried
-    others = {name: value for name, value in call.given.options.items() if name not in told and not name.startswith(OURS)}
+    call.structure(told)  # refuses what cannot be sent, before anything is tried
+    others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
     rest = {name: value for name, value in others.items() if is_held(value)}
     added = {CONTROL: for_trial(call.residuals)} if call.residuals else {}
     tried = Call(call.x, call.timestep, {**call.named, OPTIONS: with_tried_blocks(told), **added}, rest)
-    if call.band is None:
-        return proven(stub, tried, call.sizes), tried
-    return of_band(stub, tried, call.sizes, tensors, call.band.wholes), tried
+    band = call.band
+    proof = proven(stub, tried, call.sizes) if band is None else of_band(stub, tried, call.sizes, band.wholes)
+    fields, more = _changed(stub, by_nodes, proof, tried, call) if by_nodes else ({}, {})
+    made = PreparedCall(
+        setup=stub.setup,
+        proof=proof,
+        changes=dataclasses.replace(changes, one_batch=bool(proof.batch), **fields),
+        is_sparse=is_sparse(options),
+        more=more,
+        structure=call.structure(told | {name: options[name] for name in proof.options}, more),
+        shape=CallShape(tuple(call.latents[0].shape), 1 if context is None else context.shape[1]),
+    )
+    if band is not None and shapes(made.tensors(call)) not in (stub.run.whole_calls or ()):
+        raise NotLocal("a patch has other conditioning than the whole latent")
+    return made
 
 
 def _changed(
-    stub: Tried, asked: NodeChanges, proof: Proof, tried: Call, call: RankCall
+    stub: Stub, asked: NodeChanges, proof: Proof, tried: Call, call: RankCall
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """See OwnChanges.of. A band's are those of the whole latent's call."""
     tried = with_tensors_told(tried) if proof.options else tried

@@ -10,12 +10,14 @@ from typing import Any, Protocol
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.built_class import built_class
 from parallel_backend.own_class.built.counts import misfit
+from parallel_backend.own_class.calls.patching import Latents
 from parallel_backend.own_class.calls.tried_calls import (
     Call,
     does_not_run,
@@ -31,12 +33,15 @@ from parallel_backend.own_class.trials.trial import trial
 from ...ui.host import folder
 from ...ui.loading_bar import Elapsed
 from ...ui.node_text import say
+from ..controls.controls_here import ControlsHere
 from ..loading.kept_proofs import is_of_sizes, kept_proof
 from ..loading.own_degrees import shared_out
 from ..loading.shipped_plans import shipped_proof
-from ..run.band import NotTried
-from ..run.sampling_run import SamplingRun
-from .own_calls import asked, near, on_host, shapes, share_of_work, structure, times_of, widths_of
+from ..native.native_call import NativeClass
+from ..run.band import Band, NotTried
+from ..run.sampling_run import CallShape, SamplingRun
+from .concurrent_conds import Evaluation
+from .own_calls import asked, near, on_host, share_of_work, structure, times_of, widths_of
 from .own_changes import OTHER_CALL, OwnChanges
 
 log = logging.getLogger(__name__)
@@ -63,8 +68,8 @@ class Proofs:
         return self.kept(with_bands, numbers, sizes) if found is None and key != with_bands else found
 
 
-class Tried(Protocol):
-    """RemoteDiffusionModel, as far as its calls are tried."""
+class Stub(Protocol):
+    """RemoteDiffusionModel, as far as its calls are tried and answered."""
 
     checkpoint: Checkpoint
     setup: Setup
@@ -73,26 +78,28 @@ class Tried(Protocol):
     @property
     def own(self) -> OwnClass: ...
     @property
+    def native(self) -> NativeClass: ...
+    @property
     def meta(self) -> torch.nn.Module: ...
     @property
     def proofs(self) -> Proofs: ...
+    @property
+    def controls_here(self) -> ControlsHere: ...
 
+    def computed(self, method: str, *arguments: Any, **named: Any) -> torch.Tensor: ...
+    def choose_heads(self, timestep: torch.Tensor, options: Mapping[str, Any]) -> None: ...
+    def band_of(self, latents: Latents, options: dict[str, Any]) -> Band | None: ...
     def without_bands(self, reason: str) -> str: ...
+    def predict(self, call: ModelCall, shape: CallShape, steps: int, evaluation: Evaluation) -> torch.Tensor | Latents: ...
 
 
-def times_of_run(stub: Tried) -> tuple[float, ...]:
+def times_of_run(stub: Stub) -> tuple[float, ...]:
     """See times_of. Empty: no sampler makes the call."""
     patcher = stub.run.patcher()
     return () if patcher is None else times_of(patcher.model.model_sampling)
 
 
-def of_band(
-    stub: Tried,
-    call: Call,
-    sizes: tuple[int, ...],
-    tensors: dict[str, torch.Tensor],
-    wholes: Sequence[Sequence[int]],
-) -> Proof:
+def of_band(stub: Stub, call: Call, sizes: tuple[int, ...], wholes: Sequence[Sequence[int]]) -> Proof:
     """The proof for a band's call. NotTried if there is none, and NotLocal if it is not the one by which the model was
     loaded. `wholes`: shapes of the whole latents."""
     proof = stub.proofs.kept(_key(stub, call, sizes), numbers_of(call))
@@ -101,12 +108,10 @@ def of_band(
         raise NotTried(OTHER_CALL, functools.partial(proven, stub, whole, sizes))
     if (proof.blocks, proof.latent) != (stub.own.blocks, stub.own.latent):
         raise NotLocal(OTHER_CALL)
-    if shapes(tensors) not in (stub.run.whole_calls or ()):
-        raise NotLocal("a patch has other conditioning than the whole latent")
     return proof
 
 
-def _key(stub: Tried, call: Call, sizes: tuple[int, ...]) -> Key:
+def _key(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Key:
     """What a trial is for. Bands are tried only for a run in bands, since that takes many calls of the model, and for words
     that run once; and a plan is made of all modes."""
     degrees = stub.setup.degrees
@@ -114,7 +119,7 @@ def _key(stub: Tried, call: Call, sizes: tuple[int, ...]) -> Key:
     return structure(call, sizes), degrees.sequence > 1 or bool(stub.setup.planned), bands, degrees.tensor
 
 
-def proven(stub: Tried, call: Call, sizes: tuple[int, ...]) -> Proof:
+def proven(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Proof:
     """The proof for such calls, from now on that of `setup`. ValueError if the degrees are not proven."""
     key, tried_sizes = _key(stub, call, sizes), (*call.x.shape, words_of(call))
     proof, how = stub.proofs.kept(key, numbers_of(call), tried_sizes), None
@@ -136,7 +141,7 @@ def proven(stub: Tried, call: Call, sizes: tuple[int, ...]) -> Proof:
     return proof
 
 
-def _new(stub: Tried, call: Call, sizes: tuple[int, ...], key: Key, tried_sizes: tuple[int, ...]) -> tuple[Proof, str]:
+def _new(stub: Stub, call: Call, sizes: tuple[int, ...], key: Key, tried_sizes: tuple[int, ...]) -> tuple[Proof, str]:
     """(the proof, of a plan that ships, an earlier process or a trial; words for the report)."""
     own, numbers, times = stub.own, numbers_of(call), times_of_run(stub)
     _, sequence, bands, tensor = key
@@ -164,7 +169,7 @@ def _new(stub: Tried, call: Call, sizes: tuple[int, ...], key: Key, tried_sizes:
     return proof, how
 
 
-def _check(stub: Tried, proof: Proof, sizes: tuple[int, ...]) -> None:
+def _check(stub: Stub, proof: Proof, sizes: tuple[int, ...]) -> None:
     """ValueError if the setup's degrees are not proven."""
     name, degrees = stub.checkpoint.path.name, stub.setup.degrees
     proof.check(degrees, name)
@@ -174,7 +179,7 @@ def _check(stub: Tried, proof: Proof, sizes: tuple[int, ...]) -> None:
         raise ValueError(f"model_name: {name} cannot run on ranks: {proof.stages}. Load it with ComfyUI's own loader.")
 
 
-def _adopt(stub: Tried, proof: Proof, call: Call, tried_sizes: tuple[int, ...]) -> None:
+def _adopt(stub: Stub, proof: Proof, call: Call, tried_sizes: tuple[int, ...]) -> None:
     """Have the model loaded by this proof, with this call as its example."""
     known = stub.checkpoint.built.call
     is_known = known is not None and (*known.x.shape, words_of(known)) == tried_sizes
