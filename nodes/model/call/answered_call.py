@@ -12,14 +12,13 @@ from parallel_backend.own_class.adapters.adapters import adapter_of, sent
 from parallel_backend.own_class.adapters.minimax_forms import INSIDE
 from parallel_backend.own_class.calls.call_arguments import OPTIONS
 from parallel_backend.own_class.calls.call_form import LATENTS, in_form, unpack
-from parallel_backend.own_class.calls.patching import latents_of
+from parallel_backend.own_class.calls.patching import Latents, latents_of
 from parallel_backend.own_class.calls.residuals import CONTROL, PATCHES, REPLACED
 
 from ..native.native_call import NativeArguments
 from ..patches.reach import Unread, refuse_unread
 from ..run.band import BAND_KEY, Band
 from ..run.sampling_run import steps_of, tokens_of, why_not_in_bands
-from .call_checks import check_latents, for_entries
 from .concurrent_conds import EVALUATION_KEY, Evaluation
 from .own_calls import by_entry, joined, own_residuals, returned, shapes, sparse_attention
 from .own_changes import OTHER_CALL
@@ -82,9 +81,9 @@ def _in_rank_form(stub: Stub, x: Any, given: NativeArguments, control: Any, is_c
     latents, built, adapter = given.latents, stub.checkpoint.built, adapter_of(stub.own.kind)
     axes, band = 5 if built.patching.video else 4, stub.band_of(latents, given.options)
     if band is None:
-        check_latents(latents, axes)
+        _check_latents(latents, axes)
     packed, timestep, told_form = in_form(x, given.timestep, axes)
-    timestep = for_entries(timestep, len(packed))
+    timestep = _for_entries(timestep, len(packed))
     residuals = _residuals(stub, given, timestep, control, band, is_carried)
     sizes = tuple(latents[0].shape[2:]) if band is None else built.patching.whole(band.run.layout.grid)
     context, extra = given.others["context"], {name: each for name, each in given.others.items() if name != "context"}
@@ -97,6 +96,27 @@ def _in_rank_form(stub: Stub, x: Any, given: NativeArguments, control: Any, is_c
     if band is not None and LATENTS in named:
         named[LATENTS] = [[latents[0].shape[1], *sizes], *(list(shape[1:]) for shape in band.wholes[1:])]
     return RankCall(given, band, sizes, packed, timestep, named, residuals)
+
+
+def _for_entries(timestep: torch.Tensor, entries: int) -> torch.Tensor:
+    """The timesteps of a call's batch entries [entries, ...]. ValueError for another number of timesteps."""
+    if len(timestep) == 1:
+        return timestep.expand(entries, *timestep.shape[1:])
+    if len(timestep) != entries:
+        raise ValueError(
+            f"model: another node calls it with {entries} latents at a time, and with {len(timestep)} timesteps. Remove "
+            "that node, or load the model with ComfyUI's own loader."
+        )
+    return timestep
+
+
+def _check_latents(latents: Latents, axes: int) -> None:
+    """ValueError for a latent of a call that ranks do not take. `axes`: of the first one."""
+    if latents[0].ndim != axes or any(0 in latent.shape for latent in latents):
+        raise ValueError(
+            f"latent_image: this model takes one latent with {axes} axes, none of them empty. Use the Empty Latent node "
+            "made for this model."
+        )
 
 
 def _residuals(
