@@ -67,7 +67,8 @@ class ModelsOnRanks:
         used.again, used.run = used.run == self.run, self.run
 
     def use_again(self, model: RemoteTransformer) -> bool:
-        """Note a use of the newest model, if it is this one and on ranks that work. Whether it is."""
+        """Note a use of the newest model, if it is this one and on ranks that work. Whether it is: Registry.model would give
+        it again in the same prompt."""
         newest = self._newest
         if newest is None or newest.model is not model or not model.on_ranks:
             return False
