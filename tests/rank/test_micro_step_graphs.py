@@ -23,10 +23,10 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core import device_copies
 from parallel_backend.core.attention_kernels import KERNELS
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank import micro_step_graphs
 from parallel_backend.rank.micro_step_graphs import MicroStepGraphs
+from parallel_backend.rank.stage_forward import StageForward
 from parallel_backend.wire.sampling import RunStats
 from testing import mini
 from testing.emulated_device import EmulatedDevice
@@ -301,13 +301,13 @@ def test_no_other_thread_asks_the_device_anything_during_a_capture(pools, mini_f
 
 def test_a_copy_from_the_host_is_in_no_graph(pools, mini_file, expected, monkeypatch, caplog):
     """The memory that it is from is another's by the time of the replay."""
-    run = BuiltClass.run
+    forward = StageForward._forward
 
-    def copying(self, model, step):
-        device_copies.to_device(torch.zeros(3), step.timestep.device)
-        return run(self, model, step)
+    def copying(self, state, inputs):
+        device_copies.to_device(torch.zeros(3), inputs.timestep.device)
+        return forward(self, state, inputs)
 
-    monkeypatch.setattr(BuiltClass, "run", copying)
+    monkeypatch.setattr(StageForward, "_forward", copying)
     found, stats = sampled(load(pools(1), mini_file, Degrees(), True))
     assert torch.equal(found, expected)
     assert counts(stats) == {(0, 0)}
