@@ -1,4 +1,4 @@
-"""Lines and host time of a warm model call on ranks in threads. Run by serve.py, for benchmarks/one_gpu/warm_call.py.
+"""Lines and host time of a warm model call on ranks in threads. Run by serve.py, for benchmarks/speed/warm_call.py.
 
 A trip begins at ComfyUI's `_apply_model` and ends at the attention kernel of rank 0, which is a function of ComfyUI or of
 rank/attention/kernels. Its lines are those of nodes/ and parallel_backend/ that are executed: by the thread that calls until

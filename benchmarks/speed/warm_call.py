@@ -1,18 +1,17 @@
 """Lines of this pack, and their files, that a warm model call executes from KSampler to the attention kernel of a rank; and
 microseconds of ComfyUI's thread for the call.
 
-    python -m benchmarks.one_gpu.warm_call --comfyui ~/ComfyUI --files
+    python -m benchmarks.speed.warm_call --comfyui ~/ComfyUI --files
 """
 
 import tempfile
 from pathlib import Path
 
 from benchmarks.harness.comfyui_pictures import SCRIPTS
+from benchmarks.one_gpu.kept import keep, parser
 from scripts.comfyui_server import find_python
 from testing import mini
 from testing.comfyui.scripted import ComfyUI, Inside
-
-from .kept import keep, parser
 
 
 def main() -> None:
