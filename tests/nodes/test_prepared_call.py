@@ -8,6 +8,7 @@ import torch
 
 from parallel_backend.own_class.calls.call_arguments import STRUCTURE
 from parallel_backend.own_class.plans.proof import Proof
+from tests.nodes.test_sparse_attention import SETTINGS, override_of
 
 
 def one_function(*_arguments):
@@ -19,7 +20,7 @@ def other_function(*_arguments):
 
 
 def options(**entries: Any) -> dict[str, Any]:
-    return {"sigmas": torch.rand(1), "cond_or_uncond": [0], "uuids": [object()], **entries}
+    return {"sigmas": 0.3 + 0.4 * torch.rand(1), "cond_or_uncond": [0], "uuids": [object()], **entries}
 
 
 def call(**changed: Any) -> dict[str, Any]:
@@ -87,6 +88,15 @@ def test_a_call_of_another_form_is_prepared_for_itself(run, changed):
 def test_another_function_in_the_same_place_is_looked_at(run):
     run.answer(*(call(transformer_options=options(patches={"unread": [each]})) for each in (one_function, other_function)))
     assert len(run.prepared) == 2
+
+
+def test_settings_of_sparse_attention_are_those_of_each_call(run):
+    """Its node may put a new function on the MODEL before each evaluation."""
+    patches = [SimpleNamespace(**SETTINGS | {"tau": tau}) for tau in (1.0, 2.0)]
+    run.answer(*(call(transformer_options=options(optimized_attention_override=override_of(each))) for each in patches))
+    assert len(run.prepared) == 1
+    in_window = [each.changes.sparse for each in run.got]
+    assert [None if sparse is None else sparse.tau for sparse in in_window] == [1.0, 2.0]
 
 
 def test_a_function_is_refused_in_every_call_of_a_run(run):

@@ -19,7 +19,9 @@ from parallel_backend.own_class.plans.block_order import block_lists
 from parallel_backend.own_class.plans.proof import Proof
 
 from ..native.native_call import NativeArguments
-from ..patches.reach import BOOKKEEPING, FOR_PATCHES, OURS
+from ..patches.reach import BOOKKEEPING, FOR_PATCHES, OURS, OVERRIDE
+from ..patches.sparse_attention import below
+from ..patches.sparse_attention import is_sparse as has_override
 from ..run.band import BAND_KEY, Band
 from ..run.sampling_run import CallShape
 from .concurrent_conds import EVALUATION_KEY, tell_if_together
@@ -70,6 +72,8 @@ class RankCall:
             for name, value in self.given.options.items()
             if name not in (EVALUATION_KEY, BAND_KEY, PROVE_KEY)
         }
+        if OVERRIDE in options:  # Model Sparse Attention may put a new function there before each evaluation
+            options[OVERRIDE] = has_override(options[OVERRIDE]), below(options[OVERRIDE])
         wholes = None if self.band is None else self.band.wholes
         return likeness((wholes, self.sizes, self.latents, self.timestep, self.named, self.residuals, options))
 
