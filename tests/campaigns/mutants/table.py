@@ -489,6 +489,13 @@ NODE_MUTANTS = (
         tier="default",
     ),
     Mutant(
+        "a prepared call outlives the setup that it was made for",
+        "nodes/model/call/prepared_call.py",
+        "found is None or found.setup is not stub.setup",
+        "found is None",
+        ("tests/nodes/test_prepared_call.py",),
+    ),
+    Mutant(
         "model patches not refused",
         "nodes/model/patches/reach.py",
         "                yield Unread(f\"{what} '{name}'\", function)",
