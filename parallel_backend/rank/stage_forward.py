@@ -12,17 +12,19 @@ from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
 from parallel_backend.own_class.calls.call_arguments import (
     LATENT,
+    LATENTS,
     OPTIONS,
     STRUCTURE,
     from_tensors,
+    pack,
+    run_call,
     structure_of,
     timestep_of,
+    unpack,
 )
-from parallel_backend.own_class.calls.call_form import LATENTS, pack, run, unpack
 from parallel_backend.own_class.calls.residuals import CONTROL, by_kind
 from parallel_backend.own_class.cuts.band_tokens import BandTokens, class_numbers
-from parallel_backend.own_class.cuts.guided_attention import GUIDED, Guided, own_sums
-from parallel_backend.own_class.cuts.second_text import ADD_UP, SECOND, WHOLE_HEADS
+from parallel_backend.own_class.cuts.guided_attention import GUIDED
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.sparse import SparseStep
@@ -118,10 +120,12 @@ class StageForward:
         if not companion_tokens:
             # A naive patch has no row of another one with which the class could fill it up.
             sizes = () if stage.blocks.tokens is not None and stage.blocks.tokens.alone else structure[LATENT][1:]
-            out = run(stage.blocks.call, patching.unpack(x, sizes or patching.whole(conditioning.grid)), timestep, named)
+            out = run_call(
+                stage.blocks.call, patching.unpack(x, sizes or patching.whole(conditioning.grid)), timestep, named
+            )
             return x[:, :0] if out is None else patching.pack(out)[:, pictures.slice]
         shapes = [(len(x), *shape) for shape in structure[LATENTS]]
-        out = run(stage.blocks.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
+        out = run_call(stage.blocks.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
         if out is None:
             return x[:, :0]
         tokens = patching.pack_all(tuple(unpack(out, structure[LATENTS])))
@@ -136,9 +140,7 @@ class StageForward:
             of_call = conditioning.token_order, form.image, numbers, conditioning.companion_tokens, ahead
             blocks.tokens.band = BandTokens(latent, *of_call, blocks.tokens.alone)
         if (guidance := conditioning.changes.guidance) is not None:
-            named[OPTIONS][GUIDED] = Guided(guidance, own_sums if guidance.whole_heads else blocks.add_up)
-        if (second := named.get(SECOND)) is not None:
-            second[ADD_UP] = own_sums if second[WHOLE_HEADS] else blocks.add_up
+            named[OPTIONS][GUIDED] = guidance
         if residuals := blocks.residuals():
             named[CONTROL] = by_kind(residuals)
         return named

@@ -8,10 +8,9 @@ import torch
 
 from parallel_backend.client.call import ModelCall, Residuals
 from parallel_backend.client.pipefusion.banded_run import NotLocal
-from parallel_backend.own_class.adapters.adapters import adapter_of, sent
+from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.adapters.minimax_forms import INSIDE
-from parallel_backend.own_class.calls.call_arguments import OPTIONS
-from parallel_backend.own_class.calls.call_form import LATENTS, in_form, unpack
+from parallel_backend.own_class.calls.call_arguments import LATENTS, OPTIONS, in_form, unpack
 from parallel_backend.own_class.calls.patching import Latents, latents_of
 from parallel_backend.own_class.calls.residuals import CONTROL, PATCHES, REPLACED
 
@@ -87,10 +86,10 @@ def _in_rank_form(stub: Stub, x: Any, given: NativeArguments, control: Any, is_c
     residuals = _residuals(stub, given, timestep, control, band, is_carried)
     sizes = tuple(latents[0].shape[2:]) if band is None else built.patching.whole(band.run.layout.grid)
     context, extra = given.others["context"], {name: each for name, each in given.others.items() if name != "context"}
-    adapter.check(sizes, extra)
     methods = {name: method for name, method in adapter.computed.items() if extra.get(name) is not None}
     extra |= {name: stub.computed(method, extra[name]) for name, method in methods.items()}
-    named = {"context": context, CONTROL: None, OPTIONS: {}, **sent(stub.own.kind, extra, stub.native), **told_form}
+    sent = adapter.arguments(extra, stub.native, sizes)
+    named = {"context": context, CONTROL: None, OPTIONS: {}, **sent, **told_form}
     if adapter.carries and not is_carried:
         named[INSIDE] = True
     if band is not None and LATENTS in named:

@@ -17,8 +17,7 @@ from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.built.counts import counted
-from parallel_backend.own_class.calls.call_arguments import OPTIONS, STRUCTURE
-from parallel_backend.own_class.calls.call_form import LATENTS, TIMES
+from parallel_backend.own_class.calls.call_arguments import LATENTS, OPTIONS, STRUCTURE, TIMES
 from parallel_backend.own_class.calls.patching import Latents, Patching, latents_of
 from parallel_backend.own_class.calls.residuals import PATCHES, REPLACED, by_name, side_of
 from parallel_backend.own_class.calls.tried_calls import Call, numbers_of

@@ -10,8 +10,7 @@ import torch
 from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.setup import Setup
-from parallel_backend.own_class.calls.call_arguments import OPTIONS, STRUCTURE, tensors_in, to_tensors
-from parallel_backend.own_class.calls.call_form import LATENTS
+from parallel_backend.own_class.calls.call_arguments import LATENTS, OPTIONS, STRUCTURE, tensors_in, to_tensors
 from parallel_backend.own_class.calls.patching import Latents
 from parallel_backend.own_class.calls.residuals import CONTROL, for_trial
 from parallel_backend.own_class.calls.tried_calls import Call, with_tensors_told, with_tried_blocks
@@ -38,7 +37,7 @@ OF_EACH_CALL = (BOOKKEEPING | FOR_PATCHES) - {"cond_or_uncond"}
 
 @dataclass(frozen=True)
 class RankCall:
-    """A call of the native model in the form of ranks and trials (call_form.py)."""
+    """A call of the native model in the form of ranks and trials (call_arguments.py)."""
 
     given: NativeArguments
     band: Band | None
