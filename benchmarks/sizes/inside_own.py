@@ -33,7 +33,6 @@ from benchmarks.sizes.trace import Figures, Inputs, traced  # noqa: E402
 from parallel_backend.checkpoints.checkpoint import open_own_class  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
 from parallel_backend.own_class.adapters.adapters import adapter_of  # noqa: E402
-from parallel_backend.own_class.built import built_class  # noqa: E402
 from parallel_backend.own_class.built.building import build  # noqa: E402
 from parallel_backend.own_class.calls.call_arguments import (  # noqa: E402
     OPTIONS,
@@ -43,6 +42,7 @@ from parallel_backend.own_class.calls.call_arguments import (  # noqa: E402
 )
 from parallel_backend.own_class.calls.tried_calls import Call  # noqa: E402
 from parallel_backend.own_class.trials.trial import trial  # noqa: E402
+from parallel_backend.rank import stage_forward  # noqa: E402
 from testing.files import write_header  # noqa: E402
 from testing.hollow.ranks import hollow_pool  # noqa: E402
 from testing.models import on_ranks  # noqa: E402
@@ -82,7 +82,8 @@ def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
         halves = {name: each.bfloat16() if isinstance(each, torch.Tensor) else each for name, each in named.items()}
         tensors = to_tensors(halves, timestep, tuple(x.shape[1:]))
         told = structure_of(tensors)  # no value can be read from a hollow device
-        with hollow_pool(degrees.world) as (pool, accounts), mock.patch.object(built_class, "structure_of", lambda _: told):
+        told_once = mock.patch.object(stage_forward, "structure_of", lambda _: told)
+        with hollow_pool(degrees.world) as (pool, accounts), told_once:
             opened = open_own_class(path, own)
             model = on_ranks(pool, opened, degrees, "bf16", "sdpa", lambda: None, stage_split="even", own_class=own)
             return traced(pool, model, Inputs(x, tensors, real.timestep), accounts)

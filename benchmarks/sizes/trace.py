@@ -19,12 +19,12 @@ from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.own_class.built import built_class as own_class
 from parallel_backend.own_class.calls.call_arguments import structure_of
 from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_model import KV_COPIES, MemoryNeed, Request, memory_by_rank
 from parallel_backend.placement.model_sizes import ModelSizes, model_sizes
 from parallel_backend.processes.pool import Pool, wait_for
+from parallel_backend.rank import stage_forward
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
 from testing.hollow.account import Account
 from testing.hollow.ranks import hollow_pool
@@ -71,7 +71,7 @@ def trace(real: MiniModel, degrees: Degrees) -> Trace:
         pool, accounts = stack.enter_context(hollow_pool(degrees.world))
         tensors = real.tensors()
         told = structure_of(tensors)  # no value can be read from a hollow device
-        stack.enter_context(mock.patch.object(own_class, "structure_of", lambda _tensors: told))
+        stack.enter_context(mock.patch.object(stage_forward, "structure_of", lambda _tensors: told))
         model = on_ranks(pool, checkpoint, degrees, "bf16", "sdpa", lambda: None, stage_split="even")
         weights = [account.allocated for account in accounts]
         inputs = Inputs(real.noise(), tensors, real.timestep)

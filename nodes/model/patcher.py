@@ -118,13 +118,14 @@ class RemoteModelPatcher(RankMemoryPatcher):
         registry().begin_run()
 
     def cleanup(self):
-        """End a sampling run: tell of it, and drop its step cache."""
+        """End a sampling run: tell of it, and drop its step cache and what it holds of other nodes."""
         run = self.stub.run
         super().cleanup()
         if run.calls:
             tell_of_run(self.stub)
             run.calls.clear()  # ComfyUI cleans up again when another node is at work
         run.cache = None
+        run.prepared.clear()
 
     def model_patches_models(self):
         """As ComfyUI's, with the layers that controls need in this process."""

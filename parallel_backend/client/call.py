@@ -70,6 +70,8 @@ class Conditioning:
     first_replica: int = 0
     """The replica with the first entries and their K/V buffers."""
     changes: BlockChanges = UNCHANGED
+    cuts: dict[tuple[Span, int], "CallCut"] = field(default_factory=dict, compare=False, repr=False)
+    """By a call's `tokens`, and its number of the companion's tokens."""
 
     def shares(self, replicas: int) -> tuple[Span, ...]:
         """Batch entries by replica. Larger shares begin at `first_replica`, which has all entries if they must stay
@@ -83,6 +85,21 @@ class Conditioning:
         if (self.layout, self.changes) != (layout, call.changes) or self.tensors.keys() != call.tensors.keys():
             return False
         return same_values([(self.tensors[name], call.tensors[name]) for name in unsure])
+
+
+@dataclass(frozen=True)
+class CallCut:
+    """How calls are cut into micro-steps, and those over ranks."""
+
+    shards: tuple[tuple[Span, Span], ...]
+    """By sequence rank, see PostedCall.rows."""
+    parts: tuple[tuple[tuple[Span, Span], ...], ...]
+    """By replica, for each micro-step its batch entries: numbered within the call, and within the replica's share."""
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs of a call."""
+        return sum(map(len, self.parts)) * len(self.shards)
 
 
 def same_values(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
@@ -120,6 +137,8 @@ class PostedCall:
 
     def rows(self, cut: SequenceCut) -> list[tuple[Span, Span]]:
         """By sequence rank, two spans of its rows of `x`: picture tokens, and the companion's tokens."""
+        count = len(self.conditioning.token_order.images(self.tokens)) + self.companion_tokens
+        assert self.x.shape[:2] == (self.conditioning.batch, count)
         return cut.rows(self.conditioning.token_order, self.tokens, self.companion_tokens)
 
 
@@ -137,13 +156,13 @@ def fail(future: Future, error: BaseException) -> None:
 class PartialOutput:
     """A call's output while its parts arrive, each from one rank and of one micro-step.
 
-    `first_seq`: number of the call's first micro-step. `parts`: how many parts come.
+    `first_seq`: number of the call's first micro-step.
     """
 
-    def __init__(self, call: PostedCall, first_seq: int, parts: int):
-        self.call, self.first_seq = call, first_seq
+    def __init__(self, call: PostedCall, cut: CallCut, first_seq: int):
+        self.call, self.shards, self.first_seq = call, cut.shards, first_seq
         self.nonfinite = False  # a part was not finite: the call is going to fail, with what the ranks know of it
-        self._missing = parts
+        self._missing = cut.outputs
         self._parts: list[tuple[Span, tuple[Span, ...], torch.Tensor]] = []
 
     def put(self, entries: Span, rows: tuple[Span, ...], part: torch.Tensor) -> bool:
@@ -167,6 +186,7 @@ class PostedStep:
     """One replica's micro-step. `entries`: numbered within the call. `local`: within the replica's conditioning."""
 
     seq: int
-    assembly: PartialOutput
+    output: PartialOutput
+    """Of its call."""
     entries: Span
     local: Span

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.model_ranks import ModelRanks
-from parallel_backend.wire.sampling import DropConditioning
+from parallel_backend.wire.sampling import DropConditioning, PutConditioning
 
 from .call import Conditioning, ModelCall, TokenLayout
 from .not_finite import check_conditioning
-from .scatter import Scatter
 
 CONDITIONINGS_KEPT = 8
 """Number of conditionings, the newest, that the ranks keep with their K/V buffers."""
@@ -36,11 +36,10 @@ def _seen_now(tensors: dict[str, torch.Tensor]) -> dict[str, Seen]:
 
 
 class ConditioningCache:
-    """`scatter` sends conditionings to the ranks of `replicas` replicas. Not thread-safe: Posting locks."""
+    """Not thread-safe: Posting locks."""
 
-    def __init__(self, checkpoint: Checkpoint, ranks: ModelRanks, scatter: Scatter, replicas: int):
-        self._built = checkpoint.built
-        self._ranks, self._scatter, self._replicas = ranks, scatter, replicas
+    def __init__(self, checkpoint: Checkpoint, ranks: ModelRanks, degrees: Degrees):
+        self._built, self._ranks, self._degrees = checkpoint.built, ranks, degrees
         self._ids = itertools.count(1)
         self._held: deque[Conditioning] = deque()
         self._seen: dict[int, dict[str, Seen]] = {}  # by conditioning, the tensors of its last call
@@ -54,7 +53,7 @@ class ConditioningCache:
         A sampler passes equal values at each step. New tensors are compared by value; tensors of the last call, as bands
         pass them (nodes/sampling/host_sampling.py), only by version.
         """
-        first_replica = call.first_replica % self._replicas
+        first_replica = call.first_replica % self._degrees.batch
         held = [known for known in reversed(self._held) if known.first_replica == first_replica]
         unsure = {known.id: self._unsure(known, call.tensors) for known in held}
         for known in sorted(held, key=lambda known: len(unsure[known.id])):
@@ -63,7 +62,7 @@ class ConditioningCache:
                 return known
         check_conditioning(call.tensors)
         conditioning = self._make(call, layout, first_replica)
-        self._scatter.conditioning(conditioning)
+        self._send(conditioning)
         self._held.append(conditioning)
         self._seen[conditioning.id] = _seen_now(call.tensors)
         if len(self._held) > CONDITIONINGS_KEPT:
@@ -81,6 +80,25 @@ class ConditioningCache:
         """Names of the tensors that may differ in value from the conditioning's."""
         seen = self._seen[known.id]
         return [name for name, tensor in tensors.items() if name not in seen or not seen[name].is_still(tensor)]
+
+    def _send(self, conditioning: Conditioning) -> None:
+        """To all ranks. Each replica gets its batch entries."""
+        layout, degrees = conditioning.layout, self._degrees
+        for replica, entries in enumerate(conditioning.shares(degrees.batch)):
+            message = PutConditioning(
+                id=conditioning.id,
+                grid=layout.grid,
+                references=conditioning.token_order.references,
+                batch=len(entries),
+                tensors={name: tensor[entries.slice] for name, tensor in conditioning.tensors.items()},
+                along=layout.along,
+                companion_tokens=layout.companion_tokens,
+                changes=conditioning.changes,
+            )
+            for stage in range(degrees.pipe):
+                for index in range(degrees.sequence):
+                    for rank in degrees.ranks(replica, stage, index):
+                        self._ranks.send(rank, message)
 
     def _make(self, call: ModelCall, layout: TokenLayout, first_replica: int) -> Conditioning:
         built, tensors = self._built, call.tensors

@@ -24,7 +24,7 @@ from .memory_guard import MakeRoom, MemoryGuard, no_room
 from .not_finite import CauseSearch
 from .posting import Posting
 from .remote_transformer import RemoteTransformer
-from .scatter import Scatter
+from .shared_residuals import SharedResiduals
 from .shortfalls import Shortfalls
 
 
@@ -78,12 +78,13 @@ def load_model(
     progress(", ".join(filter(None, (held, streamed, *pool.notes))), 1.0)
     adaptation = Adaptation(ranks, checkpoint, replies, memory.resident.adapted)
     sequence = SequenceCut(cut.patch_shares, degrees.ring * degrees.ulysses, degrees.naive)
-    scatter = Scatter(degrees, sequence, ranks)
     posting = Posting(
         degrees,
         built.patching.frames * built.patching.side**2,
-        scatter,
-        ConditioningCache(checkpoint, ranks, scatter, degrees.batch),
+        sequence,
+        ranks,
+        SharedResiduals(degrees, ranks),
+        ConditioningCache(checkpoint, ranks, degrees),
         CauseSearch(ranks, setup, adaptation, checkpoint.key_map),
         memory.resident.wake,
         lock,

@@ -70,7 +70,7 @@ class MemoryGuard:
         """By rank, whether the machine has separate host memory to which weights can move."""
         self._runs: dict[int, _Run] = {}
         self._free: _FreeMemory | None = None  # for exact calls; None: not asked for since `refresh`
-        self._admitted: set[Request] = set()
+        self._admitted: dict[tuple[int, bool, int], Request] = {}  # by conditioning, `timed` and `added` of calls
         self._of_last_run: set[tuple[Request, ...]] = set()
         self._of_this_run: set[tuple[Request, ...]] = set()
         self._since: set[Request] = set()  # whose calls may have run since ranks were last asked for their memory
@@ -132,13 +132,15 @@ class MemoryGuard:
 
         Ranks are asked for their memory only before a run's first call, since their answer waits for calls under way.
         """
-        request = request_of(conditioning, self.built, timed=timed, added=added)
-        if request in self._admitted:
+        key = conditioning.id, timed, added
+        if key in self._admitted:
             return
-        if self._free is None:
-            self._free = _FreeMemory(self._device_memories(poll), self.resident.expected())
-        self._fit((request,), self._free)
-        self._admitted.add(request)
+        request = request_of(conditioning, self.built, timed=timed, added=added)
+        if request not in self._admitted.values():
+            if self._free is None:
+                self._free = _FreeMemory(self._device_memories(poll), self.resident.expected())
+            self._fit((request,), self._free)
+        self._admitted[key] = request
 
     def watch(self, run: int, bands: int, extrapolate: bool, poll: Poll) -> None:
         """Begin a run in `bands`. `check` checks its calls."""

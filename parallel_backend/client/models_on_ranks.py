@@ -36,6 +36,7 @@ class ModelsOnRanks:
     def __init__(self):
         self.run = 0
         """Number of the present sampling run. The registry adds 1 when a run begins."""
+        self._newest: OnRanks | None = None  # used last
         self._models: dict[Setup, OnRanks] = {}
         self._uses = itertools.count(1)
 
@@ -62,14 +63,25 @@ class ModelsOnRanks:
 
     def use(self, used: OnRanks, owner: Any) -> None:
         """Note a use of the model by `owner`."""
-        used.owner, used.used = owner, next(self._uses)
+        self._newest, used.owner, used.used = used, owner, next(self._uses)
         used.again, used.run = used.run == self.run, self.run
+
+    def use_again(self, model: RemoteTransformer) -> bool:
+        """Note a use of the newest model, if it is this one and on ranks that work. Whether it is: Registry.model would give
+        it again in the same prompt."""
+        newest = self._newest
+        if newest is None or newest.model is not model or not model.on_ranks:
+            return False
+        newest.again, newest.run = newest.run == self.run, self.run
+        return True
 
     def remove(self, gone: OnRanks) -> None:
         self._models.pop(gone.setup, None)
+        self._newest = None
 
     def clear(self) -> None:
         self._models.clear()
+        self._newest = None
 
     def that_give_way_to(self, setup: Setup, pool: SomeRanks) -> list[OnRanks]:
         """Models on `pool` that may be asked for memory for the model of `setup`, in this order.

@@ -1,51 +1,65 @@
-"""Sends model calls and conditionings to the ranks of one model, and completes calls with the ranks' outputs."""
+"""Sends model calls to the ranks of one model, cut into micro-steps, and completes calls with the ranks' outputs."""
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 
-from parallel_backend.core.degrees import Degrees
+import torch
+
+from parallel_backend.core.degrees import SEQUENCE_AXES, WIDGETS, Degrees
 from parallel_backend.core.finite import all_finite
+from parallel_backend.core.pipefusion_order import entry_parts, window
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
+from parallel_backend.own_class.calls.residuals import AROUND
+from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import again
 from parallel_backend.wire import messages as m
 
-from .call import Conditioning, ModelCall, PostedCall, PostedStep, TokenLayout, fail
+from .call import CallCut, Conditioning, ModelCall, PartialOutput, PostedCall, PostedStep, TokenLayout, fail
 from .conditioning_cache import ConditioningCache
-from .micro_step_queue import MicroSteps
 from .not_finite import CauseSearch
-from .scatter import Scatter
+from .shared_residuals import SharedResiduals
 
 
 class Posting:
-    """Sends conditionings and micro-steps in one order to all ranks, and completes calls. Thread-safe.
+    """A queue of micro-steps, which are sent to the ranks in order, a window at a time. Thread-safe.
 
-    `patch`: number of values of an output token for each channel. `wake()` is called before each micro-step is sent, since
-    weights may have left the devices after its call was posted. `lock` is held while anything is sent for the model, so
-    that all ranks get the messages in one order.
+    `patch`: number of values of an output token for each channel. `cut`: of a stage's tokens over its sequence ranks.
+    `shared`: the residuals of micro-steps under way. `wake()` is called before each micro-step is sent, since weights may
+    have left the devices after its call was posted. `lock` is held while anything is sent for the model, so that all ranks
+    get the messages in one order.
     """
 
     def __init__(
         self,
         degrees: Degrees,
         patch: int,
-        scatter: Scatter,
+        cut: SequenceCut,
+        ranks: ModelRanks,
+        shared: SharedResiduals,
         conditionings: ConditioningCache,
         causes: CauseSearch,
         wake: Callable[[], None],
         lock: threading.RLock,
     ):
-        self._scatter, self._conditionings, self._causes, self._wake, self.lock = scatter, conditionings, causes, wake, lock
-        self._micro_steps = MicroSteps(degrees, patch, self._send_step, scatter.shared.done, self._rows)
+        self._degrees, self._patch, self._cut, self._ranks, self._shared = degrees, patch, cut, ranks, shared
+        self._conditionings, self._causes, self._wake, self.lock = conditionings, causes, wake, lock
         self._error: Exception | None = None
         self.answered = 0
         """Number of calls with all outputs so far."""
-
-    @property
-    def cut(self) -> SequenceCut:
-        """The cut of a stage's tokens over its sequence ranks."""
-        return self._scatter.cut
+        self._newest = 0  # number of the newest micro-step, sent or waiting
+        self._window = window(degrees.pipe)
+        self._waiting: list[deque[PostedStep]] = [deque() for _ in range(degrees.batch)]
+        self._in_flight: list[dict[int, PostedStep]] = [{} for _ in range(degrees.batch)]
+        # By replica, the ranks that send outputs; below, by micro-step, the ranks whose output has not come.
+        self._output_ranks = [
+            frozenset(degrees.ranks(replica, degrees.pipe - 1, index)[0] for index in range(degrees.sequence))
+            for replica in range(degrees.batch)
+        ]
+        self._awaited_ranks: dict[int, set[int]] = {}
+        self._width: int | None = None  # values of an output token, by the first output
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
@@ -70,57 +84,193 @@ class Posting:
             return self._conditionings.find(call, layout)
 
     def post(self, call: PostedCall) -> None:
-        """Queue the call's micro-steps; `call.future` gives tokens [B, n + a, c] on the CPU."""
+        """Queue the call's micro-steps, and send those that the window allows. `call.future` gives tokens [B, n + a, c] on
+        the CPU. If a micro-step cannot be sent, the others are dropped.
+
+        ValueError for fewer tokens than sequence ranks.
+        """
+        cut = self._cut_of(call)
         with self.lock:
-            if self._error is None:
-                self._micro_steps.post(call)
-            else:
+            if self._error is not None:
                 fail(call.future, self._error)
+                return
+            output = PartialOutput(call, cut, self._newest + 1)
+            for parts, waiting in zip(cut.parts, self._waiting, strict=True):
+                for entries, local in parts:
+                    self._newest += 1
+                    waiting.append(PostedStep(self._newest, output, entries, local))
+            try:
+                for replica in range(self._degrees.batch):
+                    self._fill(replica)
+            except BaseException:
+                self.abandon(lambda other: other is call)
+                raise
 
     @property
     def busy(self) -> bool:
         """Whether micro-steps are under way or waiting."""
         with self.lock:
-            return self._micro_steps.busy
+            return any(self._waiting) or any(self._in_flight)
 
     def abandon(self, which: Callable[[PostedCall], bool]) -> None:
         """Forget these calls: waiting micro-steps are not sent, and outputs of those under way are dropped."""
         with self.lock:
-            self._micro_steps.forget(which)
+            for waiting in self._waiting:
+                kept = [step for step in waiting if not which(step.output.call)]
+                waiting.clear()
+                waiting.extend(kept)
 
     def end(self, error: Exception) -> None:
         """The model has left the ranks: every call, waiting or later, raises `error`."""
         with self.lock:
             self._error = error
             self._conditionings.clear()
-            calls = self._micro_steps.end()
-            self._scatter.shared.close()
-        for call in calls:
+            steps = [step for queue in (*self._waiting, *(each.values() for each in self._in_flight)) for step in queue]
+            for waiting, flying in zip(self._waiting, self._in_flight, strict=True):
+                waiting.clear()
+                flying.clear()
+            self._awaited_ranks.clear()
+            self._shared.close()
+        for call in {id(step.output): step.output.call for step in steps}.values():
             fail(call.future, error)
 
     def on_output(self, output: m.Output) -> None:
-        """Add an output, and complete its call if this was the last one. BadMessage: see MicroSteps.accept."""
+        """Add an output, and complete its call if this was the last one. BadMessage: see `_accept`."""
         finite = all_finite(output.value)
         with self.lock:
-            accepted = self._micro_steps.accept(output, finite)
+            accepted = self._accept(output, finite)
         if accepted is None:
             return
-        assembly, complete, nonfinite = accepted
+        whole, complete, nonfinite = accepted
         if nonfinite:
-            self._causes.fail(assembly.call, output.seq, assembly.first_seq)
-        elif complete and not assembly.nonfinite:
+            self._causes.fail(whole.call, output.seq, whole.first_seq)
+        elif complete and not whole.nonfinite:
             self.answered += 1
-            assembly.call.future.set_result(assembly.tokens())
+            whole.call.future.set_result(whole.tokens())
 
-    def _send_step(self, replica: int, step: PostedStep) -> None:
+    def _accept(self, output: m.Output, finite: bool) -> tuple[PartialOutput, bool, bool] | None:
+        """Add a rank's output, and send micro-steps that the window now allows. `finite`: all values of it are finite.
+
+        (the call's output, whether it is complete now, whether this is its first part that is not finite). None for an
+        output of a cancelled run. BadMessage for an unexpected output, or one of a wrong shape.
+        """
+        at = self._degrees.coordinate(output.rank)
+        flying = self._in_flight[at.batch]
+        step = flying.get(output.seq)
+        if step is None and output.seq <= self._newest:
+            return None
+        if step is None or output.rank not in self._awaited_ranks[output.seq]:
+            raise m.BadMessage(f"an output of micro-step {output.seq}, which nobody waits for")
+        whole, index = step.output, self._degrees.sequence_index(at)
+        rows = whole.shards[index][: 1 + self._cut.gives_companion(index)]
+        self._check_value(output.value, len(step.entries), sum(map(len, rows)))
+        complete = whole.put(step.entries, rows, output.value)
+        nonfinite = not finite and not whole.nonfinite
+        whole.nonfinite |= nonfinite
+        self._awaited_ranks[output.seq].remove(output.rank)
+        if not self._awaited_ranks[output.seq]:
+            del self._awaited_ranks[output.seq], flying[output.seq]
+            self._shared.done(output.seq)
+            self._fill(at.batch)
+        return whole, complete, nonfinite
+
+    def _check_value(self, value: torch.Tensor, entries: int, tokens: int) -> None:
+        """BadMessage unless `value` is [entries, tokens, c] of floats, with the same c for all outputs of the model."""
+        width = value.shape[-1] if self._width is None and value.ndim == 3 else self._width
+        if value.shape != (entries, tokens, width) or not width or width % self._patch or not value.is_floating_point():
+            raise m.BadMessage(f"an output of {value.dtype} {list(value.shape)} for {entries} entries and {tokens} tokens")
+        self._width = width
+
+    def _cut_of(self, call: PostedCall) -> CallCut:
+        """Decided once for all calls of a conditioning with the same tokens."""
+        known, key = call.conditioning.cuts, (call.tokens, call.companion_tokens)
+        if key not in known:
+            known[key] = self._new_cut(call)
+        return known[key]
+
+    def _new_cut(self, call: PostedCall) -> CallCut:
+        conditioning, degrees = call.conditioning, self._degrees
+        if not all(map(len, self._cut.parts(call.tokens))):
+            sizes = {axis: getattr(degrees, axis) for axis in SEQUENCE_AXES}
+            cutting = " x ".join(f"{WIDGETS[axis]} {size}" for axis, size in sizes.items() if size > 1)
+            raise ValueError(
+                f"{cutting} cuts this image (or patch of it), which has only {len(call.tokens)} tokens. Each rank needs at "
+                "least one. Use a larger image, fewer patches or smaller degrees."
+            )
+        apart = call.tokens == conditioning.token_order.span and not conditioning.changes.together
+        parts = tuple(
+            tuple((part, part.shift(-entries.start)) for part in entry_parts(entries, apart, degrees.pipe))
+            for entries in conditioning.shares(degrees.batch)
+        )
+        return CallCut(tuple(call.rows(self._cut)), parts)
+
+    def _fill(self, replica: int) -> None:
+        """Send waiting micro-steps while fewer than the window are under way.
+
+        The window keeps every stage busy. It is not larger, because micro-steps that are sent cannot be cancelled.
+        """
+        waiting, flying = self._waiting[replica], self._in_flight[replica]
+        while waiting and len(flying) < self._window:
+            step = waiting.popleft()
+            self._send(replica, step)
+            flying[step.seq] = step
+            self._awaited_ranks[step.seq] = set(self._output_ranks[replica])
+
+    def _send(self, replica: int, step: PostedStep) -> None:
+        """Send each rank of the replica its tokens of a micro-step. All stages get latents and residuals."""
         try:
             self._wake()
-            self._scatter.step(replica, step)
+            messages = self._messages(replica, step)
+            with self._ranks.pool.together():
+                for stage in range(self._degrees.pipe):
+                    for index, message in enumerate(messages):
+                        for rank in self._degrees.ranks(replica, stage, index):
+                            self._ranks.send(rank, message)
         except BaseException:
-            self._scatter.shared.done(step.seq)
+            self._shared.done(step.seq)
             raise
 
-    def _rows(self, call: PostedCall, index: int) -> tuple[Span, ...]:
-        """Rows of the call's output that sequence rank `index` computes."""
-        image, companion = call.rows(self.cut)[index]
-        return (image, companion) if self.cut.gives_companion(index) else (image,)
+    def _messages(self, replica: int, step: PostedStep) -> list[m.Step]:
+        """By sequence rank."""
+        call, entries, shards = step.output.call, step.entries.slice, step.output.shards
+        added = self._added(replica, step) if call.residuals else [()] * len(shards)
+        numbers = {tensor: number for number, tensor in enumerate(dict.fromkeys(map(id, call.residuals.values())))}
+        messages = []
+        for (images, companion), of_rank in zip(shards, added, strict=True):
+            x = call.x[entries, images.slice]
+            if len(companion):
+                x = torch.cat((x, call.x[entries, companion.slice]), dim=1)
+            message = m.Step(
+                seq=step.seq,
+                run=call.run,
+                conditioning=call.conditioning.id,
+                tokens=call.tokens,
+                with_text=call.with_text,
+                stale=call.stale,
+                overlap=call.overlap,
+                entries=step.local,
+                timestep=call.timestep[entries],
+                residuals={name: numbers[id(tensor)] for name, tensor in call.residuals.items()},
+                added=of_rank,
+                x=x,
+            )
+            messages.append(message)
+        return messages
+
+    def _added(self, replica: int, step: PostedStep) -> list[tuple[torch.Tensor, ...]]:
+        """By sequence rank, its rows of the call's different residuals. Ranks that need the same rows share one copy."""
+        # A ControlNet with few blocks uses one tensor for several blocks of the model: it is sent once.
+        call, entries, shards = step.output.call, step.entries.slice, step.output.shards
+        tensors = list({id(tensor): tensor for tensor in call.residuals.values()}.values())
+        of_all = {id(tensor) for name, tensor in call.residuals.items() if name.startswith(AROUND)}
+
+        def rows(tensor: torch.Tensor, images: Span) -> Span:
+            return Span(0, tensor.shape[1]) if id(tensor) in of_all else images
+
+        parts = {
+            (id(tensor), rows(tensor, images)): tensor[entries, rows(tensor, images).slice]
+            for images, _ in shards
+            for tensor in tensors
+        }
+        placed = dict(zip(parts, self._shared.place(replica, step.seq, list(parts.values())), strict=True))
+        return [tuple(placed[id(tensor), rows(tensor, images)] for tensor in tensors) for images, _ in shards]

@@ -63,6 +63,7 @@ class Registry:
         self._lock = threading.RLock()  # reentrant: make_room may unload another model on the thread that loads this one
         self._pools = Pools(self._start, P2PVerdicts(lambda: self.folder()), lambda: self.threads)
         self._models = ModelsOnRanks()
+        self.use_again = self._models.use_again  # in the place of `model`
         self._files = PromptFiles()
         self.unload_asked = False
         """Whether to free everything before the next prompt uses a model. Set on any thread."""
@@ -271,10 +272,8 @@ class Registry:
         self._pools.end(pool.devices)
 
     def give_back(self, setup: Setup, device: str, nbytes: float) -> int:
-        """Free `nbytes` of `device` by moving the model of `setup`, see giving_way.give_way. Bytes that came free.
-
-        The model stays on the ranks. Waits for micro-steps under way.
-        """
+        """Free `nbytes` of `device` by moving the model of `setup`, see giving_way.give_way. Bytes that came free. The model
+        stays on the ranks. Waits for micro-steps under way."""
         with self._lock:
             model = self._model_of(setup)
             if model is None or model.pool.error is not None:

@@ -1,7 +1,7 @@
 """A model on the ranks of a pool, as the nodes use it.
 
 A call is cut into micro-steps: batch entries over replicas, entries of an exact call one by one through the pipeline. They
-are posted in order, a small window at a time, and the shards of their outputs are joined (micro_step_queue.py).
+are posted in order, a small window at a time, and the shards of their outputs are joined (posting.py).
 """
 
 import itertools
@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.core.degrees import SEQUENCE_AXES, WIDGETS
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.calls.patching import Latents, latents_of, like
@@ -188,7 +187,7 @@ class RemoteTransformer:
         latents, patching = latents_of(call.x), self.built.patching
         shapes = [tuple(latent.shape) for latent in latents]
         layout = TokenLayout(patching.grid(shapes[0]), companion_tokens=patching.companion_tokens(shapes))
-        conditioning = self.conditioning(call, layout)
+        conditioning = self._posting.conditioning(call, layout)
 
         timestep = call.timestep.cpu().float()
         entry = None if cache is None else cache.call(conditioning.id, float(timestep.max()), call.may_forecast)
@@ -216,18 +215,10 @@ class RemoteTransformer:
 
         ValueError for values that are not finite, too little memory for the run, and fewer tokens than sequence ranks.
         """
-        tokens, conditioning = call.tokens, call.conditioning
-        count = len(conditioning.token_order.images(tokens)) + call.companion_tokens
-        assert call.x.shape[:2] == (conditioning.batch, count)
-        assert not (call.run and self.degrees.naive), "naive patches keep nothing from call to call"
         check_latent(call.x, call.timestep)
-        self._memory.check(call.run, conditioning, has_token_times(call.timestep), different(call.residuals))
-        if not all(map(len, self._posting.cut.parts(tokens))):
-            degrees = " x ".join(f"{WIDGETS[axis]} {n}" for axis in SEQUENCE_AXES if (n := getattr(self.degrees, axis)) > 1)
-            raise ValueError(
-                f"{degrees} cuts this image (or patch of it), which has only {len(tokens)} tokens. Each rank needs at "
-                "least one. Use a larger image, fewer patches or smaller degrees."
-            )
+        if call.run:
+            assert not self.degrees.naive, "naive patches keep nothing from call to call"
+            self._memory.check(call.run, call.conditioning, has_token_times(call.timestep), different(call.residuals))
         self._posting.post(call)
 
     def conditioning(self, call: ModelCall, layout: TokenLayout) -> Conditioning:

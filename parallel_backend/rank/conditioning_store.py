@@ -1,6 +1,7 @@
 """Conditioning that a rank holds for one of its models."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,18 @@ from .attention.words import WordKeys
 
 
 @dataclass(frozen=True)
+class StepForm:
+    """What all micro-steps with the same tokens and batch entries of a conditioning have in common."""
+
+    image: Span
+    """The rank's image tokens, with those of references."""
+    pictures: Span
+    """Those of them that are of the image, numbered without references."""
+    tensors: dict[str, torch.Tensor]
+    """Conditioning tensors of the batch entries."""
+
+
+@dataclass(frozen=True)
 class RankConditioning:
     """Contents of a PutConditioning message; `tensors` are on the rank's device."""
 
@@ -28,7 +41,11 @@ class RankConditioning:
     """Of calls outside of runs; those of a run are in its K/V buffer. None: words run in every call."""
     companion_tokens: int = 0
     changes: BlockChanges = UNCHANGED
-    kept: defaultdict[Span, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))  # see StepInputs
+    kept: defaultdict[Span, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
+    """By the rank's image tokens, what is made once for all micro-steps with them."""
+
+    forms: dict[tuple[Span, Span], StepForm] = field(default_factory=dict)
+    """By tokens and batch entries of micro-steps."""
 
     @property
     def made(self) -> int:
@@ -38,6 +55,15 @@ class RankConditioning:
     def is_whole(self, step: Step) -> bool:
         """Whether the micro-step computes all image tokens, rather than a band."""
         return step.tokens == self.token_order.span
+
+    def form(self, step: Step, rank_tokens: Callable[[Span], Span]) -> StepForm:
+        """`rank_tokens`: image tokens of a micro-step -> those of the rank."""
+        key = step.tokens, step.entries
+        if key not in self.forms:
+            image = rank_tokens(step.tokens)
+            tensors = {name: tensor[step.entries.slice] for name, tensor in self.tensors.items()}
+            self.forms[key] = StepForm(image, self.token_order.images(image), tensors)
+        return self.forms[key]
 
 
 class ConditioningStore:

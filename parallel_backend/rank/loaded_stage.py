@@ -12,6 +12,7 @@ from parallel_backend.core.attention_kernels import AUTO
 from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.core.spans import Span
 from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.rank.attention.context import AttentionContext
@@ -107,6 +108,10 @@ class LoadedStage:
         """Between a receive and a send this rank computes without transfers."""
         degrees = self._degrees
         return degrees.patch == degrees.ring == degrees.ulysses == degrees.tensor == 1
+
+    def image(self, tokens: Span) -> Span:
+        """The rank's image tokens, of those of a micro-step."""
+        return self.cut.image(tokens)[self.place]
 
     def kernel_of(self, attention: str) -> RankKernel:
         """The attention kernel of a call. `attention`: see BlockChanges. The first call with another kernel tries it."""

@@ -1,20 +1,41 @@
 """The forward of a rank's stage for one micro-step: from message and conditioning to the call of the model's class."""
 
 import functools
+import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.own_class.built.built_class import StepInputs
+from parallel_backend.core.spans import Span
+from parallel_backend.own_class.calls.call_arguments import (
+    LATENT,
+    LATENTS,
+    OPTIONS,
+    STRUCTURE,
+    from_tensors,
+    pack,
+    run_call,
+    structure_of,
+    timestep_of,
+    unpack,
+)
+from parallel_backend.own_class.calls.residuals import CONTROL, by_kind
+from parallel_backend.own_class.cuts.band_tokens import BandTokens, class_numbers
+from parallel_backend.own_class.cuts.guided_attention import GUIDED
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.sparse import SparseStep
 from parallel_backend.wire.sampling import Step
 
-from .conditioning_store import RankConditioning
+from .conditioning_store import RankConditioning, StepForm
 from .loaded_stage import LoadedStage
 from .micro_step_graphs import MicroStepGraphs, MicroStepInputs, MicroStepState, Outputs
+
+NUMBERS = "numbers"
+"""Key of RankConditioning.kept."""
 
 
 class StageForward:
@@ -50,7 +71,7 @@ class StageForward:
         """What `compute` returns, and what the next stage gets. It may be captured: all data on the host that it depends on
         is in `state`."""
         stage, step, conditioning = self._stage, state.step, state.conditioning
-        token_order, image = conditioning.token_order, stage.cut.image(step.tokens)[stage.place]
+        form = conditioning.form(step, stage.image)
         stage.attention.kernel = stage.kernel_of(conditioning.changes.attention)
         stage.attention.step = AttentionStep(
             entries=step.entries,
@@ -58,34 +79,79 @@ class StageForward:
             stale=step.stale,
             overlap=step.overlap,
             residuals=self._residuals(step),
-            guidance=conditioning.changes.guidance,
             sparse=self._sparse(state),
-            kept=conditioning.kept[image],
+            kept=conditioning.kept[form.image],
             words=None if step.run or step.residuals else conditioning.words,
             words_have_run=not step.with_text,
         )
         stage.own_link.begin_forward(inputs.received)
-        pictures = len(token_order.images(image))
-        x, companion = inputs.x.tensor_split((pictures,), dim=1)
-        step_inputs = StepInputs(
-            x,
-            companion,
-            inputs.timestep,
-            {name: tensor[step.entries.slice] for name, tensor in conditioning.tensors.items()},
-            conditioning.grid,
-            token_order,
-            image,
-            conditioning.kept[image],
-            conditioning.companion_tokens,
-        )
         try:
             with stage.blocks.skipping(conditioning.changes.skipped):
-                out = stage.built.run(stage.blocks, step_inputs)
+                out = self._call(conditioning, form, inputs)
             # Companion tokens are replicated: the client takes them from one patch rank.
-            out = out if stage.cut.gives_companion(stage.place) else out[:, :pictures]
+            out = out if stage.cut.gives_companion(stage.place) else out[:, : len(form.pictures)]
             return (out, *stage.own_link.take_leaving())
         finally:
             stage.attention.step = None
+
+    def _call(self, conditioning: RankConditioning, form: StepForm, inputs: MicroStepInputs) -> torch.Tensor:
+        """Call the class with the micro-step's inputs -> [b, m + a, c]: the m tokens of `form.pictures`, and those of the
+        companion that the rank has. A stage that is not the last one returns no tokens."""
+        stage, pictures = self._stage, form.pictures
+        order, kept, companion_tokens = (
+            conditioning.token_order,
+            conditioning.kept[form.image],
+            conditioning.companion_tokens,
+        )
+        patching = stage.built.patching.cut(order.along)
+        x, companion = inputs.x.tensor_split((len(pictures),), dim=1)
+        has_companion = companion.shape[1] > 0
+        # The prologue runs whole, and what it makes of other bands' tokens is left out.
+        if len(pictures) < order.image or companion_tokens:
+            own_x, x = x, x.new_full((len(x), order.image + companion_tokens, x.shape[-1]), math.nan)
+            x[:, pictures.slice] = own_x
+        if has_companion:
+            x[:, order.image :] = companion
+        if STRUCTURE not in kept:  # once for a conditioning: the host waits for the device to read it
+            kept[STRUCTURE] = structure_of(conditioning.tensors)
+        structure = kept[STRUCTURE]
+        named = self._arguments(conditioning, form, structure)
+        timestep = timestep_of(inputs.timestep, structure)
+        if not companion_tokens:
+            # A naive patch has no row of another one with which the class could fill it up.
+            sizes = () if stage.blocks.tokens is not None and stage.blocks.tokens.alone else structure[LATENT][1:]
+            out = run_call(
+                stage.blocks.call, patching.unpack(x, sizes or patching.whole(conditioning.grid)), timestep, named
+            )
+            return x[:, :0] if out is None else patching.pack(out)[:, pictures.slice]
+        shapes = [(len(x), *shape) for shape in structure[LATENTS]]
+        out = run_call(stage.blocks.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
+        if out is None:
+            return x[:, :0]
+        tokens = patching.pack_all(tuple(unpack(out, structure[LATENTS])))
+        return torch.cat((tokens[:, pictures.slice], tokens[:, order.image if has_companion else tokens.shape[1] :]), dim=1)
+
+    def _arguments(self, conditioning: RankConditioning, form: StepForm, structure: Mapping[str, Any]) -> dict[str, Any]:
+        """The call's arguments by name, without latent and timestep. Tells the blocks which band the call is for."""
+        blocks, latent = self._stage.blocks, self._stage.built.own.latent
+        named: dict[str, Any] = {OPTIONS: {}} | from_tensors(form.tensors, structure)
+        if blocks.tokens is not None and latent is not None:
+            ahead, numbers = latent.tokens_ahead(named), self._numbers(conditioning, form.image)
+            of_call = conditioning.token_order, form.image, numbers, conditioning.companion_tokens, ahead
+            blocks.tokens.band = BandTokens(latent, *of_call, blocks.tokens.alone)
+        if (guidance := conditioning.changes.guidance) is not None:
+            named[OPTIONS][GUIDED] = guidance
+        if residuals := blocks.residuals():
+            named[CONTROL] = by_kind(residuals)
+        return named
+
+    def _numbers(self, conditioning: RankConditioning, image: Span) -> torch.Tensor | None:
+        """See BandTokens.numbers."""
+        kept = conditioning.kept[image]
+        if NUMBERS not in kept:
+            numbers = class_numbers(conditioning.token_order, conditioning.grid)
+            kept[NUMBERS] = None if numbers is None else to_device(numbers, self._stage.device)
+        return kept[NUMBERS]
 
     def _residuals(self, step: Step) -> dict[str, torch.Tensor]:
         """What a control adds for the rank's tokens, by the control's names."""

@@ -57,7 +57,7 @@ class Step:
     entries: Span
     """Batch entries, numbered within the replica's conditioning."""
     timestep: torch.Tensor
-    """[entries] float32, in the sampler's units, see StepInputs."""
+    """[entries] float32, in the sampler's units, see ModelCall.timestep."""
     residuals: dict[str, int]
     """Name (own_class/calls/residuals.py) -> index in `added` of the tensor that a ControlNet adds."""
     added: tuple[torch.Tensor, ...]

@@ -392,6 +392,21 @@ def test_models_that_take_turns_in_a_run_take_from_each_other_once(registry, loa
     assert second.asked == [10]
 
 
+def test_further_uses_of_the_newest_model_are_uses_in_its_run(registry, loaded):
+    other = loaded("a")[1]
+    newest = loaded("b")[1]
+    registry.begin_run()
+    loaded("a"), loaded("b")
+    assert not registry.use_again(other)
+    assert registry.use_again(newest)
+    assert newest.make_room("cpu", 10) == 0  # the other one keeps what it has in this run
+    registry.begin_run()
+    assert registry.use_again(newest)
+    assert newest.make_room("cpu", 10) == 10
+    newest.unloaded = True
+    assert not registry.use_again(newest)
+
+
 def test_ranks_talk_through_gloo_where_nccl_fails_in_every_way(starts, monkeypatch):
     monkeypatch.setattr(FakePool, "down", {True: "nccl", False: "nccl"})
     assert [starts(), starts()] == [(BY_GLOO, 3), (BY_GLOO, 1)]

@@ -45,6 +45,13 @@ def test_the_ranks_keep_their_weights_where_nothing_asks_for_them(found, case):
     assert got["difference"] == 0
 
 
+def test_a_run_goes_on_though_its_model_is_unloaded_between_steps(found):
+    got = found["between steps"]
+    assert "error" not in got, got
+    assert got["held"] == [0] and got["again"] > 0
+    assert got["difference"] == 0
+
+
 def test_the_ranks_are_asked_for_what_comfyui_lacks(found):
     assert found["given back"][:2] == [500, 500]
 

@@ -253,7 +253,7 @@ def test_the_memory_check_goes_by_what_a_step_took(both: Both, tmp_path: Path):
         guard = model._memory
         call = call_of(given, bool(proof.batch))
         model.predict(call, nothing)
-        (request,) = guard._admitted
+        (request,) = guard._admitted.values()
         typical = max(need.activations for need in guard.memory_check.memory((request,)))
         for _ in range(2):
             model.begin_timeline()

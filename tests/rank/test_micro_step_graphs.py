@@ -23,9 +23,9 @@ from parallel_backend.core import device_copies
 from parallel_backend.core.attention_kernels import KERNELS
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Offload
-from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.micro_step_graphs import CudaCaptures
+from parallel_backend.rank.stage_forward import StageForward
 from parallel_backend.wire.sampling import RunStats
 from testing import mini
 from testing.models import nobody, on_ranks
@@ -186,7 +186,7 @@ def test_blocks_that_wait_for_their_weights_are_in_no_graph(pools, mini_file):
     assert counts(stats) == {(0, 0)}
 
 
-CAPTURE, RUN, ATTEND = CudaCaptures.capture, BuiltClass.run, torch.nn.functional.scaled_dot_product_attention
+CAPTURE, FORWARD, ATTEND = CudaCaptures.capture, StageForward._forward, torch.nn.functional.scaled_dot_product_attention
 
 
 def failing(captures, work):
@@ -201,10 +201,10 @@ def elsewhere(*given, **named):
         return ATTEND(*given, **named)
 
 
-def copying(built, model, step):
+def copying(forward, state, inputs):
     """The memory that it is from is another's by the time of the replay."""
-    device_copies.to_device(torch.zeros(3), step.timestep.device)
-    return RUN(built, model, step)
+    device_copies.to_device(torch.zeros(3), inputs.timestep.device)
+    return FORWARD(forward, state, inputs)
 
 
 ATTENTION = (torch.nn.functional, "scaled_dot_product_attention", elsewhere)
@@ -212,7 +212,7 @@ ENDS = {
     "the driver says no": lambda patch: patch.setattr(CudaCaptures, "capture", failing),
     "a replay gave another output than the micro-step that it repeats": lambda patch: patch.setattr(*ATTENTION),
     "torch SDPA cannot be captured": lambda patch: patch.setitem(KERNELS, "sdpa", replace(KERNELS["sdpa"], graphs=False)),
-    "a copy from the host": lambda patch: patch.setattr(BuiltClass, "run", copying),
+    "a copy from the host": lambda patch: patch.setattr(StageForward, "_forward", copying),
 }
 
 

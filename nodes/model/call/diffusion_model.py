@@ -47,9 +47,11 @@ from ..run.band import BAND_KEY, Band
 from ..run.long_step import LongStep
 from ..run.make_room import make_room
 from ..run.sampling_run import CallShape, SamplingRun
-from .answered_call import PROVE_KEY, Proofs, answered
+from .answered_call import answered
 from .concurrent_conds import Evaluation
 from .own_methods import TEXT_METHOD, OwnMethods
+from .prepared_call import PROVE_KEY
+from .proofs import Proofs
 
 log = logging.getLogger(__name__)
 
@@ -215,10 +217,13 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def _loaded(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """As `transformer`, with the patches of any earlier run."""
+        known = self.run.loaded()
+        if known is not None and self.run.of_setup is self.setup and registry().use_again(known):
+            return known
         given = self.run.patcher(), make_room, expected, self.checkpoint
         model = registry().model(self.setup, check_cancelled, LoadingBar(), *given)
         self._take(model.checkpoint)
-        self.run.answers(model)
+        self.run.answers(model, self.setup)
         return model
 
     def follow_files(self) -> None:
@@ -269,6 +274,8 @@ class RemoteDiffusionModel(torch.nn.Module):
 
         ComfyUI only joins conditionings with the same hooks to a call, so one strength holds for all its entries.
         """
+        if not self.run.hook_patches:
+            return self.run.head_strengths
         patcher = self.run.patcher()
         hooks = None if patcher is None else patcher.current_hooks
         strengths = {} if hooks is None else {hook.hook_ref: hook.strength for hook in hooks.hooks}
@@ -297,10 +304,11 @@ class RemoteDiffusionModel(torch.nn.Module):
         """
         options = transformer_options or {}
         arguments = {"context": context, "control": control, "transformer_options": options, **extra}
-        if self.wrappers(options):
-            return self.native.forward(self, x, timestep, **arguments)
-        if leaves_wrappers_to_parent(self.native):
-            refuse_unread(Unread("a wrapper around the diffusion model", each) for each in wrappers_of(options))
+        if wrappers := wrappers_of(options):
+            if runs_wrappers(self.native):
+                return self.native.forward(self, x, timestep, **arguments)
+            if leaves_wrappers_to_parent(self.native):
+                refuse_unread(Unread("a wrapper around the diffusion model", each) for each in wrappers)
         return answered(self, x, timestep, **arguments)
 
     def wrappers(self, options: dict[str, Any], is_model_options: bool = False) -> list[Any]:
@@ -343,6 +351,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         the sampler's latents.
         """
         self.run.whole_calls, self.run.unproven_bands = {} if bands else None, ""
+        self.run.prepared.clear()  # another trial may be needed
         run({PROVE_KEY: channels})
         return self.run.unproven_bands
 

@@ -30,6 +30,7 @@ from ..native.native_call import is_plain
 from ..patches.attention_choice import preferred_attention
 from ..patches.block_patches import kernel_of_call, normalized_guidance, skipped_keys, sparse_blocks
 from ..patches.reach import OVERRIDE, told_to_own_class
+from ..patches.sparse_attention import is_sparse as has_override
 from ..patches.sparse_attention import settings_of
 from ..patches.text_guidance import GUIDANCE_KEY, TextGuidance
 
@@ -39,7 +40,7 @@ OF_UNETS = "comfy.ldm.modules.attention"
 """Module of UNets' blocks, which all classes import for its attention functions."""
 
 
-def has_rows_of(value: Any) -> bool:
+def is_held(value: Any) -> bool:
     """Whether a trial can hold the value: a tensor, or what JSON has."""
     return isinstance(value, torch.Tensor) or is_plain(value)
 
@@ -148,6 +149,11 @@ def sparse_attention(
         return None
     segments, grid = adapter_of(built.own.kind).segments(latents, arguments, native)
     return replace(found, segments=segments, grid=grid)
+
+
+def is_sparse(options: Mapping[str, Any]) -> bool:
+    """Whether Model Sparse Attention has put something into a call's transformer_options."""
+    return has_override(options.get(OVERRIDE)) or sparse_blocks(options.get(REPLACED) or {}) is not None
 
 
 @functools.lru_cache(maxsize=4)

@@ -25,7 +25,7 @@ class NativeArguments:
     timestep: Any
     others: Mapping[str, Any]
     """By name, `context` among them."""
-    options: Mapping[str, Any]
+    options: dict[str, Any]
     """Its transformer_options."""
 
 

@@ -5,7 +5,7 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from uuid import UUID
@@ -15,6 +15,7 @@ import torch
 
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.shortfalls import SecondTry
+from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.built.built_class import BuiltClass, Counted
 from parallel_backend.own_class.plans.proof import Proof
 from parallel_backend.processes.pool import DeviceFull
@@ -80,6 +81,8 @@ class SamplingRun:
     """Whether the user has been told of replicas with nothing to do."""
     loaded: Callable[[], RemoteTransformer | None] = lambda: None
     """Weak reference to the model on the ranks that answered the last call."""
+    of_setup: Setup | None = None
+    """Of `loaded`."""
     loads: int = 0
     """How often `loaded` became another one. More than once: another MODEL takes the ranks in between."""
     calls: Counter[CallShape] = field(default_factory=Counter)
@@ -97,6 +100,8 @@ class SamplingRun:
     """Why bands of those calls are not proven. Empty: they are."""
     proof: Proof | None = None
     """Of the last whole call."""
+    prepared: dict[Hashable, Any] = field(default_factory=dict)
+    """By likeness of calls, what holds for all of them (call/prepared_call.py)."""
     lines: list[str] = field(default_factory=list)
     """What the user was told in the run and finds below its time: texts on a node replace each other."""
     second_try: SecondTry = field(init=False)
@@ -110,8 +115,9 @@ class SamplingRun:
         say(f"Parallel DiT: {text}")
         self.lines.append(text)
 
-    def answers(self, model: RemoteTransformer) -> None:
+    def answers(self, model: RemoteTransformer, setup: Setup) -> None:
         """Note the model that answers the next call. The user is told if models take turns."""
+        self.of_setup = setup
         if self.loaded() is not model:
             self.loaded, self.loads = weakref.ref(model), self.loads + 1
             if self.loads == 2:

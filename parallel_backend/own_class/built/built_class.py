@@ -5,41 +5,25 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.own_class import COMPANION, WORDS, OwnAttention, OwnClass, OwnCut, OwnLatent
-from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.built.counts import Counts, counted, counts_of
 from parallel_backend.own_class.calls.call_arguments import (
-    LATENT,
     LATENTS,
-    OPTIONS,
-    STRUCTURE,
-    from_tensors,
-    pack,
-    run_call,
     structure_of,
-    timestep_of,
-    unpack,
 )
 from parallel_backend.own_class.calls.patching import Companion, Latents, Patching, latents_of
-from parallel_backend.own_class.calls.residuals import CONTROL, by_kind
 from parallel_backend.own_class.calls.tried_calls import Call, conditioning, one_entry, smaller, with_whole_axes
-from parallel_backend.own_class.cuts.band_tokens import BandTokens, class_numbers
-from parallel_backend.own_class.cuts.guided_attention import GUIDED
-from parallel_backend.own_class.cuts.stages import StageBlocks
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, LayerCuts
 from parallel_backend.own_class.cuts.token_cut import entries_of
 
 NAME = "ComfyUI's own class"
-NUMBERS = "numbers"
-"""Key of StepInputs.kept."""
 WHOLE_STATES = 3
 """Tensors of all of a call's hidden states that a rank has at once outside of blocks: the blocks' input, or their output
 while the class norms and modulates it."""
@@ -72,31 +56,6 @@ class Counted(NamedTuple):
     """(stream, its part of `text`). Empty: unknown."""
     references: int = 0
     """Tokens of reference images, which `text` does not count."""
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """Inputs of a rank's model in one micro-step. Tensors are on the rank's device and have the rank's b batch entries."""
-
-    x: torch.Tensor
-    """Tokens [b, n, C]: the rank's shard of the band's packed latent, in the order of `token_order`."""
-    x_companion: torch.Tensor
-    """Tokens [b, a, C] of the companion latent, with channels padded to those of `x`. a = 0: the micro-step has none."""
-    timestep: torch.Tensor
-    """The sampler's timestep, float32: [b], or [b, T] with a time for each latent frame, or [b, N, 1] with a time for each
-    token of the whole video."""
-    tensors: dict[str, torch.Tensor]
-    """Conditioning tensors."""
-    grid: tuple[int, ...]
-    """The image's tokens along its axes."""
-    token_order: TokenOrder
-    """The order of the call's image tokens."""
-    image: Span
-    """The rank's image tokens, in that order."""
-    kept: dict[Any, Any]
-    """Cache that all micro-steps with the same tokens and the same conditioning share."""
-    companion_tokens: int = 0
-    """Tokens of the whole companion latent (patching.Companion)."""
 
 
 @dataclass(frozen=True)
@@ -297,52 +256,6 @@ class BuiltClass:
     def token_order(self, grid: tuple[int, ...], references: int = 0, along: str = "rows") -> TokenOrder:
         """The order of a call's image tokens, for bands along the axis `along`."""
         return TokenOrder(math.prod(grid), self.patching.cut(along).row_tokens(grid), references, along)
-
-    def run(self, stage: StageBlocks, step: StepInputs) -> torch.Tensor:
-        """Run the forward of the stage's model for one micro-step -> [b, m, c]: the rank's m image tokens. A stage that is
-        not the last one returns no tokens."""
-        patching, order = self.patching.cut(step.token_order.along), step.token_order
-        pictures, x, companion = order.images(step.image), step.x, step.x_companion
-        has_companion = companion.shape[1] > 0
-        # The prologue runs whole, and what it makes of other bands' tokens is left out.
-        if len(pictures) < order.image or step.companion_tokens:
-            x = x.new_full((len(x), order.image + step.companion_tokens, x.shape[-1]), math.nan)
-            x[:, pictures.slice] = step.x
-        if has_companion:
-            x[:, order.image :] = companion
-        if STRUCTURE not in step.kept:  # once for a conditioning: the host waits for the device to read it
-            step.kept[STRUCTURE] = structure_of(step.tensors)
-        structure = step.kept[STRUCTURE]
-        named: dict[str, Any] = {OPTIONS: {}} | from_tensors(step.tensors, structure)
-        if stage.tokens is not None and self.own.latent is not None:
-            companions, ahead, is_alone = step.companion_tokens, self.own.latent.tokens_ahead(named), stage.tokens.alone
-            numbers = _numbers(step)
-            stage.tokens.band = BandTokens(self.own.latent, order, step.image, numbers, companions, ahead, is_alone)
-        if (guidance := stage.guidance()) is not None:
-            named[OPTIONS][GUIDED] = guidance
-        if residuals := stage.residuals():
-            named[CONTROL] = by_kind(residuals)
-        timestep = timestep_of(step.timestep, structure)
-        if not step.companion_tokens:
-            # A naive patch has no row of another one with which the class could fill it up.
-            sizes = () if stage.tokens is not None and stage.tokens.alone else structure[LATENT][1:]
-            latent = patching.unpack(x, sizes or patching.whole(step.grid))
-            out = run_call(stage.call, latent, timestep, named)
-            return step.x[:, :0] if out is None else patching.pack(out)[:, pictures.slice]
-        shapes = [(len(x), *shape) for shape in structure[LATENTS]]
-        out = run_call(stage.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
-        if out is None:
-            return step.x[:, :0]
-        tokens = patching.pack_all(tuple(unpack(out, structure[LATENTS])))
-        return torch.cat((tokens[:, pictures.slice], tokens[:, order.image if has_companion else tokens.shape[1] :]), dim=1)
-
-
-def _numbers(step: StepInputs) -> torch.Tensor | None:
-    """See BandTokens.numbers."""
-    if NUMBERS not in step.kept:
-        numbers = class_numbers(step.token_order, step.grid)
-        step.kept[NUMBERS] = None if numbers is None else to_device(numbers, step.timestep.device)
-    return step.kept[NUMBERS]
 
 
 @functools.lru_cache(maxsize=8)

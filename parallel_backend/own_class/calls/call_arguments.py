@@ -46,19 +46,39 @@ def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Seq
 
     `timestep`: [B], which is sent apart. `latent`: see LATENT.
     """
+    return tensors_in(arguments, len(timestep)) | {STRUCTURE: _structure(arguments, timestep, latent)}
+
+
+def tensors_in(arguments: Mapping[str, Any], batch: int) -> dict[str, torch.Tensor]:
+    """What `to_tensors` gives without STRUCTURE."""
+    found: dict[str, torch.Tensor] = {}
+
+    def take(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[name] = value if _has_rows(name, value, batch) else value.expand(batch, *value.shape)
+        elif isinstance(value, dict | list | tuple):
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                take(f"{name}/{key}", each)
+
+    for name, value in arguments.items():
+        take(name, value)
+    return found
+
+
+def _has_rows(name: str, value: torch.Tensor, batch: int) -> bool:
+    """Whether the tensor has a row for each batch entry."""
+    return value.ndim > 0 and len(value) == batch and not name.startswith(f"{OPTIONS}/")
+
+
+def _structure(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Sequence[int]) -> torch.Tensor:
     batch = len(timestep)
-    tensors: dict[str, torch.Tensor] = {}
 
     def told(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            own = value.ndim > 0 and len(value) == batch
-            tensors[name] = value if own else value.expand(batch, *value.shape)
-            return {TENSOR if own else SHARED: name}
+            return {TENSOR if _has_rows(name, value, batch) else SHARED: name}
         if name == OPTIONS:
-            shared = {key: each for key, each in value.items() if isinstance(each, torch.Tensor)}
-            tensors.update({f"{name}/{key}": each.expand(batch, *each.shape) for key, each in shared.items()})
-            plain = {key: each for key, each in value.items() if key not in shared}
-            return {PLAIN: plain, DICT: {key: {SHARED: f"{name}/{key}"} for key in shared}}
+            shared = {key: told(f"{name}/{key}", each) for key, each in value.items() if isinstance(each, torch.Tensor)}
+            return {PLAIN: {key: each for key, each in value.items() if key not in shared}, DICT: shared}
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
             return {DICT: {key: told(f"{name}/{key}", each) for key, each in value.items()}}
         if isinstance(value, list | tuple):
@@ -70,8 +90,7 @@ def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Seq
     told_all = {name: told(name, value) for name, value in arguments.items()}
     head = {TIME_DTYPE: str(timestep.dtype).removeprefix("torch."), LATENT: list(latent)}
     structure = json.dumps(head | told_all).encode()
-    tensors[STRUCTURE] = torch.tensor(list(structure), dtype=torch.int32).expand(batch, -1).clone()
-    return tensors
+    return torch.tensor(list(structure), dtype=torch.int32).expand(batch, -1).clone()
 
 
 def structure_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 from parallel_backend.own_class.calls.call_arguments import OPTIONS
@@ -67,8 +66,6 @@ class StageBlocks:
         self._model, self.blocks, self._span, self._link, self.tokens = model, blocks, span, link, tokens
         self.residuals: Callable[[], Mapping[str, torch.Tensor]] = dict
         """Of the present call, by name."""
-        self.guidance: Callable[[], NormalizedGuidance | None] = lambda: None
-        """Of the present call. None: other nodes' functions guide no attention in it."""
         self.add_up: Sum = own_sums
         """Adds up over ranks with other heads, if attention is guided."""
         self.attend: Attend | None = None

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.rank.comm.change_codec import changes_for
@@ -34,12 +33,10 @@ class AttentionStep:
     """Transfers run during compute where possible."""
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What a control adds, [entries, n, hidden] each, by the control's names."""
-    guidance: NormalizedGuidance | None = None
-    """Normalized guidance in the layers that mix text and image."""
     sparse: SparseStep | None = None
     """Block-sparse attention. None: in full."""
     kept: dict[Any, Any] = field(default_factory=dict)
-    """See StepInputs.kept."""
+    """See RankConditioning.kept."""
     words: WordKeys | None = None
     """Keys of words outside of runs, if they are kept."""
     words_have_run: bool = False

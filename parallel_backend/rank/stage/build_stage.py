@@ -136,7 +136,6 @@ def attend_over_ranks(stage: Stage, context: AttentionContext, ranks: SequenceCu
     blocks = stage.blocks
     kernels = OwnKernels(context, lambda: blocks.running)
     blocks.attend = kernels.attend
-    blocks.guidance = lambda: None if context.step is None else context.step.guidance
     blocks.residuals = lambda: {} if context.step is None else context.step.residuals
     if context.tensor.size > 1:  # a token's norm is over the channels of all heads
         blocks.add_up = lambda sums: all_reduce(sums, context.tensor, context.traffic)

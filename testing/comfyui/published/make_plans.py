@@ -32,8 +32,7 @@ from parallel_backend.own_class.trials.trial import trial
 
 PACK = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
 own_calls, own_class, class_code = (
-    importlib.import_module(f"{PACK}.model.{name}")
-    for name in ("call.own_calls", "call.answered_call", "loading.class_code")
+    importlib.import_module(f"{PACK}.model.{name}") for name in ("call.own_calls", "call.proofs", "loading.class_code")
 )
 log = logging.getLogger(__name__)
 

@@ -364,10 +364,10 @@ CLIENT_MUTANTS = (
     ),
     Mutant(
         "micro-steps in the wrong order",
-        CLIENT + "micro_step_queue.py",
+        CLIENT + "posting.py",
         "step = waiting.popleft()",
         "step = waiting.pop()",
-        ("tests/client/test_micro_step_queue.py",),
+        ("tests/client/test_posting.py",),
     ),
     Mutant(
         "loading tells no progress",
@@ -487,6 +487,13 @@ NODE_MUTANTS = (
         "scale = 1.0 if alpha is None else alpha / len(down)",
         ("tests/comfyui/test_lora.py", "-k", "native_model"),
         tier="default",
+    ),
+    Mutant(
+        "a prepared call outlives the setup that it was made for",
+        "nodes/model/call/prepared_call.py",
+        "found is None or found.setup is not stub.setup",
+        "found is None",
+        ("tests/nodes/test_prepared_call.py",),
     ),
     Mutant(
         "model patches not refused",

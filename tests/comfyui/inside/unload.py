@@ -125,6 +125,20 @@ def main(results: Results) -> None:
 
     results.case("another model on the ranks", other_model)
 
+    def between_steps() -> dict[str, float]:
+        """Another node takes the ranks' memory in the middle of a run, whose later calls are prepared already."""
+        loads = []
+
+        def unload(step: int, *_arguments) -> None:
+            if step == 1:
+                registry().unload()
+                loads.append(held())
+
+        with patch("latent_preview.prepare_callback", lambda *_arguments: unload):
+            return {"difference": difference(expected, sample()), "held": loads, "again": held()}
+
+    results.case("between steps", between_steps)
+
     def dropped() -> dict[str, bool]:
         """Nobody has the MODEL any more, as when ComfyUI's cache lets it go: the ranks' memory must still be to be had."""
         local = parallel(FILE, pipe=1, batch=2, stage_split="even")

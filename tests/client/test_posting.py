@@ -1,14 +1,19 @@
 """Micro-steps go out in the order of their calls, a window of them at a time, and what comes back is put in its place."""
 
+import threading
+from collections import OrderedDict
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from parallel_backend.client.call import Conditioning, ModelCall, PostedCall, TokenLayout
-from parallel_backend.client.micro_step_queue import MicroSteps
+from parallel_backend.client.posting import Posting
 from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.wire.encoding import BadMessage
@@ -17,22 +22,26 @@ from parallel_backend.wire.sampling import Output
 TOKENS, WIDTH = 6, 4
 
 
-class Queue:
-    """Micro-steps that go to nobody. `sent`: (replica, number, entries of the call) of each; `done`: those answered."""
+class Queue(Posting):
+    """Micro-steps that go to nobody. `sent`: (replica, number, entries of the call) of each."""
 
     def __init__(self, degrees: Degrees):
-        self.degrees, self.sent, self.done = degrees, [], []
-        self.steps = MicroSteps(degrees, WIDTH, self._send, self.done.append, lambda call, index: (self.rows(index),))
+        shared: Any = SimpleNamespace(done=lambda _seq: None, close=lambda: None)
+        nothing: Any = OrderedDict()
+        cut = SequenceCut((1.0,), degrees.sequence, repeat_text=False)
+        super().__init__(degrees, WIDTH, cut, nothing, shared, nothing, nothing, lambda: None, threading.RLock())
+        self.sent = []
 
     def _send(self, replica, step):
         self.sent.append((replica, step.seq, step.entries))
 
-    def rows(self, index: int) -> Span:
-        return split(Span(0, TOKENS), self.degrees.sequence)[index]
+    def _new_cut(self, call):
+        shards = tuple((rows, Span(0, 0)) for rows in split(Span(0, TOKENS), self._degrees.sequence))
+        return replace(super()._new_cut(call), shards=shards)
 
     def answer(self, seq: int, rank: int, entries: int, value: float, finite: bool = True):
-        rows = self.rows(self.degrees.sequence_index(self.degrees.coordinate(rank)))
-        return self.steps.accept(Output(rank, seq, torch.full((entries, len(rows), WIDTH), value)), finite)
+        rows = split(Span(0, TOKENS), self._degrees.sequence)[rank % self._degrees.sequence]
+        return self._accept(Output(rank, seq, torch.full((entries, len(rows), WIDTH), value)), finite)
 
 
 def call(batch: int, first_replica: int = 0, run: int = 0) -> PostedCall:
@@ -44,33 +53,33 @@ def call(batch: int, first_replica: int = 0, run: int = 0) -> PostedCall:
 
 def test_entries_of_an_exact_call_fill_a_pipeline_in_order_a_window_at_a_time():
     queue = Queue(Degrees(pipe=2))
-    assert not queue.steps.busy
-    queue.steps.post(call(5))
+    assert not queue.busy
+    queue.post(call(5))
     assert queue.sent == [(0, 1 + index, Span(index, index + 1)) for index in range(3)]
     last = 1  # the rank of the last stage
     for index in range(5):
-        assert queue.steps.busy
+        assert queue.busy
         assembly, complete, _ = queue.answer(1 + index, last, 1, float(index))
         assert complete == (index == 4)
         assert [seq for _, seq, _ in queue.sent] == list(range(1, min(6, 5 + index)))
-    assert not queue.steps.busy
+    assert not queue.busy
     assert assembly.tokens()[:, 0, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_of_a_call_that_cannot_be_sent_nothing_is_left():
     queue = Queue(Degrees(batch=2))
-    send = queue.steps._send
+    send = queue._send
 
     def send_to_the_first(replica, step):
         if replica:
             raise RuntimeError("no storage")
         send(replica, step)
 
-    queue.steps._send = send_to_the_first
+    queue._send = send_to_the_first
     with pytest.raises(RuntimeError):
-        queue.steps.post(call(4))
-    queue.steps._send = send
-    queue.steps.post(call(2))
+        queue.post(call(4))
+    queue._send = send
+    queue.post(call(2))
     assert [(replica, seq) for replica, seq, _ in queue.sent] == [(0, 1), (0, 3), (1, 4)]
     for seq, rank in ((1, 0), (3, 0), (4, 1)):  # the first is what was under way
         _, complete, _ = queue.answer(seq, rank, 2 if seq == 1 else 1, 1.0)
@@ -80,14 +89,14 @@ def test_of_a_call_that_cannot_be_sent_nothing_is_left():
 @pytest.mark.parametrize(("first_replica", "shares"), [(0, {0: 2, 1: 1}), (1, {0: 1, 1: 2})])
 def test_the_first_replica_has_the_first_entries(first_replica, shares):
     queue = Queue(Degrees(batch=2))
-    queue.steps.post(call(3, first_replica))
+    queue.post(call(3, first_replica))
     assert {replica: len(entries) for replica, _, entries in queue.sent} == shares
     assert next(entries for replica, _, entries in queue.sent if replica == first_replica) == Span(0, 2)
 
 
 def test_parts_of_sequence_ranks_are_put_side_by_side():
     queue = Queue(Degrees(ulysses=2))
-    queue.steps.post(call(1))
+    queue.post(call(1))
     assert not queue.answer(1, 1, 1, 2.0)[1]
     assembly, complete, _ = queue.answer(1, 0, 1, 1.0)
     assert complete
@@ -98,7 +107,7 @@ def test_what_nobody_waits_for_is_refused():
     queue = Queue(Degrees(ulysses=2))
     with pytest.raises(BadMessage, match="which nobody waits for"):
         queue.answer(1, 0, 1, 0.0)
-    queue.steps.post(call(1))
+    queue.post(call(1))
     queue.answer(1, 0, 1, 0.0)
     with pytest.raises(BadMessage, match="which nobody waits for"):
         queue.answer(1, 0, 1, 0.0)
@@ -108,13 +117,15 @@ def test_what_nobody_waits_for_is_refused():
 
 def test_a_run_that_is_forgotten_sends_no_more():
     queue = Queue(Degrees())
-    for number in (1, 2, 1, 3):
-        queue.steps.post(call(1, run=number))
-    queue.steps.forget(lambda each: each.run == 1)
+    calls = [call(1, run=number) for number in (1, 2, 1, 3)]
+    for each in calls:
+        queue.post(each)
+    queue.abandon(lambda each: each.run == 1)
     for seq in (1, 2):
         queue.answer(seq, 0, 1, 0.0)
     assert [seq for _, seq, _ in queue.sent] == [1, 2, 4]
-    assert [each.run for each in queue.steps.end()] == [3]
+    queue.end(RuntimeError("unloaded"))
+    assert [each.future.done() for each in calls] == [False, False, False, True]
 
 
 def test_another_sound_and_whatever_else_ranks_were_told_is_another_conditioning():

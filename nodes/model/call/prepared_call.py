@@ -1,0 +1,183 @@
+"""What is decided once for all calls of a sampling run that are alike. Only values differ between such calls."""
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parallel_backend.client.pipefusion.banded_run import NotLocal
+from parallel_backend.core.block_changes import BlockChanges
+from parallel_backend.core.setup import Setup
+from parallel_backend.own_class.calls.call_arguments import LATENTS, OPTIONS, STRUCTURE, tensors_in, to_tensors
+from parallel_backend.own_class.calls.patching import Latents
+from parallel_backend.own_class.calls.residuals import CONTROL, for_trial
+from parallel_backend.own_class.calls.tried_calls import Call, with_tensors_told, with_tried_blocks
+from parallel_backend.own_class.plans.block_order import block_lists
+from parallel_backend.own_class.plans.proof import Proof
+
+from ..native.native_call import NativeArguments
+from ..patches.reach import BOOKKEEPING, FOR_PATCHES, OURS, OVERRIDE
+from ..patches.sparse_attention import below
+from ..patches.sparse_attention import is_sparse as has_override
+from ..run.band import BAND_KEY, Band
+from ..run.sampling_run import CallShape
+from .concurrent_conds import EVALUATION_KEY, tell_if_together
+from .own_calls import NodeChanges, changes_and_options, is_held, is_sparse, shapes
+from .own_changes import whole_call
+from .proofs import Stub, of_band, proven, times_of_run
+
+PROVE_KEY = "parallel_dit_prove"
+"""Key in transformer_options of a call that is tried, and not computed: the channels of each of the sampler's latents, to
+which ComfyUI may add others."""
+OF_EACH_CALL = (BOOKKEEPING | FOR_PATCHES) - {"cond_or_uncond"}
+"""Entries of transformer_options whose values decide nothing here."""
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """A call of the native model in the form of ranks and trials (call_arguments.py)."""
+
+    given: NativeArguments
+    band: Band | None
+    """None: the call is for the whole latent."""
+    sizes: tuple[int, ...]
+    """(Frames,) rows and columns of the whole latent."""
+    x: torch.Tensor
+    timestep: torch.Tensor
+    """[B, ...]"""
+    named: Mapping[str, Any]
+    """The other arguments. OPTIONS is empty."""
+    residuals: Mapping[str, torch.Tensor]
+
+    @property
+    def latents(self) -> Latents:
+        return self.given.latents
+
+    @property
+    def latent(self) -> tuple[int, ...]:
+        """See call_arguments.LATENT."""
+        return () if LATENTS in self.named else (self.latents[0].shape[1], *self.sizes)
+
+    def structure(self, told: Mapping[str, Any], more: Mapping[str, Any] = {}) -> torch.Tensor:
+        """See call_arguments.STRUCTURE. `told`: what ranks get of transformer_options. `more`: further arguments."""
+        return to_tensors({**self.named, OPTIONS: told, **more}, self.timestep, self.latent)[STRUCTURE]
+
+    def likeness(self) -> Hashable:
+        """Equal for calls for which one PreparedCall holds."""
+        options = {
+            name: None if name in OF_EACH_CALL else value
+            for name, value in self.given.options.items()
+            if name not in (EVALUATION_KEY, BAND_KEY, PROVE_KEY)
+        }
+        if OVERRIDE in options:  # Model Sparse Attention may put a new function there before each evaluation
+            options[OVERRIDE] = has_override(options[OVERRIDE]), below(options[OVERRIDE])
+        wholes = None if self.band is None else self.band.wholes
+        return likeness((wholes, self.sizes, self.latents, self.timestep, self.named, self.residuals, options))
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """Holds for alike calls as long as the model has this `setup`. ValueErrors for what ranks cannot compute are raised when
+    it is made."""
+
+    setup: Setup
+    changes: BlockChanges
+    """Without `sparse`, which depends on the call's sigma."""
+    is_sparse: bool
+    """Model Sparse Attention is on the MODEL."""
+    proof: Proof
+    more: Mapping[str, Any]
+    """Further arguments that ranks get: the second text of a guidance."""
+    structure: torch.Tensor
+    """See call_arguments.STRUCTURE."""
+    shape: CallShape
+
+    def tensors(self, call: RankCall) -> dict[str, torch.Tensor]:
+        """The call's conditioning tensors."""
+        options = {OPTIONS: {name: call.given.options[name] for name in self.proof.options}}
+        return tensors_in({**call.named, **options, **self.more}, len(call.x)) | {STRUCTURE: self.structure}
+
+
+def prepared(stub: Stub, call: RankCall) -> PreparedCall:
+    """The run's PreparedCall for this call. It is made at the first call of its likeness."""
+    known, key = stub.run.prepared, call.likeness()
+    found = known.get(key)
+    if found is None or found.setup is not stub.setup:
+        if len(known) >= MOST_PREPARED:
+            known.clear()
+        found = known[key] = _prepare(stub, call)
+    return found
+
+
+MOST_PREPARED = 64
+"""Nodes may put other functions or numbers into each call: the newest are kept."""
+
+
+def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
+    options, context = call.given.options, call.given.others["context"]
+    changes, by_nodes, told = changes_and_options(stub.checkpoint, stub.setup.attention, options, len(call.x))
+    call.structure(told)  # refuses what cannot be sent, before anything is tried
+    others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
+    rest = {name: value for name, value in others.items() if is_held(value)}
+    added = {CONTROL: for_trial(call.residuals)} if call.residuals else {}
+    tried = Call(call.x, call.timestep, {**call.named, OPTIONS: with_tried_blocks(told), **added}, rest)
+    band = call.band
+    proof = proven(stub, tried, call.sizes) if band is None else of_band(stub, tried, call.sizes, band.wholes)
+    fields, more = _changed(stub, by_nodes, proof, tried, call) if by_nodes else ({}, {})
+    made = PreparedCall(
+        setup=stub.setup,
+        proof=proof,
+        changes=dataclasses.replace(changes, one_batch=bool(proof.batch), **fields),
+        is_sparse=is_sparse(options),
+        more=more,
+        structure=call.structure(told | {name: options[name] for name in proof.options}, more),
+        shape=CallShape(tuple(call.latents[0].shape), 1 if context is None else context.shape[1]),
+    )
+    if band is not None and shapes(made.tensors(call)) not in (stub.run.whole_calls or ()):
+        raise NotLocal("a patch has other conditioning than the whole latent")
+    return made
+
+
+def _changed(
+    stub: Stub, asked: NodeChanges, proof: Proof, tried: Call, call: RankCall
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """See OwnChanges.of. A band's are those of the whole latent's call."""
+    tried = with_tensors_told(tried) if proof.options else tried
+    if call.band is not None:
+        tried = whole_call(tried, stub.checkpoint.built.call, call.sizes, proof, asked)
+    lists, tensor = block_lists(stub.meta), stub.setup.degrees.tensor
+    found = stub.proofs.changes.of(stub.own, lists, proof, tried, call.sizes, times_of_run(stub), tensor, asked)
+    if found[0].get("guidance"):
+        tell_if_together(stub)
+    return found
+
+
+PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+class Itself:
+    """An object that is like no other one. It is kept alive, so that no later object gets its id."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def likeness(value: Any) -> Hashable:
+    """Equal for tensors of one shape and dtype, for equal plain values of one type, and for the same other object; and for
+    lists and dictionaries of such, in one order."""
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape
+    if isinstance(value, dict):
+        return tuple((name, likeness(each)) for name, each in value.items())
+    return (kind, *map(likeness, value)) if isinstance(value, (list, tuple)) else Itself(value)
