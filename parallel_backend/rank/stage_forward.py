@@ -51,8 +51,8 @@ class StageForward:
         is in `state`."""
         stage, step, conditioning = self._stage, state.step, state.conditioning
         token_order, image = conditioning.token_order, stage.cut.image(step.tokens)[stage.place]
-        stage.attention.kernel = stage.kernel_of(conditioning.changes.attention)
         stage.attention.step = AttentionStep(
+            kernel=stage.kernel_of(conditioning.changes.attention),
             entries=step.entries,
             buffer=state.buffer,
             stale=step.stale,

@@ -164,7 +164,7 @@ def replacement_of(name: str) -> Callable[..., torch.Tensor]:
     return _replaced().by_name[name]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # not frozen: it is made for every call, and freezing takes as long as the rest
 class AttentionCall:
     """A call of attention, by `function`."""
 
@@ -204,7 +204,7 @@ class AttentionCall:
         mask = None if mask_bK is None else mask_bK[:, None, None]
         tensors = (x.transpose(1, 2) for x in (q_BQhD, k_BKhD, v_BKhD))
         shapes = {"skip_reshape": True, "skip_output_reshape": True}
-        out_BhQD = self.function(*tensors, q_BQhD.shape[2], mask=mask, **(dict(self.arguments) | shapes))
+        out_BhQD = self.function(*tensors, q_BQhD.shape[2], mask=mask, **self.arguments, **shapes)
         return out_BhQD.transpose(1, 2)
 
     def result(self, out_BQHD: torch.Tensor) -> torch.Tensor:
@@ -243,6 +243,6 @@ def attention_call(
         q_BQHD, k_BKHD, v_BKHD = (x.reshape(*x.shape[:2], math.prod(x.shape[2:]) // size, size) for x in (q, k, v))
     if (shared := q_BQHD.shape[2] // k_BKHD.shape[2]) > 1:
         k_BKHD, v_BKHD = (x.repeat_interleave(shared, dim=2) for x in (k_BKHD, v_BKHD))
-    others = {name: value for name, value in others.items() if name != "enable_gqa"}
-    arguments = {"attn_precision": attn_precision} | others
-    return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, arguments, shared > 1, rule)
+    others.pop("enable_gqa", None)
+    others["attn_precision"] = attn_precision
+    return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, others, shared > 1, rule)

@@ -35,13 +35,13 @@ def key_scale(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.
 
 def value_shift(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.Tensor]) -> torch.Tensor:
     """The mean over tokens of fresh less expected values: [b, 1, h, D] float32."""
-    sums = [
-        new_bshD.float().sum(1, keepdim=True) - old_bshD.float().sum(1, keepdim=True)
-        for old_bshD, new_bshD in _pairs(expected_bshD, fresh_bshD)
-    ]
+    sums = [(new_bshD.float() - old_bshD).sum(1, keepdim=True) for old_bshD, new_bshD in _pairs(expected_bshD, fresh_bshD)]
     return functools.reduce(torch.add, sums) / sum(part.shape[1] for part in fresh_bshD)
 
 
 def _pairs(expected: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for parts in zip(expected, fresh, strict=True):
+        if parts[0].shape[1] <= TOKENS_AT_ONCE:
+            yield parts
+            continue
         yield from zip(*(part.split(TOKENS_AT_ONCE, dim=1) for part in parts), strict=True)

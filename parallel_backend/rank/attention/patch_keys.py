@@ -11,7 +11,8 @@ import torch
 from parallel_backend.rank.comm.change_codec import ChangeGathering, Held
 from parallel_backend.rank.comm.collectives import Gathering, start_gather
 
-from .context import AttentionContext, AttentionStep
+from .context import AttentionContext, AttentionStep, LayerCall
+from .gathered import of_axis
 from .kv_buffer import Arriving, Piece
 
 
@@ -23,40 +24,39 @@ class PatchKeys(NamedTuple):
     pieces: list[Piece]
     """Of the keys' rows."""
     arriving: Arriving | None
-    """What other patches send for the next call. To be added behind KVBuffer.update, which waits for all that is pending."""
+    """What other patches send for the next call."""
 
 
 def exchange_patches(
     context: AttentionContext,
-    step: AttentionStep,
-    layer: int,
+    at: LayerCall,
     k_BsHD: torch.Tensor,
     v_BsHD: torch.Tensor,
-    tokens: Callable[[range], int],
-    pieces: Callable[[range], list[Piece]],
+    pieces: Callable[[tuple[int, ...], range], list[Piece]],
 ) -> PatchKeys:
     """Send this patch's keys and values, and take those of all patches unless the micro-step is stale. Collective over the
     patch axis.
 
-    `tokens`, `pieces`: of these sequence ranks, as the tensors have them rank by rank.
+    `pieces`: of the keys of these streams on these sequence ranks, as the tensors have them rank by rank.
     """
-    patch = context.patch
+    patch, step, streams = context.patch, at.step, at.spec.keys
     assert step.buffer is not None, "outside of a run nothing is kept for the next call"
-    ranks = [context.patch_ranks(index) for index in range(patch.size)]
-    own = ranks[patch.index]
+    own = context.of_patches[patch.index]
     if patch.size == 1:
-        return PatchKeys(k_BsHD, v_BsHD, pieces(own), None)
-    gathering = _start(context, step, layer, torch.stack((k_BsHD, v_BsHD)), list(map(tokens, ranks)))
+        return PatchKeys(k_BsHD, v_BsHD, pieces(streams, own), None)
+    lengths = of_axis(at.keys, context.of_patches)
+    gathering = _start(context, step, at.layer, torch.stack((k_BsHD, v_BsHD)), lengths)
     if step.stale:
-        arriving = Arriving(gathering, [[] if each is own else pieces(each) for each in ranks], step.entries)
+        of_others = [[] if each is own else pieces(streams, each) for each in context.of_patches]
         if not step.overlap:
             gathering.wait_pending()
-        return PatchKeys(k_BsHD, v_BsHD, pieces(own), arriving)
+        arriving = Arriving(gathering, of_others, step.entries)
+        return PatchKeys(k_BsHD, v_BsHD, pieces(streams, own), arriving)
     parts_2BshD = gathering.wait()
     if context.changes is not None:
-        step.buffer.held[layer, step.entries] = Held(context.changes, parts_2BshD)
+        step.buffer.held[at.layer, step.entries] = Held(context.changes, parts_2BshD)
     k_BKHD, v_BKHD = torch.cat(parts_2BshD, dim=2)
-    return PatchKeys(k_BKHD, v_BKHD, pieces(range(ranks[-1].stop)), None)
+    return PatchKeys(k_BKHD, v_BKHD, pieces(streams, range(context.of_patches[-1].stop)), None)
 
 
 def _start(
