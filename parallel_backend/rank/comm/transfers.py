@@ -5,6 +5,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,13 +60,7 @@ class Clock:
 
     def __init__(self, device: torch.device):
         self.on_stream = device.type == "cuda"
-
-    def now(self) -> "float | torch.cuda.Event":
-        if not self.on_stream:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self.now: Callable[[], Any] = _event_now if self.on_stream else time.perf_counter
 
 
 class Elapsed:
@@ -165,6 +160,12 @@ class Transfer:
         traffic.mark(done)
         recorder.add(TRANSFER, self._step, self._started, done)
         recorder.add(WAIT, recorder.step, waiting, done)
+
+
+def _event_now() -> "torch.cuda.Event":
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _passed(event: "torch.cuda.Event", device: torch.device) -> bool:
