@@ -1,8 +1,9 @@
 """Tokens of ComfyUI's own class that are cut over sequence ranks, or into bands (own_class/cuts/token_cut.py), and the forms
 of attention in its blocks.
 
-A form of attention is a class with one method, and hands on to the next one (`_chain`): Ulysses, then SharedKeys, then Ring
-or what makes all keys known (Gathered, Bands, WordsOnce), then Together, which has the call's kernel compute (local.py).
+A form of attention is a class with one method, which hands the call on (`_chain`): Ulysses, SharedKeys, then Ring or what
+makes all keys known (Gathered, Bands, DisplacedPatches, WordsOnce), and last Together, which has the call's kernel compute
+(local.py).
 """
 
 import functools
@@ -21,7 +22,7 @@ from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.token_cut import HOST, AttentionCall, TokenCut
 from parallel_backend.rank.comm.collectives import start_gather
 
-from .bands import Bands, WordsOnce
+from .bands import Bands, DisplacedPatches, WordsOnce
 from .context import AttentionStep, Form, LayerCall
 from .gathered import Gathered, SharedKeys, Together, of_axis
 from .kv_buffer import Piece
@@ -57,9 +58,9 @@ class RankTokens(TokenCut):
         patch, ring, traffic = context.patch, context.ring, context.traffic
         form: Form = Together()
         if in_run:
-            form = Bands(form, context, self)
+            form = (Bands if patch.size == 1 else DisplacedPatches)(form, context, self)
         elif after_words:
-            form = WordsOnce(form, context, self, range(self.ranks.size))
+            form = WordsOnce(form, context, self)
         if patch.size > 1 and not in_run:
             form = Gathered(form, patch, context.of_patches, traffic)
         if ring.size > 1:

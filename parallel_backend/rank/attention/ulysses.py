@@ -84,7 +84,7 @@ def start_sequence_to_heads(
     Returns a function that waits for it and returns each tensor as [B, S, h, D], tokens in rank order. `tensors_BsHD`:
     queries, keys and values, or some of them. `tokens[i][j]`: tokens of tensor i on rank j.
     """
-    if any(of_tensor != tokens[0] for of_tensor in tokens):
+    if not group.are_even or any(of_tensor != tokens[0] for of_tensor in tokens):
         return _start_apart(tensors_BsHD, tokens, group, axis, traffic, codec)
     # One all-to-all carries all tensors, since a slow link costs by the message. Tokens are the first axis of every part, so
     # that the received parts of all ranks, one behind the other, are one tensor of S tokens.
@@ -92,14 +92,7 @@ def start_sequence_to_heads(
     batch, length, _, size = tensors_BsHD[0].shape
     heads, values = group.heads[axis.index], count * batch * size
     send = [values * length * of_rank for of_rank in group.heads]
-    if group.are_even:
-        flat_N = torch.stack([_of_ranks(x, group) for x in tensors_BsHD], dim=2).view(-1)
-    else:
-        spans, flat_N = group.spans, tensors_BsHD[0].new_empty(sum(send))
-        for span, part_n in zip(spans, flat_N.split(send), strict=True):
-            rows = part_n.view(length, count, batch, len(span), size)
-            for index, x_BsHD in enumerate(tensors_BsHD):
-                rows[:, index] = x_BsHD[:, :, span.slice].transpose(0, 1)
+    flat_N = torch.stack([_of_ranks(x, group) for x in tensors_BsHD], dim=2).view(-1)
     receive = [values * heads * rank_tokens for rank_tokens in tokens[0]]
     wait = _start(codec, size, flat_N, send, receive, axis, traffic)
 
@@ -117,7 +110,7 @@ def _start_apart(
     traffic: Traffic,
     codec: Codec | None,
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """As `start_sequence_to_heads` where tensors differ in tokens: a rank's parts of all tensors are sent in a row."""
+    """As `start_sequence_to_heads`, if ranks differ in heads or tensors in tokens: a rank's parts are sent in a row."""
     batch, _, _, size = tensors_BsHD[0].shape
     heads = group.heads[axis.index]
     parts = [torch.cat([x[:, :, span.slice].transpose(0, 1).reshape(-1) for x in tensors_BsHD]) for span in group.spans]

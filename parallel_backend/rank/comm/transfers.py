@@ -63,45 +63,6 @@ class Clock:
         self.now: Callable[[], Any] = _event_now if self.on_stream else time.perf_counter
 
 
-class Elapsed:
-    """Adds up seconds between pairs of points in time, which come in the order of their ends.
-
-    The oldest BATCH of pairs are added up when there are UNREAD newer ones. So their number is bounded also without reports,
-    and on CUDA the host does not wait, since the device has long passed them.
-    """
-
-    UNREAD, BATCH = 4096, 64
-
-    def __init__(self, clock: Clock):
-        self._on_stream = clock.on_stream
-        self._pairs: list[tuple] = []
-        self._seconds = 0.0
-
-    def add(self, start: "float | torch.cuda.Event", stop: "float | torch.cuda.Event") -> None:
-        self._pairs.append((start, stop))
-        if len(self._pairs) == self.UNREAD + self.BATCH:
-            self._add_up(self.BATCH)
-
-    def seconds(self) -> float:
-        """The sum so far. On CUDA the host waits until the stream has passed the last end."""
-        self._add_up(len(self._pairs))
-        return self._seconds
-
-    def _add_up(self, count: int) -> None:
-        """Add up the `count` oldest pairs."""
-        oldest, self._pairs = self._pairs[:count], self._pairs[count:]
-        if self._on_stream and oldest:
-            oldest[-1][1].synchronize()
-            self._seconds += sum(start.elapsed_time(stop) for start, stop in oldest) / 1000
-        else:
-            self._seconds += sum(stop - start for start, stop in oldest)
-
-    def drain(self) -> float:
-        """The sum so far, which starts again at zero."""
-        seconds, self._seconds = self.seconds(), 0.0
-        return seconds
-
-
 class Traffic:
     """Counts from one report to the next. Bytes are payload that left this rank, by mesh axis.
 
