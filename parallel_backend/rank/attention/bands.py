@@ -16,11 +16,8 @@ from .kv_buffer import Arriving, Piece
 class Places(Protocol):
     """Where the tokens of the present call are in the buffer."""
 
-    def pieces(self, streams: tuple[int, ...], ranks: range) -> list[Piece]:
-        """See BandTokens.pieces."""
-
-    def extent(self, streams: tuple[int, ...]) -> tuple[int, bool]:
-        """See BandTokens.words, and whether some of the tokens are the latent's."""
+    def in_buffer(self, streams: tuple[int, ...], ranks: range) -> tuple[list[Piece], int, bool]:
+        """See BandTokens.pieces and BandTokens.words, and whether some of the streams' tokens are the latent's."""
 
 
 class Bands:
@@ -37,10 +34,9 @@ class Bands:
         self, at: LayerCall, k_BshD: torch.Tensor, v_BshD: torch.Tensor, ranks: range
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values that are known, once those of `ranks` are in the buffer."""
-        buffer, streams = at.step.buffer, at.spec.keys
-        assert buffer is not None
-        fresh = k_BshD, v_BshD, self._places.pieces(streams, ranks)
-        known = buffer.update(at.layer, *fresh, at.step.entries, *self._places.extent(streams))
+        assert at.step.buffer is not None
+        pieces, words, has_latent = self._places.in_buffer(at.spec.keys, ranks)
+        known = at.step.buffer.update(at.layer, k_BshD, v_BshD, pieces, at.step.entries, words, has_latent)
         if at.mask_bK is not None:
             at.mask_bK = at.mask_bK[:, : known[0].shape[1]]
         return known
@@ -58,14 +54,15 @@ class DisplacedPatches(Bands):
             if not at.step.overlap:
                 gathering.wait_pending()
             known = self._update(at, k_BshD, v_BshD, self._own)
-            pieces = [[] if ranks is self._own else self._places.pieces(at.spec.keys, ranks) for ranks in patches]
+            pieces = [[] if ranks is self._own else self._places.in_buffer(at.spec.keys, ranks)[0] for ranks in patches]
             # Behind the update, which waits for all that is pending.
             buffer.add_pending(at.layer, Arriving(gathering, pieces, at.step.entries))
         else:
             parts_2BshD = gathering.wait()
             if self._context.changes is not None:
                 buffer.held[at.layer, at.step.entries] = Held(self._context.changes, parts_2BshD)
-            known = self._update(at, *torch.cat(parts_2BshD, dim=2), range(patches[-1].stop))
+            k_BShD, v_BShD = torch.cat(parts_2BshD, dim=2)
+            known = self._update(at, k_BShD, v_BShD, range(patches[-1].stop))
         return self._inner.attend(at, q_BQhD, *known)
 
     def _start(self, at: LayerCall, kv_2BshD: torch.Tensor, lengths: list[int]) -> Gathering | ChangeGathering:
@@ -89,12 +86,13 @@ class WordsOnce:
         self._ranks = range(context.of_patches[-1].stop)
 
     def attend(self, at: LayerCall, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor) -> torch.Tensor:
-        words, streams, heads = at.step.words, at.spec.keys, at.heads
+        words, heads = at.step.words, at.heads
         assert words is not None
         if len(heads):
             own = split(Span(0, at.call.q_BQHD.shape[2]), self._axis.size)[self._axis.index]
             times = len(heads) // k_BKhD.shape[2]
             of_keys = Span((heads.start - own.start) // times, (heads.stop - own.start) // times)
-            fresh = k_BKhD, v_BKhD, self._places.pieces(streams, self._ranks), at.step.entries
-            k_BKhD, v_BKhD = words.update(at.layer, *fresh, self._places.extent(streams)[0], of_keys, len(own) // times)
+            pieces, count, _ = self._places.in_buffer(at.spec.keys, self._ranks)
+            fresh = k_BKhD, v_BKhD, pieces, at.step.entries
+            k_BKhD, v_BKhD = words.update(at.layer, *fresh, count, of_keys, len(own) // times)
         return self._inner.attend(at, q_BQhD, k_BKhD, v_BKhD)

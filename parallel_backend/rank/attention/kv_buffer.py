@@ -6,8 +6,7 @@ nearly in proportion to the timestep, and corrects them by the fresh ones of the
 """
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -94,15 +93,6 @@ class LayerBuffer:
         self.arriving.clear()
 
 
-class BufferSlot(NamedTuple):
-    """Fields of a LayerBuffer that `update` changes on the host."""
-
-    call: int
-    k_BShD: torch.Tensor
-    v_BShD: torch.Tensor
-    last: tuple[torch.Tensor, torch.Tensor] | None
-
-
 @dataclass
 class KVBuffer:
     """Buffers of all layers of a stage, for one run and conditioning.
@@ -167,11 +157,9 @@ class KVBuffer:
         """Where keys and values are in memory now. LayerBuffer.swap exchanges two places at each call."""
         return tuple(x_BShD.data_ptr() for layer in self.layers.values() for x_BShD in (layer.k_BShD, layer.v_BShD))
 
-    def slots(self) -> dict[int, BufferSlot]:
+    def slots(self) -> dict[int, LayerBuffer]:
         """By layer, the state that `restore` goes back to."""
-        return {
-            number: BufferSlot(layer.call, layer.k_BShD, layer.v_BShD, layer.last) for number, layer in self.layers.items()
-        }
+        return {number: replace(layer) for number, layer in self.layers.items()}
 
     def follow(self, layers: Iterable[int]) -> None:
         """A replayed CUDA graph began a call in these layers on the device: do the host's part of `update`."""
@@ -180,13 +168,9 @@ class KVBuffer:
             if self.extrapolate:
                 self.layers[number].swap()
 
-    def restore(self, slots: Mapping[int, BufferSlot]) -> None:
+    def restore(self, slots: Mapping[int, LayerBuffer]) -> None:
         """Undo the host's part of `update` since `slots` was read, for a failed capture: the device has done nothing."""
-        for number in [number for number in self.layers if number not in slots]:
-            del self.layers[number]
-        for number, slot in slots.items():
-            layer = self.layers[number]
-            layer.call, layer.k_BShD, layer.v_BShD, layer.last = slot
+        self.layers = dict(slots)
 
     def update(
         self,

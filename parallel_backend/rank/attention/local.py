@@ -119,9 +119,10 @@ class StageAttention:
 
     def numbers(self, at: LayerCall, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See Rows: all tokens, in the class's order."""
-        return tuple(
+        of_queries, of_keys = (
             kept_numbers(at.step, ("all", length), functools.partial(torch.arange, length)) for length in (queries, keys)
         )
+        return of_queries, of_keys
 
     def places(self, streams: tuple[int, ...]) -> None:
         """See Rows: the tokens are in the class's order."""

@@ -43,29 +43,25 @@ class RankTokens(TokenCut):
         counts = [len(block.attention) for block in self.blocks]
         self._layers = list(itertools.accumulate(counts, initial=0))  # by block: number of its first call of attention
         self._layer = 0  # of the next call of attention
-        self._pieces: dict[tuple[tuple[int, ...], range], list[Piece]] = {}  # of this call, by streams and ranks
-        self._extents: dict[tuple[int, ...], tuple[int, bool]] = {}  # of this call, by streams
-        self._whole, self._in_run, self._after_words = (
-            self._chain(False, False),
-            self._chain(True, False),
-            self._chain(False, True),
-        )
+        # Of this call, by streams and ranks: see in_buffer.
+        self._in_buffer: dict[tuple[tuple[int, ...], range], tuple[list[Piece], int, bool]] = {}
+        self._whole, self._in_run, self._words_once = self._chain(), self._chain(in_run=True), self._chain(words_once=True)
         self._form: Form = self._whole  # of this call
 
-    def _chain(self, in_run: bool, after_words: bool) -> Form:
-        """The form of all calls of attention. `in_run`: with a K/V buffer. `after_words`: words run once."""
+    def _chain(self, in_run: bool = False, words_once: bool = False) -> Form:
+        """The form of all calls of attention. `in_run`: with a K/V buffer. `words_once`: words have run, or are kept."""
         context = self._context
         patch, ring, traffic = context.patch, context.ring, context.traffic
         form: Form = Together()
         if in_run:
             form = (Bands if patch.size == 1 else DisplacedPatches)(form, context, self)
-        elif after_words:
+        elif words_once:
             form = WordsOnce(form, context, self)
         if patch.size > 1 and not in_run:
             form = Gathered(form, patch, context.of_patches, traffic)
         if ring.size > 1:
             form = Gathered(form, ring, context.of_ring, traffic)
-            if patch.size == 1 and not in_run and not after_words:
+            if patch.size == 1 and not in_run and not words_once:
                 form = Ring(form, context)
         if not isinstance(form, Together) and any(spec.sharing > 1 for block in self.blocks for spec in block.attention):
             form = SharedKeys(form)
@@ -82,16 +78,15 @@ class RankTokens(TokenCut):
 
     def begin(self) -> None:
         super().begin()
-        self._pieces.clear()
-        self._extents.clear()
+        self._in_buffer.clear()
         step = self._step
         if not step.in_bands and not self.alone:
             self.band = None
         assert not (step.in_bands or self.alone) or self.band is not None, "bands are refused where no trial has proven them"
         if self.band is not None:
             self.band = replace(self.band, words_have_run=step.words_have_run)
-        with_words = self._whole if step.words is None else self._after_words
-        self._form = with_words if step.buffer is None else self._in_run
+        outside = self._whole if step.words is None else self._words_once
+        self._form = outside if step.buffer is None else self._in_run
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._layer = self._layers[number]
@@ -104,19 +99,9 @@ class RankTokens(TokenCut):
 
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
         step, q_BQHD = self._step, call.q_BQHD
-        at = LayerCall(
-            call,
-            step,
-            self._attention.kernel_of(call, step),
-            self,
-            step.take_gate(q_BQHD),
-            Span(0, q_BQHD.shape[2]),
-            mask_bK,
-            spec,
-            self._layer,
-            self.lengths(spec.queries),
-            self.lengths(spec.keys),
-        )
+        kernel, gate, heads = self._attention.kernel_of(call, step), step.take_gate(q_BQHD), Span(0, q_BQHD.shape[2])
+        lengths = self.lengths(spec.queries), self.lengths(spec.keys)
+        at = LayerCall(call, step, kernel, self, gate, heads, mask_bK, spec, self._layer, *lengths)
         return self._form.attend(at, q_BQHD, call.k_BKHD, call.v_BKHD)
 
     def numbers(self, at: LayerCall, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,25 +143,18 @@ class RankTokens(TokenCut):
         if self._layer not in buffer.masks:
             buffer.masks[self._layer] = of_ranks.new_ones(buffer.batch, tokens)
         kept = buffer.masks[self._layer][step.entries.slice]
-        for rows, positions in self.pieces(streams, range(self.ranks.size)):
+        for rows, positions in self.in_buffer(streams, range(self.ranks.size))[0]:
             kept[:, positions.slice] = of_ranks[:, rows.slice]
         return kept
 
-    def pieces(self, streams: tuple[int, ...], ranks: range) -> list[Piece]:
+    def in_buffer(self, streams: tuple[int, ...], ranks: range) -> tuple[list[Piece], int, bool]:
         """See bands.Places."""
         assert self.band is not None
-        key = streams, ranks
-        if key not in self._pieces:
-            self._pieces[key] = self.band.pieces(streams, self.tokens, self.ranks, ranks)
-        return self._pieces[key]
-
-    def extent(self, streams: tuple[int, ...]) -> tuple[int, bool]:
-        """See bands.Places."""
-        assert self.band is not None
-        if streams not in self._extents:
+        if (streams, ranks) not in self._in_buffer:
+            pieces, words = self.band.pieces(streams, self.tokens, self.ranks, ranks), self.band.words(streams, self.tokens)
             has_latent = not set(self.band.latent.streams).isdisjoint(streams)
-            self._extents[streams] = self.band.words(streams, self.tokens), has_latent
-        return self._extents[streams]
+            self._in_buffer[streams, ranks] = pieces, words, has_latent
+        return self._in_buffer[streams, ranks]
 
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         context, lengths = self._context, self.lengths(streams)

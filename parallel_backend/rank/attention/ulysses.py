@@ -52,9 +52,9 @@ class Ulysses:
         in_one = self._in_one or not at.step.overlap
         count = 1 if in_one else groups_of(q_BQHD, sum(queries), heads // axis.size)
         groups = head_groups(heads, axis.size, count)
-        sent, tokens = (q_BQHD, k_BKHD, v_BKHD), (queries, keys, keys)
+        sent, tokens = [q_BQHD, k_BKHD, v_BKHD], [queries, keys, keys]
         if at.gate_BQhD is not None:
-            sent, tokens = (*sent, at.gate_BQhD), (*tokens, queries)
+            sent, tokens = [*sent, at.gate_BQhD], [*tokens, queries]
         # All ranks issue the transfers of a layer in this order, as their group's communicator needs: the next group comes
         # in before this one's attention, which goes out behind it.
         ready = start_sequence_to_heads(sent, tokens, groups[0], *self._shared)
