@@ -9,6 +9,7 @@ Nothing here makes the host wait for the device.
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,8 @@ def key_scale(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.
     """
     # Rotary embedding rotates pairs of a key's channels, by an angle that depends on the position. A factor of the whole
     # head commutes with every such rotation. A shift would be right at one position only.
-    products = squares = fresh_bshD[0].new_full((), LEAST, dtype=torch.float32)
+    products: Any = LEAST
+    squares: Any = LEAST
     for old_bshD, new_bshD in _pairs(expected_bshD, fresh_bshD):
         old_bshD = old_bshD.float()
         products = products + (old_bshD * new_bshD).sum((1, 3), keepdim=True)

@@ -24,7 +24,7 @@ class Gathered:
 
 
 class SharedKeys:
-    """Each head of keys once, where several heads of queries share it: less is sent and kept. `inner`: attends to them."""
+    """Each head of keys once if several heads of queries share it: less is sent and kept. `inner`: attends to them."""
 
     def __init__(self, inner: Form):
         self._inner = inner

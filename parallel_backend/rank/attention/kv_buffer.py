@@ -78,8 +78,8 @@ class LayerBuffer:
         compared = [(rows, at) for rows, at in pieces if known.start <= at.start and at.stop <= known.stop]
         if not 0 < sum(len(at) for _, at in compared) < len(known):
             return
-        kept = (self.k_BShD[entries.slice], self.v_BShD[entries.slice])
-        old_k, old_v = ([x_bShD[:, at.slice] for _, at in compared] for x_bShD in kept)
+        of_buffer = self.k_BShD, self.v_BShD
+        old_k, old_v = ([x_BShD[entries.slice, at.slice] for _, at in compared] for x_BShD in of_buffer)
         new_k, new_v = ([x_bshD[:, rows.slice] for rows, _ in compared] for x_bshD in (k_bshD, v_bshD))
         scale, shift = key_scale(old_k, new_k), value_shift(old_v, new_v)
         self.k_BShD[entries.slice, known.slice].mul_(scale)

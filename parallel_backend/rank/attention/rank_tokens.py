@@ -1,5 +1,4 @@
-"""Tokens of ComfyUI's own class that are cut over sequence ranks, or into bands (own_class/cuts/token_cut.py), and the forms
-of attention in its blocks.
+"""Tokens of ComfyUI's own class that are cut over sequence ranks, or into bands (own_class/cuts/token_cut.py).
 
 A form of attention is a class with one method, which hands the call on (`_chain`): Ulysses, SharedKeys, then Ring or what
 makes all keys known (Gathered, Bands, DisplacedPatches, WordsOnce), and last Together, which has the call's kernel compute

@@ -38,7 +38,9 @@ class Ring:
                     next_2BsHD = shift.wait()
             if lengths[source] and len(q_BsHD[0]):
                 part = attend(q_BsHD, block_2BsHD[0], block_2BsHD[1], masks[source], scale)
-                found = part if found is None else merge(found, part)
+                if found is not None:  # the last log-sum-exp is not read
+                    part = merge(found, part) if shift is not None else (mix(found, part), part[1])
+                found = part
             if shift is not None:
                 block_2BsHD = shift.wait() if overlap else next_2BsHD
         return q_BsHD.clone() if found is None else found[0].to(q_BsHD.dtype)
@@ -48,8 +50,13 @@ def merge(
     one: tuple[torch.Tensor, torch.Tensor], two: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over two sets of keys, each (out [B, Q, H, D], log-sum-exp [B, Q, H]), to the same in float32."""
+    return mix(one, two), torch.logaddexp(one[1], two[1])
+
+
+def mix(one: tuple[torch.Tensor, torch.Tensor], two: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The output of `merge`."""
     # A set's weight is exp(lse) over the sum of both, which is a sigmoid of the difference: neither exponential overflows.
     # Where neither set has a key the difference is -inf + inf, and both outputs are zeros.
     weight_BQH1 = torch.sigmoid(two[1] - one[1]).nan_to_num_(0.0).unsqueeze(-1)
     # float32, since a bf16 sum would be rounded again with every block of the ring.
-    return torch.lerp(one[0].float(), two[0].float(), weight_BQH1), torch.logaddexp(one[1], two[1])
+    return torch.lerp(one[0].float(), two[0].float(), weight_BQH1)

@@ -242,4 +242,5 @@ def _divide(module: nn.Module, block: OwnBlock, axis: Axis) -> None:
         holder = module.get_submodule(path)
         whole = getattr(holder, attribute)
         setattr(holder, attribute, len(split_units(Span(0, whole), axis.size, units or whole)[axis.index]))
-    give_heads(module, [(*place, block.head_units) for place in block.headed], axis.index, axis.size)
+    if block.headed:  # a hook without a place would take the arguments of every call apart
+        give_heads(module, [(*place, block.head_units) for place in block.headed], axis.index, axis.size)
