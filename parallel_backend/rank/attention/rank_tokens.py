@@ -35,10 +35,9 @@ class RankTokens(TokenCut):
 
     def __init__(self, blocks: Sequence[OwnBlock], attention: StageAttention, ranks: SequenceCut):
         self._attention, self._context = attention, attention.context
-        naive = self._context.naive
-        ranks = SequenceCut((1.0,), ranks.inner, repeat_text=False) if naive else ranks
+        ranks = SequenceCut((1.0,), ranks.inner, repeat_text=False) if self._context.naive else ranks
         super().__init__(blocks, self._context.of_ulysses[self._context.ulysses.index], ranks)
-        self.alone, self.attend_whole = naive, attention.attend
+        self.alone, self.attend_whole = self._context.naive, attention.attend
         counts = [len(block.attention) for block in self.blocks]
         self._layers = list(itertools.accumulate(counts, initial=0))  # by block: number of its first call of attention
         self._layer = 0  # of the next call of attention

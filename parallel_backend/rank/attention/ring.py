@@ -9,11 +9,8 @@ from .gathered import of_axis
 
 
 class Ring:
-    """The form (arXiv 2310.01889): queries stay, keys and values of all ranks rotate. By the user's kernel, since it needs
-    the log-sum-exp.
-
-    `gathered`: takes calls with a rule, which needs all keys at once.
-    """
+    """The form (arXiv 2310.01889): queries stay, keys and values of all ranks rotate. It computes by the user's kernel, for
+    its log-sum-exp. `gathered`: takes calls with a rule, which needs all keys at once."""
 
     def __init__(self, gathered: Form, context: AttentionContext):
         self._gathered, self._ranks = gathered, context.of_ring

@@ -39,10 +39,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 class PeerErrors:
-    """Context of calls of torch.distributed: raises PeerError where another rank may have caused the error.
-
-    A class, since every transfer enters it twice, and a generator's context takes four times as long.
-    """
+    """Context of calls of torch.distributed: raises PeerError if another rank may have caused the error. A class, since a
+    generator's context takes four times as long."""
 
     def __enter__(self) -> None:
         pass
