@@ -106,7 +106,7 @@ class AttentionStep:
         return None if gate is None else gate.reshape(q_BQHD.shape)
 
 
-class Rows(Protocol):
+class TokenNumbers(Protocol):
     """Which tokens the rows of a call are, among all that the class has."""
 
     def numbers(self, at: "LayerCall", queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +125,7 @@ class LayerCall:
     step: AttentionStep
     kernel: "Form"
     """Computes attention of the queries to the keys, once this rank has both."""
-    rows: Rows
+    rows: TokenNumbers
     gate_BQhD: torch.Tensor | None
     heads: Span
     """Of the call's heads, those that the tensors have."""

@@ -8,7 +8,7 @@ import torch
 
 from parallel_backend.core.attention_kernels import SDPA
 from parallel_backend.core.spans import Span
-from parallel_backend.own_class.cuts.attention_calls import AttentionCall, attention_call
+from parallel_backend.own_class.cuts.attention_calls import AttentionCall, Rows, attention_call
 
 from .context import AttentionContext, AttentionStep, Form, LayerCall
 from .sparse import Layout, SparseCalls, SparseStep
@@ -48,7 +48,7 @@ class ByRows:
             self._sparse_calls.lacked.add("attention of all tokens to all")
         at.mask_bK = None
         numbers = at.rows.numbers(at, q_BQhD.shape[1], k_BKhD.shape[1])
-        return at.call.rule(functools.partial(self._in_full.attend, at), q_BQhD, k_BKhD, v_BKhD, *numbers)
+        return at.call.rule(functools.partial(self._in_full.attend, at), Rows(q_BQhD, k_BKhD, v_BKhD, *numbers))
 
 
 class Sparse:
@@ -118,14 +118,14 @@ class StageAttention:
         return call.result(at.kernel.attend(at, call.q_BQHD, call.k_BKHD, call.v_BKHD))
 
     def numbers(self, at: LayerCall, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Rows: all tokens, in the class's order."""
+        """See TokenNumbers: all tokens, in the class's order."""
         of_queries, of_keys = (
             kept_numbers(at.step, ("all", length), functools.partial(torch.arange, length)) for length in (queries, keys)
         )
         return of_queries, of_keys
 
     def places(self, streams: tuple[int, ...]) -> None:
-        """See Rows: the tokens are in the class's order."""
+        """See TokenNumbers: the tokens are in the class's order."""
 
 
 def kept_numbers(step: AttentionStep, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -103,7 +103,7 @@ class RankTokens(TokenCut):
         return self._form.attend(at, q_BQHD, call.k_BKHD, call.v_BKHD)
 
     def numbers(self, at: LayerCall, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See context.Rows: once Ulysses has gathered them, and as far as keys are known."""
+        """See context.TokenNumbers: once Ulysses has gathered them, and as far as keys are known."""
         of_queries, of_keys, in_bands = at.spec.queries, at.spec.keys, at.step.in_bands
 
         def query_numbers() -> torch.Tensor:
@@ -123,7 +123,7 @@ class RankTokens(TokenCut):
         )
 
     def places(self, streams: tuple[int, ...]) -> Callable[[], torch.Tensor]:
-        """See context.Rows."""
+        """See context.TokenNumbers."""
         return functools.partial(self.all_rows, streams, HOST)
 
     def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
