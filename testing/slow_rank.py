@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from parallel_backend.processes.local import LocalRanks, Ranks
-from parallel_backend.rank.comm.transfers import Elapsed
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.rank.start.entry import main
@@ -36,10 +35,9 @@ class SlowEngine(Engine):
     def _compute(self, step: Step) -> torch.Tensor:
         """Then sleep for the rest of the time that the slower device would take."""
         output = super()._compute(step)
-        whole = Elapsed(self._traffic.clock)
-        whole.add(self._began, self._traffic.clock.now())
+        whole = self._traffic.clock.now() - self._began
         waited = self._traffic.recorder.seconds(WAIT) - self._waited_before
-        time.sleep((self.slowdown - 1) * max(0.0, whole.seconds() - waited))
+        time.sleep((self.slowdown - 1) * max(0.0, whole - waited))
         return output
 
 

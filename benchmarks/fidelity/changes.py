@@ -20,8 +20,9 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
-from parallel_backend.rank.attention import context, patch_keys
-from parallel_backend.rank.attention.context import AttentionContext, AttentionStep
+from parallel_backend.rank.attention import context
+from parallel_backend.rank.attention.bands import DisplacedPatches
+from parallel_backend.rank.attention.context import LayerCall
 from parallel_backend.rank.comm.change_codec import ChangeCodec
 from parallel_backend.rank.comm.collectives import start_gather
 from testing.models import on_ranks
@@ -52,10 +53,10 @@ CODECS: dict[str, ChangeCodec | None] = {
 AT_ONCE = "at once"
 
 
-def start_at_once(at: AttentionContext, step: AttentionStep, layer: int, kv_2BshD: torch.Tensor, lengths: list[int]):
-    """In the place of patch_keys._start: the codec is used in exact calls too, behind the first one."""
-    patch, traffic = at.patch, at.traffic
-    held = step.buffer.held.get((layer, step.entries))
+def start_at_once(form: DisplacedPatches, at: LayerCall, kv_2BshD: torch.Tensor, lengths: list[int]):
+    """In the place of DisplacedPatches._start: the codec is used in exact calls too, behind the first one."""
+    patch, traffic = form._context.patch, form._context.traffic
+    held = at.step.buffer.held.get((at.layer, at.step.entries))
     return (
         start_gather(kv_2BshD, lengths, 2, patch, traffic) if held is None else held.start_gather(kv_2BshD, patch, traffic)
     )
@@ -66,7 +67,7 @@ def waiting_for_each_other(steps: int) -> Iterator[None]:
     def sample(model, x, sigmas, prompt, bands, _warm_up, **named):
         return sample_in_bands(model, x, sigmas, prompt, bands, steps, **named)
 
-    waits = mock.patch.object(patch_keys, "_start", start_at_once)
+    waits = mock.patch.object(DisplacedPatches, "_start", start_at_once)
     with waits, mock.patch.object(mini_model, "sample_in_bands", sample):
         yield
 

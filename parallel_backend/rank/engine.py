@@ -26,7 +26,7 @@ class Engine:
         """`stage`: this rank's part of the model of `load`."""
         self.rank, self.stage, device = rank, stage, stage.device
         # A naive patch has the keys of its own tokens alone, and words among them.
-        self.conditionings = ConditioningStore(stage.built, device, keeps_words=not stage.attention.naive)
+        self.conditionings = ConditioningStore(stage.built, device, keeps_words=not stage.attention.context.naive)
         self.runs = RunBuffers()
         self._words = WordsOnce()
         self._traffic, self._link = stage.traffic, stage.link

@@ -90,12 +90,11 @@ class LoadedStage:
         self._choose = functools.partial(
             choose_kernel, device=device, dtype=setup.dtype, head_size=own.head_size, ring=degrees.ring > 1
         )
-        kernel = self._choose(setup.attention)
-        self._kernels = {"": kernel}
-        self.attention = AttentionContext(degrees, axes, kernel, self.traffic, setup.transfer_dtype)
+        self._kernels = {"": self._choose(setup.attention)}
         is_cut = degrees.sequence > 1 or own.latent is not None
         gate = "" if setup.compile else adapter_of(own.kind).gate
-        attend_over_ranks(stage, self.attention, self.cut if is_cut else None, gate)
+        context = AttentionContext.of(degrees, axes, self.traffic, setup.transfer_dtype)
+        self.attention = attend_over_ranks(stage, context, self.cut if is_cut else None, gate)
         self.module_cache = ModuleCache(self.model, () if own.latent is None else own.latent.shared, setup.cuda_graphs)
         self.compiler = self._compile(checkpoint, stage.modules, degrees.world) if setup.compile else None
         store.watch(stage.modules)
@@ -136,7 +135,7 @@ class LoadedStage:
     @property
     def without_graphs(self) -> str:
         """Why micro-steps cannot be captured in CUDA graphs, as a clause for the user. Empty: they can."""
-        if not (kernel := self.attention.kernel.kernel).graphs:
+        if not (kernel := self._kernels[""].kernel).graphs:
             return f"{kernel.title} cannot be captured"
         if torch.version.hip and self._degrees.world > 1:
             # torch's watchdog of NCCL asks its events on a thread of its own, in older versions during captures too.

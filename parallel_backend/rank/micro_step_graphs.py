@@ -9,7 +9,7 @@ A graph repeats its kernels with the same memory and the same numbers from the h
   weight of extrapolation is a tensor too (KVBuffer.weights).
 - All else that the forward decides by on the host makes the kind (Kind, MicroStepState.pattern). The addresses of keys and
   values (MicroStepState.addresses) change with each call if they are extrapolated: then a kind has two graphs.
-- At a replay `MicroStepState.follow` repeats a micro-step's effects on the host.
+- At a replay `ModuleCache.follow` and `KVBuffer.follow` repeat a micro-step's effects on the host.
 - Nothing that outlives a replay is in the memory of graphs: the output is copied, and outputs of modules that a call's bands
   share (ModuleCache, `steady`), keys and values have other memory. So all graphs of a rank share one pool of memory, and may
   be replayed in any order.
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from parallel_backend.core.spans import Span
-from parallel_backend.rank.attention.kv_buffer import BufferSlot, KVBuffer
+from parallel_backend.rank.attention.kv_buffer import KVBuffer, LayerBuffer
 from parallel_backend.rank.stage.module_cache import ModuleCache, ModuleCall
 from parallel_backend.wire.sampling import Step
 
@@ -117,25 +117,11 @@ class MicroStepState:
         without_last = () if self.buffer is None else [layer.last is None for layer in self.buffer.layers.values()]
         return self.cache.made(), self.conditioning.made, tuple(without_last)
 
-    def slots(self) -> dict[int, BufferSlot]:
+    def slots(self) -> dict[int, LayerBuffer]:
         """See KVBuffer.slots."""
         return {} if self.buffer is None else self.buffer.slots()
 
-    def follow(self, layers: tuple[int, ...], outputs: Mapping[ModuleCall, Any]) -> None:
-        """Do the host's part after a replay. `layers`: see KVBuffer.follow. `outputs`: see ModuleCache.follow."""
-        self.cache.follow(outputs)
-        if self.buffer is not None:
-            self.buffer.follow(layers)
-
-    def again(self, outputs: Mapping[ModuleCall, Any]) -> None:
-        """The micro-step is computed once more. `outputs`: see ModuleCache.again.
-
-        Keys and values are not extrapolated a second time, since their call has begun: the same rows are written over
-        themselves, and the output is the same.
-        """
-        self.cache.again(outputs)
-
-    def undo(self, slots: Mapping[int, BufferSlot]) -> None:
+    def undo(self, slots: Mapping[int, LayerBuffer]) -> None:
         """Undo a failed capture's effects on the host since `slots` was read: the device has computed nothing."""
         # Cached outputs and the conditioning's shared values may be of the capture, so all of them are computed again.
         self.cache.forget()
@@ -262,7 +248,9 @@ class MicroStepGraphs:
         graph = self._graphs.get((*kind, state.addresses()))
         if graph is not None:
             output = graph.start(inputs)
-            state.follow(graph.layers, graph.outputs)
+            state.cache.follow(graph.outputs)
+            if state.buffer is not None:
+                state.buffer.follow(graph.layers)
             self._block_done()
             self.replayed += 1
             return output
@@ -310,7 +298,9 @@ class MicroStepGraphs:
         `output`, of `work(inputs)`, has just been computed. `found`: the call's cached outputs before.
         """
         now, again = state.cache.of_call(), inputs.clone()
-        state.again(found)
+        # Keys and values are not extrapolated a second time, since their call has begun: the same rows are written over
+        # themselves, and the output is the same.
+        state.cache.again(found)
         recorded = self._record(state, lambda: work(again))
         if recorded is None:
             return output
@@ -320,7 +310,7 @@ class MicroStepGraphs:
             state.cache.follow(now)
             return output
         self._refuse("a replay gave another output than the micro-step that it repeats")
-        state.again(found)  # keys, and outputs that bands share, are what the replay has made of them
+        state.cache.again(found)  # keys, and outputs that bands share, are what the replay has made of them
         return work(inputs)
 
     def _capture(

@@ -72,8 +72,8 @@ class StageForward:
         is in `state`."""
         stage, step, conditioning = self._stage, state.step, state.conditioning
         form = conditioning.form(step, stage.image)
-        stage.attention.kernel = stage.kernel_of(conditioning.changes.attention)
         stage.attention.step = AttentionStep(
+            kernel=stage.kernel_of(conditioning.changes.attention),
             entries=step.entries,
             buffer=state.buffer,
             stale=step.stale,

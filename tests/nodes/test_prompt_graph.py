@@ -125,6 +125,6 @@ def test_ranks_start_beside_a_text_encoder_if_both_have_room(module, graph, tmp_
         mock.patch.multiple(early.comfy.model_management, create=True, **memory),
         mock.patch.object(early, "registry", lambda: SimpleNamespace(begin=lambda *given: started.append(given))),
     ):
-        part = SimpleNamespace(devices=devices, checkpoint=SimpleNamespace(files={"a file"}))
+        part = SimpleNamespace(devices=devices, checkpoint=SimpleNamespace(path="a file"))
         early.start_ranks_of(SimpleNamespace(model=SimpleNamespace(diffusion_model=part)))
-    assert started == [(devices if begun else (), {"a file"})]
+    assert started == [(devices if begun else (), "a file")]

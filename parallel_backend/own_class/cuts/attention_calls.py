@@ -187,7 +187,7 @@ RowRule = Callable[[AttendAll, Rows], torch.Tensor]
 rule is a frozen dataclass, hashable and picklable, of the facts of a call, such as a grid of tokens."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # not frozen: it is made for every call, and freezing takes as long as the rest
 class AttentionCall:
     """A call of attention, by `function`."""
 
@@ -227,7 +227,7 @@ class AttentionCall:
         mask = None if mask_bK is None else mask_bK[:, None, None]
         tensors = (x.transpose(1, 2) for x in (q_BQhD, k_BKhD, v_BKhD))
         shapes = {"skip_reshape": True, "skip_output_reshape": True}
-        out_BhQD = self.function(*tensors, q_BQhD.shape[2], mask=mask, **(dict(self.arguments) | shapes))
+        out_BhQD = self.function(*tensors, q_BQhD.shape[2], mask=mask, **self.arguments, **shapes)
         return out_BhQD.transpose(1, 2)
 
     def result(self, out_BQHD: torch.Tensor) -> torch.Tensor:
@@ -266,9 +266,9 @@ def attention_call(
         q_BQHD, k_BKHD, v_BKHD = (x.reshape(*x.shape[:2], math.prod(x.shape[2:]) // size, size) for x in (q, k, v))
     if (shared := q_BQHD.shape[2] // k_BKHD.shape[2]) > 1:
         k_BKHD, v_BKHD = (x.repeat_interleave(shared, dim=2) for x in (k_BKHD, v_BKHD))
-    others = {name: value for name, value in others.items() if name != "enable_gqa"}
-    arguments = {"attn_precision": attn_precision} | others
-    return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, arguments, shared > 1, rule)
+    others.pop("enable_gqa", None)
+    others["attn_precision"] = attn_precision
+    return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, others, shared > 1, rule)
 
 
 @torch.compiler.disable  # it decides by numbers on the host

@@ -64,6 +64,7 @@ class TokenCut(ABC):
         """The band that the call computes. None: all tokens."""
         self._stand_ins: set[int] = set()  # streams of this call of which this rank has a stand-in alone
         self._picks: dict[tuple[tuple[int, ...], int, bool], list[Pick]] = {}  # of this call, by arguments of `picks`
+        self._lengths: dict[tuple[int, ...], list[int]] = {}  # of this call, by streams: tokens by rank
         self._axes: dict[int, TokenAxes] = {}  # of this call, by a tensor's number of axes
         self._coming: Iterator[OwnAttention] | None = None  # calls of attention still to come in the block that runs
         self._latest: OwnAttention | None = None  # that call in the block that runs whose tokens are cut
@@ -95,6 +96,7 @@ class TokenCut(ABC):
         self.tokens.clear()
         self._stand_ins.clear()
         self._picks.clear()
+        self._lengths.clear()
         self._axes.clear()
         self._parts.clear()
 
@@ -233,8 +235,8 @@ class TokenCut(ABC):
         if not spec.keys:
             return self.attend_whole(function, *args, **kwargs)
         call = attention_call(function, *args, **kwargs)
-        queries, keys = (sum(map(len, self._computed(streams))) for streams in (spec.queries, spec.keys))
-        if (call.q_BQHD.shape[1], call.k_BKHD.shape[1]) != (queries, keys):
+        queries, keys = self._rows(spec.queries), self._rows(spec.keys)
+        if call.q_BQHD.shape[1] != queries or call.k_BKHD.shape[1] != keys:
             raise Unproven(f"{self.block.name} attends to other tokens than in the trial")
         mask = call.key_mask
         if self._stand_ins:
@@ -290,9 +292,14 @@ class TokenCut(ABC):
         """Rows that this rank computes: its own, and stand-ins."""
         return self.picks(streams, self.index, stand_ins=True)
 
+    def _rows(self, streams: tuple[int, ...]) -> int:
+        """How many rows of these streams this rank computes."""
+        of_ranks = self.lengths(streams)[self.index]
+        return of_ranks + len(self._stand_ins.intersection(streams)) if self._stand_ins else of_ranks
+
     def _computed_rows(self, streams: Sequence[int]) -> list[int]:
         """By stream: how many rows this rank computes."""
-        return [sum(map(len, self._computed((stream,)))) for stream in streams]
+        return [self._rows((stream,)) for stream in streams]
 
     def _real(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         """[B, s, ...] of this rank's rows of these streams, without stand-ins."""
@@ -318,7 +325,10 @@ class TokenCut(ABC):
 
     def lengths(self, streams: Sequence[int]) -> list[int]:
         """By rank: its tokens of these streams."""
-        return [sum(map(len, self.picks(streams, rank))) for rank in range(self.ranks.size)]
+        key = tuple(streams)
+        if key not in self._lengths:
+            self._lengths[key] = [sum(map(len, self.picks(key, rank))) for rank in range(self.ranks.size)]
+        return self._lengths[key]
 
     def leaves(self, number: int) -> bool:
         """Whether the class needs values for all tokens behind block `number`: cut ones leave, or are `placed` there."""

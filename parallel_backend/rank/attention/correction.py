@@ -9,6 +9,7 @@ Nothing here makes the host wait for the device.
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,8 @@ def key_scale(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.
     """
     # Rotary embedding rotates pairs of a key's channels, by an angle that depends on the position. A factor of the whole
     # head commutes with every such rotation. A shift would be right at one position only.
-    products = squares = fresh_bshD[0].new_full((), LEAST, dtype=torch.float32)
+    products: Any = LEAST
+    squares: Any = LEAST
     for old_bshD, new_bshD in _pairs(expected_bshD, fresh_bshD):
         old_bshD = old_bshD.float()
         products = products + (old_bshD * new_bshD).sum((1, 3), keepdim=True)
@@ -35,13 +37,13 @@ def key_scale(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.
 
 def value_shift(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.Tensor]) -> torch.Tensor:
     """The mean over tokens of fresh less expected values: [b, 1, h, D] float32."""
-    sums = [
-        new_bshD.float().sum(1, keepdim=True) - old_bshD.float().sum(1, keepdim=True)
-        for old_bshD, new_bshD in _pairs(expected_bshD, fresh_bshD)
-    ]
+    sums = [(new_bshD.float() - old_bshD).sum(1, keepdim=True) for old_bshD, new_bshD in _pairs(expected_bshD, fresh_bshD)]
     return functools.reduce(torch.add, sums) / sum(part.shape[1] for part in fresh_bshD)
 
 
 def _pairs(expected: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for parts in zip(expected, fresh, strict=True):
+        if parts[0].shape[1] <= TOKENS_AT_ONCE:
+            yield parts
+            continue
         yield from zip(*(part.split(TOKENS_AT_ONCE, dim=1) for part in parts), strict=True)

@@ -40,7 +40,7 @@ class RankKernel:
         self.kernel, self._device, self._refused, self._variant = kernel, device, refused, variant
         self._module = _module(kernel, variant)
         self._failures: dict[tuple[int, torch.dtype, bool], str | None] = {}
-        self._dtypes: set[str] = set()  # since the last report, as are the next two
+        self._dtypes: set[torch.dtype] = set()  # since the last report, as are the next two
         self._lacked: set[str] = set()
         self._took_calls = False
 
@@ -54,7 +54,7 @@ class RankKernel:
 
     def leave(self, dtype: torch.dtype, calls: str) -> None:
         """Note a call with queries of `dtype` that torch's kernel computes. `calls`: its kind, in words of the report."""
-        self._dtypes.add(_name(dtype))
+        self._dtypes.add(dtype)
         if self.kernel.name != SDPA:
             self._lacked.add(calls)
 
@@ -77,7 +77,7 @@ class RankKernel:
 
     def report(self) -> str:
         """The kernels that computed since the last report, for the user. Empty on CPUs, which have one kernel."""
-        dtypes, lacked, took = sorted(self._dtypes), sorted(self._lacked), self._took_calls
+        dtypes, lacked, took = sorted(map(_name, self._dtypes)), sorted(self._lacked), self._took_calls
         self._dtypes, self._lacked, self._took_calls = set(), set(), False
         if self._device.type != "cuda":
             return ""
@@ -93,7 +93,7 @@ class RankKernel:
         """The module of the kernel that computes this call."""
         if not q_BQHD.numel() or not k_BKhD.numel():
             return sdpa
-        self._dtypes.add(_name(q_BQHD.dtype))
+        self._dtypes.add(q_BQHD.dtype)
         lacks = self._lacks(q_BQHD, mask_BK, lse)
         if lacks:
             self._lacked.add(lacks)

@@ -6,8 +6,7 @@ nearly in proportion to the timestep, and corrects them by the fresh ones of the
 """
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -79,8 +78,8 @@ class LayerBuffer:
         compared = [(rows, at) for rows, at in pieces if known.start <= at.start and at.stop <= known.stop]
         if not 0 < sum(len(at) for _, at in compared) < len(known):
             return
-        kept = (self.k_BShD[entries.slice], self.v_BShD[entries.slice])
-        old_k, old_v = ([x_bShD[:, at.slice] for _, at in compared] for x_bShD in kept)
+        of_buffer = self.k_BShD, self.v_BShD
+        old_k, old_v = ([x_BShD[entries.slice, at.slice] for _, at in compared] for x_BShD in of_buffer)
         new_k, new_v = ([x_bshD[:, rows.slice] for rows, _ in compared] for x_bshD in (k_bshD, v_bshD))
         scale, shift = key_scale(old_k, new_k), value_shift(old_v, new_v)
         self.k_BShD[entries.slice, known.slice].mul_(scale)
@@ -92,15 +91,6 @@ class LayerBuffer:
             for (k_bshD, v_bshD), pieces in zip(arrival.gathering.wait(), arrival.pieces, strict=True):
                 self.write(k_bshD, v_bshD, pieces, arrival.entries)
         self.arriving.clear()
-
-
-class BufferSlot(NamedTuple):
-    """Fields of a LayerBuffer that `update` changes on the host."""
-
-    call: int
-    k_BShD: torch.Tensor
-    v_BShD: torch.Tensor
-    last: tuple[torch.Tensor, torch.Tensor] | None
 
 
 @dataclass
@@ -167,11 +157,9 @@ class KVBuffer:
         """Where keys and values are in memory now. LayerBuffer.swap exchanges two places at each call."""
         return tuple(x_BShD.data_ptr() for layer in self.layers.values() for x_BShD in (layer.k_BShD, layer.v_BShD))
 
-    def slots(self) -> dict[int, BufferSlot]:
+    def slots(self) -> dict[int, LayerBuffer]:
         """By layer, the state that `restore` goes back to."""
-        return {
-            number: BufferSlot(layer.call, layer.k_BShD, layer.v_BShD, layer.last) for number, layer in self.layers.items()
-        }
+        return {number: replace(layer) for number, layer in self.layers.items()}
 
     def follow(self, layers: Iterable[int]) -> None:
         """A replayed CUDA graph began a call in these layers on the device: do the host's part of `update`."""
@@ -180,13 +168,9 @@ class KVBuffer:
             if self.extrapolate:
                 self.layers[number].swap()
 
-    def restore(self, slots: Mapping[int, BufferSlot]) -> None:
+    def restore(self, slots: Mapping[int, LayerBuffer]) -> None:
         """Undo the host's part of `update` since `slots` was read, for a failed capture: the device has done nothing."""
-        for number in [number for number in self.layers if number not in slots]:
-            del self.layers[number]
-        for number, slot in slots.items():
-            layer = self.layers[number]
-            layer.call, layer.k_BShD, layer.v_BShD, layer.last = slot
+        self.layers = dict(slots)
 
     def update(
         self,

@@ -1,57 +1,59 @@
 """Ring attention: keys and values rotate over the ranks of the ring axis, partial results are merged by log-sum-exp."""
 
-from collections.abc import Sequence
-
 import torch
 
 from parallel_backend.rank.comm.collectives import start_shift
-from parallel_backend.rank.comm.mesh import Axis
-from parallel_backend.rank.comm.transfers import Traffic
 
-from .kernels.interface import AttendLse
+from .context import AttentionContext, Form, LayerCall
+from .gathered import of_axis
 
 
-def ring_attention(
-    q_BsHD: torch.Tensor,
-    k_BsHD: torch.Tensor,
-    v_BsHD: torch.Tensor,
-    lengths: Sequence[int],
-    masks: Sequence[torch.Tensor | None],
-    attend: AttendLse,
-    scale: float | None,
-    overlap: bool,
-    axis: Axis,
-    traffic: Traffic,
-) -> torch.Tensor:
-    """Ring attention (arXiv 2310.01889): queries stay, keys and values of all S tokens rotate. Returns [B, s, H, D].
+class Ring:
+    """The form (arXiv 2310.01889): queries stay, keys and values of all ranks rotate. It computes by the user's kernel, for
+    its log-sum-exp. `gathered`: takes calls with a rule, which needs all keys at once."""
 
-    `lengths[j]`: tokens of rank j. `masks[j]`: [B, lengths[j]] bool, tokens that may be seen; None: all. With `overlap` the
-    next block travels during attention to the present one.
-    """
-    block_2BsHD = torch.stack((k_BsHD, v_BsHD))
-    found: tuple[torch.Tensor, torch.Tensor] | None = None
-    for step in range(axis.size):
-        source = (axis.index - step) % axis.size
-        shift = None
-        if step < axis.size - 1:
-            # May be under way during attention: both only read the block, and the next block has other memory.
-            shift = start_shift(block_2BsHD, lengths[(source - 1) % axis.size], 2, axis, traffic)
-            if not overlap:
-                next_2BsHD = shift.wait()
-        if lengths[source] and len(q_BsHD[0]):
-            part = attend(q_BsHD, block_2BsHD[0], block_2BsHD[1], masks[source], scale)
-            found = part if found is None else merge(found, part)
-        if shift is not None:
-            block_2BsHD = shift.wait() if overlap else next_2BsHD
-    return q_BsHD.clone() if found is None else found[0].to(q_BsHD.dtype)
+    def __init__(self, gathered: Form, context: AttentionContext):
+        self._gathered, self._ranks = gathered, context.of_ring
+        self._axis, self._traffic = context.ring, context.traffic
+
+    def attend(self, at: LayerCall, q_BsHD: torch.Tensor, k_BsHD: torch.Tensor, v_BsHD: torch.Tensor) -> torch.Tensor:
+        if at.call.rule is not None:
+            return self._gathered.attend(at, q_BsHD, k_BsHD, v_BsHD)
+        axis, overlap = self._axis, at.step.overlap
+        attend, scale = at.step.kernel.attend_lse, at.call.arguments.get("scale")
+        lengths = of_axis(at.keys, self._ranks)
+        masks = [None] * axis.size if at.mask_bK is None else at.mask_bK.expand(len(q_BsHD), -1).split(lengths, dim=1)
+        block_2BsHD = torch.stack((k_BsHD, v_BsHD))
+        found: tuple[torch.Tensor, torch.Tensor] | None = None
+        for step in range(axis.size):
+            source = (axis.index - step) % axis.size
+            shift = None
+            if step < axis.size - 1:
+                # May be under way during attention: both only read the block, and the next block has other memory.
+                shift = start_shift(block_2BsHD, lengths[(source - 1) % axis.size], 2, axis, self._traffic)
+                if not overlap:
+                    next_2BsHD = shift.wait()
+            if lengths[source] and len(q_BsHD[0]):
+                part = attend(q_BsHD, block_2BsHD[0], block_2BsHD[1], masks[source], scale)
+                if found is not None:  # the last log-sum-exp is not read
+                    part = merge(found, part) if shift is not None else (mix(found, part), part[1])
+                found = part
+            if shift is not None:
+                block_2BsHD = shift.wait() if overlap else next_2BsHD
+        return q_BsHD.clone() if found is None else found[0].to(q_BsHD.dtype)
 
 
 def merge(
     one: tuple[torch.Tensor, torch.Tensor], two: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over two sets of keys, each (out [B, Q, H, D], log-sum-exp [B, Q, H]), to the same in float32."""
+    return mix(one, two), torch.logaddexp(one[1], two[1])
+
+
+def mix(one: tuple[torch.Tensor, torch.Tensor], two: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The output of `merge`."""
     # A set's weight is exp(lse) over the sum of both, which is a sigmoid of the difference: neither exponential overflows.
     # Where neither set has a key the difference is -inf + inf, and both outputs are zeros.
-    weight_BQH1 = torch.sigmoid(two[1] - one[1]).nan_to_num_(0.0)[..., None]
+    weight_BQH1 = torch.sigmoid(two[1] - one[1]).nan_to_num_(0.0).unsqueeze(-1)
     # float32, since a bf16 sum would be rounded again with every block of the ring.
-    return torch.lerp(one[0].float(), two[0].float(), weight_BQH1), torch.logaddexp(one[1], two[1])
+    return torch.lerp(one[0].float(), two[0].float(), weight_BQH1)

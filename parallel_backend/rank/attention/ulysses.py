@@ -1,10 +1,11 @@
-"""Ulysses' all-to-all: from this rank's tokens with all heads to all tokens with this rank's heads, and back.
+"""Ulysses: each rank attends with its heads over the tokens of all ranks. An all-to-all before and behind attention.
 
 Ranks may have different numbers of tokens and heads.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,8 @@ from parallel_backend.rank.comm.collectives import start_all_to_all
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfer_codec import Codec
 from parallel_backend.rank.comm.transfers import Traffic
+
+from .context import AttentionContext, Form, LayerCall
 
 HEAD_GROUPS = {"cuda": 2, "cpu": 1}
 """Head groups per Ulysses rank, by device. One group's all-to-all overlaps another group's attention.
@@ -24,43 +27,77 @@ LEAST_WORK = 1 << 14
 """Least batch entries x query tokens x heads of a head group, to fill a large GPU: 128 multiprocessors, tiles of 128."""
 
 
+class HeadGroup(NamedTuple):
+    """Heads that ranks attend with at a time. No rank's part is empty if each has as many heads as there are groups."""
+
+    spans: tuple[Span, ...]
+    """By rank."""
+    heads: tuple[int, ...]
+    """Number of each rank's."""
+    are_even: bool
+    """The spans are equally long and heads / ranks apart. `_of_ranks` then is a view of them all."""
+
+
+class Ulysses:
+    """The form (arXiv 2309.14509). `inner`: attends with some heads. `in_one`: all heads of a rank in one go."""
+
+    def __init__(self, inner: Form, context: AttentionContext, in_one: bool):
+        self._inner, self._axis, self._in_one = inner, context.ulysses, in_one
+        self._own = slice(context.of_ulysses.start, context.of_ulysses.stop)
+        self._shared = context.ulysses, context.traffic, context.codec
+
+    def attend(self, at: LayerCall, q_BQHD: torch.Tensor, k_BKHD: torch.Tensor, v_BKHD: torch.Tensor) -> torch.Tensor:
+        axis, heads = self._axis, q_BQHD.shape[2]
+        queries, keys = at.queries[self._own], at.keys[self._own]
+        in_one = self._in_one or not at.step.overlap
+        count = 1 if in_one else groups_of(q_BQHD, sum(queries), heads // axis.size)
+        groups = head_groups(heads, axis.size, count)
+        sent, tokens = [q_BQHD, k_BKHD, v_BKHD], [queries, keys, keys]
+        if at.gate_BQhD is not None:
+            sent, tokens = [*sent, at.gate_BQhD], [*tokens, queries]
+        # All ranks issue the transfers of a layer in this order, as their group's communicator needs: the next group comes
+        # in before this one's attention, which goes out behind it.
+        ready = start_sequence_to_heads(sent, tokens, groups[0], *self._shared)
+        out_BQHD, finishing = torch.empty_like(q_BQHD, memory_format=torch.contiguous_format), []
+        for number, group in enumerate(groups, 1):
+            q_BQhD, k_BKhD, v_BKhD, *gates = ready()
+            if number < len(groups):
+                ready = start_sequence_to_heads(sent, tokens, groups[number], *self._shared)
+            at.heads, at.gate_BQhD = group.spans[axis.index], gates[0] if gates else None
+            out_BQhD = self._inner.attend(at, q_BQhD, k_BKhD, v_BKhD)
+            finishing.append(start_heads_to_sequence(out_BQhD, out_BQHD, queries, group, *self._shared))
+        for finish in finishing:
+            finish()
+        return out_BQHD
+
+
 def start_sequence_to_heads(
     tensors_BsHD: Sequence[torch.Tensor],
     tokens: Sequence[Sequence[int]],
-    spans: tuple[Span, ...],
+    group: HeadGroup,
     axis: Axis,
     traffic: Traffic,
     codec: Codec | None = None,
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Ulysses (arXiv 2309.14509) before attention: starts the all-to-all from tokens to heads.
+    """Before attention: starts the all-to-all from tokens to heads.
 
     Returns a function that waits for it and returns each tensor as [B, S, h, D], tokens in rank order. `tensors_BsHD`:
-    queries, keys and values, or some of them. `tokens[i][j]`: tokens of tensor i on rank j. `spans[j]`: heads that rank j
-    gets.
+    queries, keys and values, or some of them. `tokens[i][j]`: tokens of tensor i on rank j.
     """
-    tokens = [list(of_tensor) for of_tensor in tokens]
-    if any(of_tensor != tokens[0] for of_tensor in tokens):
-        return _start_apart(tensors_BsHD, tokens, spans, axis, traffic, codec)
+    if not group.are_even or any(of_tensor != tokens[0] for of_tensor in tokens):
+        return _start_apart(tensors_BsHD, tokens, group, axis, traffic, codec)
     # One all-to-all carries all tensors, since a slow link costs by the message. Tokens are the first axis of every part, so
     # that the received parts of all ranks, one behind the other, are one tensor of S tokens.
     count = len(tensors_BsHD)
-    batch, length, all_heads, size = tensors_BsHD[0].shape
-    heads = len(spans[axis.index])
-    send = [count * batch * length * len(span) * size for span in spans]
-    if are_even(spans, all_heads):
-        flat_N = torch.stack([_of_ranks(x, spans) for x in tensors_BsHD], dim=2).view(-1)
-    else:
-        flat_N = tensors_BsHD[0].new_empty(sum(send))
-        for span, part_n in zip(spans, flat_N.split(send), strict=True):
-            rows = part_n.view(length, count, batch, len(span), size)
-            for index, x_BsHD in enumerate(tensors_BsHD):
-                rows[:, index] = x_BsHD[:, :, span.slice].transpose(0, 1)
-    receive = [count * batch * rank_tokens * heads * size for rank_tokens in tokens[0]]
+    batch, length, _, size = tensors_BsHD[0].shape
+    heads, values = group.heads[axis.index], count * batch * size
+    send = [values * length * of_rank for of_rank in group.heads]
+    flat_N = torch.stack([_of_ranks(x, group) for x in tensors_BsHD], dim=2).view(-1)
+    receive = [values * heads * rank_tokens for rank_tokens in tokens[0]]
     wait = _start(codec, size, flat_N, send, receive, axis, traffic)
 
     def finish() -> tuple[torch.Tensor, ...]:
-        rows = wait().view(sum(tokens[0]), count, batch, heads, size)
-        return tuple(rows[:, index].transpose(0, 1) for index in range(count))
+        return wait().view(-1, count, batch, heads, size).permute(1, 2, 0, 3, 4).unbind()
 
     return finish
 
@@ -68,15 +105,15 @@ def start_sequence_to_heads(
 def _start_apart(
     tensors_BsHD: Sequence[torch.Tensor],
     tokens: Sequence[Sequence[int]],
-    spans: tuple[Span, ...],
+    group: HeadGroup,
     axis: Axis,
     traffic: Traffic,
     codec: Codec | None,
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """As `start_sequence_to_heads` where tensors differ in tokens: a rank's parts of all tensors are sent in a row."""
+    """As `start_sequence_to_heads`, if ranks differ in heads or tensors in tokens: a rank's parts are sent in a row."""
     batch, _, _, size = tensors_BsHD[0].shape
-    heads = len(spans[axis.index])
-    parts = [torch.cat([x[:, :, span.slice].transpose(0, 1).reshape(-1) for x in tensors_BsHD]) for span in spans]
+    heads = group.heads[axis.index]
+    parts = [torch.cat([x[:, :, span.slice].transpose(0, 1).reshape(-1) for x in tensors_BsHD]) for span in group.spans]
     of_ranks = list(zip(*tokens, strict=True))
     receive = [batch * sum(of_rank) * heads * size for of_rank in of_ranks]
     wait = _start(codec, size, torch.cat(parts), [len(part) for part in parts], receive, axis, traffic)
@@ -95,46 +132,40 @@ def start_heads_to_sequence(
     part_BShD: torch.Tensor,
     out_BsHD: torch.Tensor,
     lengths: Sequence[int],
-    spans: tuple[Span, ...],
+    group: HeadGroup,
     axis: Axis,
     traffic: Traffic,
     codec: Codec | None = None,
 ) -> Callable[[], None]:
-    """Ulysses after attention, the inverse. Starts the transfer. Call the result to fill the heads `spans` of `out_BsHD`.
+    """After attention, the inverse. Starts the transfer. Call the result to fill the group's heads of `out_BsHD`.
 
     `lengths[j]`: query tokens of rank j.
     """
     batch, _, heads, size = part_BShD.shape
+    values = batch * size
+    send = [values * heads * rank_tokens for rank_tokens in lengths]
     length = lengths[axis.index]
-    send = [rank_tokens * batch * heads * size for rank_tokens in lengths]
-    receive = [length * batch * len(span) * size for span in spans]
+    receive = [values * length * of_rank for of_rank in group.heads]
     wait = _start(codec, size, part_BShD.transpose(0, 1).reshape(-1), send, receive, axis, traffic)
 
     def finish() -> None:
-        if are_even(spans, out_BsHD.shape[2]):
-            _of_ranks(out_BsHD, spans).copy_(wait().view(len(spans), length, batch, heads, size))
+        if group.are_even:
+            _of_ranks(out_BsHD, group).copy_(wait().view(axis.size, length, batch, group.heads[0], size))
             return
-        for span, part_n in zip(spans, wait().split(receive), strict=True):
+        for span, part_n in zip(group.spans, wait().split(receive), strict=True):
             out_BsHD[:, :, span.slice] = part_n.view(length, batch, len(span), size).transpose(0, 1)
 
     return finish
 
 
-@functools.lru_cache
-def are_even(spans: tuple[Span, ...], heads: int) -> bool:
-    """Whether the ranks' spans are equally long and heads / ranks apart. `_of_ranks` then is a view of them all."""
-    apart, rest = divmod(heads, len(spans))
-    return not rest and all(span == spans[0].shift(rank * apart) for rank, span in enumerate(spans))
-
-
-def _of_ranks(x_BsHD: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
+def _of_ranks(x_BsHD: torch.Tensor, group: HeadGroup) -> torch.Tensor:
     """View [rank, s, B, h, D] of even spans of heads. Made in one go: with fast devices the host's time is what counts."""
     (batch, tokens, heads, size), (by_entry, by_token, by_head, by_channel) = x_BsHD.shape, x_BsHD.stride()
-    ranks, span = len(spans), spans[0]
+    ranks = len(group.spans)
     return x_BsHD.as_strided(
-        (ranks, tokens, batch, len(span), size),
+        (ranks, tokens, batch, group.heads[0], size),
         (heads // ranks * by_head, by_token, by_entry, by_head, by_channel),
-        x_BsHD.storage_offset() + span.start * by_head,
+        x_BsHD.storage_offset() + group.spans[0].start * by_head,
     )
 
 
@@ -157,6 +188,11 @@ def groups_of(q_BQHD: torch.Tensor, tokens: int, heads: int) -> int:
 
 
 @functools.lru_cache
-def head_groups(heads: int, ranks: int, groups: int) -> tuple[tuple[Span, ...], ...]:
-    """The `heads` of Ulysses ranks by group and rank. No group is empty if each rank has `groups` heads."""
-    return tuple(zip(*(split(of_rank, groups) for of_rank in split(Span(0, heads), ranks)), strict=True))
+def head_groups(heads: int, ranks: int, groups: int) -> tuple[HeadGroup, ...]:
+    """The `heads` of Ulysses ranks, in groups."""
+    apart, rest = divmod(heads, ranks)
+    found = []
+    for spans in zip(*(split(of_rank, groups) for of_rank in split(Span(0, heads), ranks)), strict=True):
+        are_even = not rest and all(span == spans[0].shift(rank * apart) for rank, span in enumerate(spans))
+        found.append(HeadGroup(spans, tuple(map(len, spans)), are_even))
+    return tuple(found)

@@ -25,7 +25,7 @@ from .self_test import (
     try_pair,
     try_sum,
 )
-from .transfers import is_out_of_memory, peer_errors
+from .transfers import PeerErrors, is_out_of_memory
 
 
 class Peers:
@@ -89,14 +89,14 @@ class Peers:
         """A model of these degrees is unloaded. The last one ends the mesh's groups."""
         self._users[degrees] -= 1
         if not self._users[degrees]:
-            with self._guard.waiting(), peer_errors():
+            with self._guard.waiting(), PeerErrors():
                 close_mesh(self._meshes.pop(degrees), self._rendezvous.meet if self._is_part else None)
 
     def _make_mesh(self, degrees: Degrees) -> Mesh:
         """The mesh, its groups made and tried."""
         with self._guard.waiting():
             self._rendezvous.check()
-            with peer_errors():
+            with PeerErrors():
                 mesh = make_mesh(degrees, self.place, self._settings.timeout, self._far, self.ranks)
             if self.place is None:
                 return mesh
@@ -154,7 +154,7 @@ class Peers:
         """Around a collective that may be the ranks' first since they were idle: checks the rendezvous before."""
         with self._guard.waiting():
             self._rendezvous.check()
-            with peer_errors():
+            with PeerErrors():
                 yield
 
     @contextlib.contextmanager

@@ -34,5 +34,7 @@ def receivable(shape: Sequence[int], like: torch.Tensor, group: dist.ProcessGrou
 
 def from_staging(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A received tensor, on `device`."""
+    if tensor.device == device:
+        return tensor
     # The host does not wait for a copy from page-locked memory. torch reuses that memory only after the copy.
     return tensor.to(device, non_blocking=page_locked(device))

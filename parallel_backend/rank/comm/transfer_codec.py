@@ -5,7 +5,7 @@ subtracts the mean of the keys over the tokens first. This codec does not: keys 
 Letters of shapes: rank/attention.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,7 @@ class Codec:
     kind: str
 
     def start_all_to_all(
-        self, size: int, x_N: torch.Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis, traffic: Traffic
+        self, size: int, x_N: torch.Tensor, send: list[int], receive: list[int], axis: Axis, traffic: Traffic
     ) -> Callable[[], torch.Tensor]:
         """As collectives.start_all_to_all, for values of heads of `size`. Call the result to wait for [sum(receive)].
 
@@ -46,7 +46,7 @@ class Codec:
         sent, received = ([self.nbytes(n, size) for n in counts] for counts in (send, receive))
         sent[axis.index] = received[axis.index] = 0
         packed_Y = torch.empty(sum(sent), dtype=torch.uint8, device=x_N.device)
-        parts_n = x_N.split(list(send))
+        parts_n = x_N.split(send)
         for index, (part_n, packed_y) in enumerate(zip(parts_n, packed_Y.split(sent), strict=True)):
             if index != axis.index:
                 self.encode(part_n, size, packed_y)
@@ -54,7 +54,7 @@ class Codec:
 
         def finish() -> torch.Tensor:
             packed_Y, out_N = exchange.wait(), x_N.new_empty(sum(receive))
-            parts = zip(packed_Y.split(received), out_N.split(list(receive)), strict=True)
+            parts = zip(packed_Y.split(received), out_N.split(receive), strict=True)
             for index, (packed_y, out_n) in enumerate(parts):
                 if index != axis.index:
                     self.decode(packed_y, size, out_n)

@@ -1,11 +1,11 @@
 """Accounts of a rank's transfers: bytes, time under way, and time that the rank waited."""
 
-import contextlib
 import functools
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,15 +38,16 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
 
 
-@contextlib.contextmanager
-def peer_errors() -> Iterator[None]:
-    """Around calls of torch.distributed: raises PeerError where another rank may have caused the error."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_of_a_transfer(error):
-            raise
-        raise PeerError(str(error)) from error
+class PeerErrors:
+    """Context of calls of torch.distributed: raises PeerError if another rank may have caused the error. A class, since a
+    generator's context takes four times as long."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, RuntimeError) and is_of_a_transfer(error):
+            raise PeerError(str(error)) from error
 
 
 class Clock:
@@ -57,52 +58,7 @@ class Clock:
 
     def __init__(self, device: torch.device):
         self.on_stream = device.type == "cuda"
-
-    def now(self) -> "float | torch.cuda.Event":
-        if not self.on_stream:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-class Elapsed:
-    """Adds up seconds between pairs of points in time, which come in the order of their ends.
-
-    The oldest BATCH of pairs are added up when there are UNREAD newer ones. So their number is bounded also without reports,
-    and on CUDA the host does not wait, since the device has long passed them.
-    """
-
-    UNREAD, BATCH = 4096, 64
-
-    def __init__(self, clock: Clock):
-        self._on_stream = clock.on_stream
-        self._pairs: list[tuple] = []
-        self._seconds = 0.0
-
-    def add(self, start: "float | torch.cuda.Event", stop: "float | torch.cuda.Event") -> None:
-        self._pairs.append((start, stop))
-        if len(self._pairs) == self.UNREAD + self.BATCH:
-            self._add_up(self.BATCH)
-
-    def seconds(self) -> float:
-        """The sum so far. On CUDA the host waits until the stream has passed the last end."""
-        self._add_up(len(self._pairs))
-        return self._seconds
-
-    def _add_up(self, count: int) -> None:
-        """Add up the `count` oldest pairs."""
-        oldest, self._pairs = self._pairs[:count], self._pairs[count:]
-        if self._on_stream and oldest:
-            oldest[-1][1].synchronize()
-            self._seconds += sum(start.elapsed_time(stop) for start, stop in oldest) / 1000
-        else:
-            self._seconds += sum(stop - start for start, stop in oldest)
-
-    def drain(self) -> float:
-        """The sum so far, which starts again at zero."""
-        seconds, self._seconds = self.seconds(), 0.0
-        return seconds
+        self.now: Callable[[], Any] = _event_now if self.on_stream else time.perf_counter
 
 
 class Traffic:
@@ -125,7 +81,7 @@ class Traffic:
     def start(self, operation: Callable[[], list[dist.Work] | dist.Work | None]) -> "Transfer":
         """`operation` starts the transfer. PeerError if it cannot be started."""
         started = self.clock.now()
-        with peer_errors():
+        with PeerErrors():
             works = operation()
         assert works is not None, "a transfer in a group that this rank is not in"
         return Transfer(self, works if isinstance(works, list) else [works], started)
@@ -150,19 +106,25 @@ class Transfer:
 
     def wait(self, at_once: bool = False) -> None:
         """`at_once`: nothing has been computed since the start."""
-        waiting = self._started if at_once else self._traffic.clock.now()
-        self._traffic.mark(waiting, waiting=True)
-        heartbeat = self._traffic.heartbeat
+        traffic, recorder, heartbeat = self._traffic, self._traffic.recorder, self._traffic.heartbeat
+        waiting = self._started if at_once else traffic.clock.now()
+        traffic.mark(waiting, waiting=True)
         heartbeat.waiting = True
-        with peer_errors():
+        with PeerErrors():
             for work in self._works:
                 work.wait()
         heartbeat.waiting = False
         heartbeat.done()
-        done = self._traffic.clock.now()
-        self._traffic.mark(done)
-        self._traffic.recorder.add(TRANSFER, self._step, self._started, done)
-        self._traffic.recorder.add(WAIT, self._traffic.recorder.step, waiting, done)
+        done = traffic.clock.now()
+        traffic.mark(done)
+        recorder.add(TRANSFER, self._step, self._started, done)
+        recorder.add(WAIT, recorder.step, waiting, done)
+
+
+def _event_now() -> "torch.cuda.Event":
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _passed(event: "torch.cuda.Event", device: torch.device) -> bool:

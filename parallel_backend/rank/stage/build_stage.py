@@ -23,7 +23,7 @@ from parallel_backend.own_class.cuts.shared_outputs import IdleLayers
 from parallel_backend.own_class.cuts.stages import StageBlocks, Wanted, pass_through
 from parallel_backend.own_class.cuts.tensor_plan import give_heads
 from parallel_backend.rank.attention.context import AttentionContext
-from parallel_backend.rank.attention.own_kernels import OwnKernels
+from parallel_backend.rank.attention.local import StageAttention
 from parallel_backend.rank.attention.rank_tokens import RankTokens
 from parallel_backend.rank.comm.collectives import all_reduce
 from parallel_backend.rank.comm.mesh import Axis
@@ -127,35 +127,36 @@ class OwnLink:
             self._link.send(tensor, self._step.overlap)
 
 
-def attend_over_ranks(stage: Stage, context: AttentionContext, ranks: SequenceCut | None, gate: str = "") -> None:
-    """Attention of the stage is computed by the kernels of `context`.
+def attend_over_ranks(stage: Stage, context: AttentionContext, ranks: SequenceCut | None, gate: str = "") -> StageAttention:
+    """Attention of the stage, which its blocks compute by from now on.
 
     `ranks`: its blocks compute this rank's tokens, of those of all `ranks`, and in a run of bands those of the band. None:
     all tokens. `gate`: adapters.Adapter.gate, empty if there is none.
     """
     blocks = stage.blocks
-    kernels = OwnKernels(context, lambda: blocks.running)
-    blocks.attend = kernels.attend
-    blocks.residuals = lambda: {} if context.step is None else context.step.residuals
+    attention = StageAttention(context, lambda: blocks.running)
+    blocks.attend = attention.attend
+    blocks.residuals = lambda: {} if attention.step is None else attention.step.residuals
     if context.tensor.size > 1:  # a token's norm is over the channels of all heads
         blocks.add_up = lambda sums: all_reduce(sums, context.tensor, context.traffic)
-    blocks.tokens = None if ranks is None else RankTokens(blocks.blocks, context, ranks, kernels)
+    blocks.tokens = None if ranks is None else RankTokens(blocks.blocks, attention, ranks)
     place, _, layer = gate.rpartition(".")
     for name, block in stage.modules.items() if gate else ():
-        attention = block.get_submodule(place)
-        if getattr(attention, layer, None) is not None:
-            attention.register_forward_pre_hook(functools.partial(compute_gate, context, name, layer))
+        module = block.get_submodule(place)
+        if getattr(module, layer, None) is not None:
+            module.register_forward_pre_hook(functools.partial(compute_gate, attention, name, layer))
+    return attention
 
 
-def compute_gate(context: AttentionContext, block: str, layer: str, module: Any, inputs: tuple) -> None:
+def compute_gate(attention: StageAttention, block: str, layer: str, module: Any, inputs: tuple) -> None:
     """Hook in front of an attention module: VSA's gate [B, s, heads x D] is made by the module's `layer` of the module's
     input, if the step's attention is VSA (arXiv 2505.13389)."""
-    step = context.step
+    step = attention.step
     if step is None or step.sparse is None:
         return
     settings = step.sparse.settings
     if settings.cubes and block not in settings.full:
-        context.gate = getattr(module, layer)(inputs[0])
+        step.gate = getattr(module, layer)(inputs[0])
 
 
 def build_own_stage(
@@ -239,4 +240,5 @@ def _divide(module: nn.Module, block: OwnBlock, axis: Axis) -> None:
         holder = module.get_submodule(path)
         whole = getattr(holder, attribute)
         setattr(holder, attribute, len(split_units(Span(0, whole), axis.size, units or whole)[axis.index]))
-    give_heads(module, [(*place, block.head_units) for place in block.headed], axis.index, axis.size)
+    if block.headed:  # a hook without a place would take the arguments of every call apart
+        give_heads(module, [(*place, block.head_units) for place in block.headed], axis.index, axis.size)

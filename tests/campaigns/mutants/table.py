@@ -152,9 +152,9 @@ RANK_MUTANTS = (
     ),
     Mutant(
         "a stale band read as fresh",
-        RANK + "attention/patch_keys.py",
-        "    if step.stale:\n",
-        "    if False:\n",
+        RANK + "attention/bands.py",
+        "        if at.step.stale:\n",
+        "        if False:\n",
         ("tests/system/test_exactness.py", "-k", "displaced"),
         tier="default",
     ),
@@ -182,8 +182,8 @@ RANK_MUTANTS = (
     Mutant(
         "ulysses sends heads to the wrong ranks",
         RANK + "attention/ulysses.py",
-        "for span, part_n in zip(spans, flat_N.split(send), strict=True):",
-        "for span, part_n in zip(reversed(spans), flat_N.split(send), strict=True):",
+        "for x in tensors_BsHD]) for span in group.spans]",
+        "for x in tensors_BsHD]) for span in reversed(group.spans)]",
         ("tests/system/test_exactness.py", "-k", "one_call and (ulysses2 or ulysses_2 or ulysses)"),
     ),
     Mutant(

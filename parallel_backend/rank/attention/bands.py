@@ -1,0 +1,98 @@
+"""Attention of bands, which are at different steps: to the keys in the run's K/V buffer, or behind kept keys of words."""
+
+from typing import Protocol
+
+import torch
+
+from parallel_backend.core.spans import Span, split
+from parallel_backend.rank.comm.change_codec import ChangeGathering, Held
+from parallel_backend.rank.comm.collectives import Gathering, start_gather
+
+from .context import AttentionContext, Form, LayerCall
+from .gathered import of_axis
+from .kv_buffer import Arriving, Piece
+
+
+class Places(Protocol):
+    """Where the tokens of the present call are in the buffer."""
+
+    def in_buffer(self, streams: tuple[int, ...], ranks: range) -> tuple[list[Piece], int, bool]:
+        """See BandTokens.pieces and BandTokens.words, and whether some of the streams' tokens are the latent's."""
+
+
+class Bands:
+    """The form of a run with a K/V buffer. `inner`: attends to all keys that are known."""
+
+    def __init__(self, inner: Form, context: AttentionContext, places: Places):
+        self._inner, self._context, self._places = inner, context, places
+        self._own = context.of_patches[context.patch.index]
+
+    def attend(self, at: LayerCall, q_BQhD: torch.Tensor, k_BshD: torch.Tensor, v_BshD: torch.Tensor) -> torch.Tensor:
+        return self._inner.attend(at, q_BQhD, *self._update(at, k_BshD, v_BshD, self._own))
+
+    def _update(
+        self, at: LayerCall, k_BshD: torch.Tensor, v_BshD: torch.Tensor, ranks: range
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values that are known, once those of `ranks` are in the buffer."""
+        assert at.step.buffer is not None
+        pieces, words, has_latent = self._places.in_buffer(at.spec.keys, ranks)
+        known = at.step.buffer.update(at.layer, k_BshD, v_BshD, pieces, at.step.entries, words, has_latent)
+        if at.mask_bK is not None:
+            at.mask_bK = at.mask_bK[:, : known[0].shape[1]]
+        return known
+
+
+class DisplacedPatches(Bands):
+    """Bands on several ranks at a time (DistriFusion, arXiv 2402.19481). A stale micro-step goes on with the other patches'
+    keys and values of the call before, and gets this call's for the next one."""
+
+    def attend(self, at: LayerCall, q_BQhD: torch.Tensor, k_BshD: torch.Tensor, v_BshD: torch.Tensor) -> torch.Tensor:
+        buffer, patches = at.step.buffer, self._context.of_patches
+        assert buffer is not None
+        gathering = self._start(at, torch.stack((k_BshD, v_BshD)), of_axis(at.keys, patches))
+        if at.step.stale:
+            if not at.step.overlap:
+                gathering.wait_pending()
+            known = self._update(at, k_BshD, v_BshD, self._own)
+            pieces = [[] if ranks is self._own else self._places.in_buffer(at.spec.keys, ranks)[0] for ranks in patches]
+            # Behind the update, which waits for all that is pending.
+            buffer.add_pending(at.layer, Arriving(gathering, pieces, at.step.entries))
+        else:
+            parts_2BshD = gathering.wait()
+            if self._context.changes is not None:
+                buffer.held[at.layer, at.step.entries] = Held(self._context.changes, parts_2BshD)
+            k_BShD, v_BShD = torch.cat(parts_2BshD, dim=2)
+            known = self._update(at, k_BShD, v_BShD, range(patches[-1].stop))
+        return self._inner.attend(at, q_BQhD, *known)
+
+    def _start(self, at: LayerCall, kv_2BshD: torch.Tensor, lengths: list[int]) -> Gathering | ChangeGathering:
+        """Start to gather keys and values over the patch ranks, which have `lengths` tokens each.
+
+        Stale micro-steps send only changes, if there is a codec for them and the ranks hold values of an exact call.
+        """
+        patch, traffic = self._context.patch, self._context.traffic
+        assert at.step.buffer is not None
+        held = at.step.buffer.held.get((at.layer, at.step.entries)) if at.step.stale else None
+        if held is None or not held.fits([(*kv_2BshD.shape[:2], length, *kv_2BshD.shape[3:]) for length in lengths]):
+            return start_gather(kv_2BshD, lengths, 2, patch, traffic)
+        return held.start_gather(kv_2BshD, patch, traffic)
+
+
+class WordsOnce:
+    """The form of calls outside of runs whose words run once. `inner`: attends to the words and the other keys."""
+
+    def __init__(self, inner: Form, context: AttentionContext, places: Places):
+        self._inner, self._axis, self._places = inner, context.ulysses, places
+        self._ranks = range(context.of_patches[-1].stop)
+
+    def attend(self, at: LayerCall, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor) -> torch.Tensor:
+        words, heads = at.step.words, at.heads
+        assert words is not None
+        if len(heads):
+            own = split(Span(0, at.call.q_BQHD.shape[2]), self._axis.size)[self._axis.index]
+            times = len(heads) // k_BKhD.shape[2]
+            of_keys = Span((heads.start - own.start) // times, (heads.stop - own.start) // times)
+            pieces, count, _ = self._places.in_buffer(at.spec.keys, self._ranks)
+            fresh = k_BKhD, v_BKhD, pieces, at.step.entries
+            k_BKhD, v_BKhD = words.update(at.layer, *fresh, count, of_keys, len(own) // times)
+        return self._inner.attend(at, q_BQhD, k_BKhD, v_BKhD)

@@ -1,0 +1,52 @@
+"""Keys and values of all ranks of an axis, gathered before attention."""
+
+from collections.abc import Sequence
+
+import torch
+
+from parallel_backend.rank.comm.collectives import start_gather
+from parallel_backend.rank.comm.mesh import Axis
+from parallel_backend.rank.comm.transfers import Traffic
+
+from .context import Form, LayerCall
+
+
+class Gathered:
+    """The form. `inner`: attends to all of them. `ranks`: by index on the axis, its sequence ranks."""
+
+    def __init__(self, inner: Form, axis: Axis, ranks: Sequence[range], traffic: Traffic):
+        self._inner, self._axis, self._ranks, self._traffic = inner, axis, ranks, traffic
+
+    def attend(self, at: LayerCall, q_BQhD: torch.Tensor, k_BshD: torch.Tensor, v_BshD: torch.Tensor) -> torch.Tensor:
+        lengths = of_axis(at.keys, self._ranks)
+        parts = start_gather(torch.stack((k_BshD, v_BshD)), lengths, 2, self._axis, self._traffic).wait()
+        return self._inner.attend(at, q_BQhD, *torch.cat(parts, dim=2))
+
+
+class SharedKeys:
+    """Each head of keys once if several heads of queries share it: less is sent and kept. `inner`: attends to them."""
+
+    def __init__(self, inner: Form):
+        self._inner = inner
+
+    def attend(self, at: LayerCall, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor) -> torch.Tensor:
+        times = at.spec.sharing
+        if times > 1 and not (at.heads.start % times or at.heads.stop % times):
+            k_BKhD, v_BKhD = k_BKhD[:, :, ::times], v_BKhD[:, :, ::times]
+        return self._inner.attend(at, q_BQhD, k_BKhD, v_BKhD)
+
+
+class Together:
+    """The last form that knows of other ranks: the call's kernel computes, with the keys of every head."""
+
+    def attend(self, at: LayerCall, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor) -> torch.Tensor:
+        if not q_BQhD.shape[1] or not q_BQhD.shape[2]:
+            return torch.empty_like(q_BQhD)
+        if (times := q_BQhD.shape[2] // k_BKhD.shape[2]) > 1:
+            k_BKhD, v_BKhD = (x.repeat_interleave(times, dim=2) for x in (k_BKhD, v_BKhD))
+        return at.kernel.attend(at, q_BQhD, k_BKhD, v_BKhD)
+
+
+def of_axis(lengths: Sequence[int], ranks: Sequence[range]) -> list[int]:
+    """Tokens by index on an axis. `lengths`: by sequence rank."""
+    return [sum(lengths[some.start : some.stop]) for some in ranks]
