@@ -1,11 +1,13 @@
 """A class whose blocks of one list run between those of another: what its trial proves, and what it sees to be wrong."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from parallel_backend.core.own_class import OwnEntry
+from parallel_backend.own_class.plans.plan import ListPlan, Plan, lists_of, of_json, to_json
 from parallel_backend.own_class.trials.trial import trial
 from tests.own_class.test_own_class_bands import ALONE, call
 from tests.support.planted_comfyui import planted
@@ -49,6 +51,19 @@ def test_blocks_between_others_are_shared_out():
         "hints.0": "hints.1",
     }
     assert replace(found.latent, shared=(), idle=()) == replace(ALONE, again=(OwnEntry(1, before=False, behind=False),))
+
+
+def test_a_plan_has_mixed_lists_in_the_order_of_a_call():
+    found = proof("Hinted")
+    bare = replace(found, blocks=())
+    lists = lists_of(found.blocks)
+    plan = Plan(
+        "", "", "", (), "", (), (), (), (), (), of_json(tuple[ListPlan, ...], json.loads(json.dumps(to_json(lists)))), bare
+    )
+    names = {"blocks": [f"blocks.{number}" for number in range(8)], "hints": ["hints.0", "hints.1"]}
+    assert plan.whole(names) == found
+    with pytest.raises(KeyError):
+        plan.whole({**names, "hints": ["hints.0"]})
 
 
 @pytest.mark.parametrize(

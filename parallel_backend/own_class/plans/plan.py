@@ -4,7 +4,6 @@ A file in PLANS holds those of one class, of one code. `scripts/make_plans.py` m
 """
 
 import dataclasses
-import itertools
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from parallel_backend.core.kept_file import read_kept
 from parallel_backend.core.own_class import ROOT, OwnBlock, OwnClass, OwnCut
-from parallel_backend.own_class.plans.block_order import are_mixed, list_of, whole_list
+from parallel_backend.own_class.plans.block_order import are_mixed, list_of, read_by_next, whole_list
 from parallel_backend.own_class.plans.proof import Proof
 
 PLANS = Path(__file__).parent
@@ -56,6 +55,11 @@ class ListPlan:
     cuts: tuple[OwnCut, ...] = ()
     divided: tuple[tuple[str, str], ...] = ()
     starts: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    """If the list runs mixed with the first list: for each block, the number of the first list's block that it runs
+    after."""
+    read: bool = False
+    """The next block of the list reads a block's output, and others run between, see block_order.read_by_next."""
 
     def whole(self, names: Sequence[str]) -> list[OwnBlock]:
         """Records of all blocks of a list with these names."""
@@ -107,24 +111,42 @@ class Plan:
 
     def whole(self, lists: Mapping[str, Sequence[str]]) -> Proof:
         """The proof for a model with these lists of blocks. KeyError if it lacks one."""
-        blocks = (block for each in self.lists for block in each.whole(lists[each.name]))
+        placed: list[tuple[int, int, OwnBlock]] = []
+        for number, each in enumerate(self.lists):
+            names = lists[each.name]
+            if each.behind and len(each.behind) != len(names):
+                raise KeyError(each.name)
+            is_first = not number and any(other.behind for other in self.lists)
+            at = each.behind or (range(len(names)) if is_first else [number] * len(names))
+            placed += [(place, number, block) for place, block in zip(at, each.whole(names), strict=True)]
+        blocks = [block for *_, block in sorted(placed, key=lambda place: place[:2])]
+        if read := [each.name for each in self.lists if each.read]:
+            blocks = read_by_next(blocks, read)
         return dataclasses.replace(self.proof, blocks=tuple(blocks))
 
 
 def lists_of(blocks: Sequence[OwnBlock]) -> tuple[ListPlan, ...]:
-    """The ListPlans of a model with these blocks, which run list by list."""
-    assert not are_mixed(blocks), "plans are made of lists that run one after the other"
+    """The ListPlans of a model with these blocks."""
+    found: dict[str, list[OwnBlock]] = {}
+    behind: dict[str, list[int]] = {}
+    mixed = are_mixed(blocks)
+    for block in blocks:
+        of_list = found.setdefault(list_of(block), [])
+        of_list.append(dataclasses.replace(block, name="", until="" if mixed else block.until))
+        behind.setdefault(list_of(block), []).append(len(found[list_of(blocks[0])]) - 1)
+    read = {list_of(block) for block in blocks if block.until} if mixed else set()
     lists = []
-    for name, run in itertools.groupby(blocks, list_of):
-        of_list = [dataclasses.replace(block, name="") for block in run]
+    for number, (name, of_list) in enumerate(found.items()):
         starts = [0, *(at for at in range(1, len(of_list) - 1) if at == 1 or of_list[at] != of_list[at - 1])]
         kinds = *(of_list[at] for at in starts), of_list[-1]
         shared = {(each.cuts, each.divided) for each in kinds}
         cuts, divided = shared.pop() if len(shared) == 1 else ((), ())
         if cuts or divided:
             kinds = tuple(dataclasses.replace(each, cuts=(), divided=()) for each in kinds)
+        told = tuple(starts) if len(starts) > 2 else ()
+        of_first = tuple(behind[name]) if mixed and number else ()
         kinds = kinds[:1] if len(set(kinds)) == 1 else kinds
-        lists.append(ListPlan(name, kinds, cuts, divided, tuple(starts) if len(starts) > 2 else ()))
+        lists.append(ListPlan(name, kinds, cuts, divided, told, of_first, name in read))
     return tuple(lists)
 
 
