@@ -1,5 +1,6 @@
 """PipeFusion under any native sampler: a SAMPLER_SAMPLE wrapper that runs the sampler once for each band of the latent."""
 
+import contextlib
 import functools
 import logging
 import queue
@@ -25,12 +26,13 @@ from parallel_backend.core.spans import Span
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.placement.pipeline_model import choose_bands
+from parallel_backend.processes.pool import RankLost
 from parallel_backend.wire.sampling import RunStats
 
 from ..model.call.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
 from ..model.end_of_run import gain_and_advice, say_report
 from ..model.run.band import NotTried
-from ..model.run.long_step import LongStep
+from ..model.run.kept_run import KeptBands, Load, kept
 from ..model.run.sampling_run import CallShape
 from ..ui.host import check_cancelled
 from .band_guidance import BandedGuidance
@@ -140,11 +142,13 @@ class PipeFusion:
         if reason is not None and self.is_asked and not stub.setup.planned:
             raise ValueError(stub.without_bands(reason))
         load = functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
-        return sampling.stub.run.tried(load, lambda model: self._sample(model, sampling, executor, reason))
+        return kept(stub, load, lambda model: self._sample(model, load, sampling, executor, reason))
 
-    def _sample(self, model: RemoteTransformer, sampling: Sampling, executor, reason: str | None = None) -> torch.Tensor:
-        """The samples of the whole latent. `model`: that of `sampling`, on its ranks. `reason`: why the run has to be exact.
-        None: it has not."""
+    def _sample(
+        self, model: RemoteTransformer, load: Load, sampling: Sampling, executor, reason: str | None = None
+    ) -> torch.Tensor:
+        """The samples of the whole latent. `model`: that of `sampling`, on its ranks. `load`: gives it on others. `reason`:
+        why the run has to be exact. None: it has not."""
         stub = sampling.stub
         started = time.perf_counter()
         result, run, cache = None, None, stub.run.cache
@@ -154,7 +158,7 @@ class PipeFusion:
             cache.restart(len(cut.rows))
         try:
             if reason is None:
-                result, run, reason = self._in_patches(model, cut, sampling, executor)
+                result, run, reason = self._in_patches(model, load, cut, sampling, executor)
         except NotLocal as why:
             reason = str(why)
         if result is None:
@@ -164,8 +168,10 @@ class PipeFusion:
                 cache.restart()
             result = executor(*sampling.arguments)
         stats: list[RunStats] = []  # stays empty if a guider's other model has replaced this one on the ranks
-        if model.on_ranks:
-            stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
+        model = run.model if run is not None else stub.run.loaded() or model  # others if ranks were lost
+        with contextlib.suppress(RankLost):  # the samples are there
+            if model.on_ranks:
+                stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
         seconds = time.perf_counter() - started
         calls, exact_calls = stub.run.calls, stub.run.calls.total()
         if run is not None:
@@ -192,23 +198,23 @@ class PipeFusion:
         return result
 
     def _in_patches(
-        self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor, trials: int = MOST_TRIALS
+        self, model: RemoteTransformer, load: Load, cut: BandCut, sampling: Sampling, executor, trials: int = MOST_TRIALS
     ) -> tuple[torch.Tensor | None, BandedRun | None, str | None]:
         """(samples, run, None), or last why the run has to be exact; None there, too: there is a single patch. NotLocal if a
         call is still not tried after this number of `trials`."""
         try:
             if model.degrees.displaced:
                 reason = why_not_displaced(sampling)
-                return (None, None, reason) if reason else (*self._displaced(model, cut, sampling, executor), None)
+                return (None, None, reason) if reason else (*self._displaced(model, load, cut, sampling, executor), None)
             if len(cut.rows) == 1:
                 return None, None, None
             reason = why_not_banded(sampling) or why_wrapped(executor)
-            return (None, None, reason) if reason else (*self._in_bands(model, cut, sampling), None)
+            return (None, None, reason) if reason else (*self._in_bands(model, load, cut, sampling), None)
         except NotTried as call:
             if trials == 0:
                 raise
             call.prove()
-            return self._in_patches(model, cut, sampling, executor, trials - 1)
+            return self._in_patches(model, load, cut, sampling, executor, trials - 1)
 
     def _expected(self, sampling: Sampling) -> Request | None:
         """The run for which the ranks need memory when the model is loaded. None: the latent does not fit this model."""
@@ -239,7 +245,7 @@ class PipeFusion:
         return BandCut(patching, rows, sampling.shapes)
 
     def _displaced(
-        self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor
+        self, model: RemoteTransformer, load: Load, cut: BandCut, sampling: Sampling, executor
     ) -> tuple[torch.Tensor, BandedRun]:
         """Displaced patches: the sampler runs once, on ComfyUI's thread. Its calls belong to one run on the ranks."""
         extrapolate = self.extrapolate and not takes_noise_sampler(sampling.sampler)
@@ -247,16 +253,18 @@ class PipeFusion:
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         limit = exact_above(sampling.sigmas, self.warmup_steps)
         options["transformer_options"][BAND_KEY] = Band(
-            run, 0, limit, sampling.stub, sampling.shapes, sampling.shapes, LongStep(model, first=True)
+            run, 0, limit, sampling.stub, sampling.shapes, sampling.shapes, KeptBands(sampling.stub, run, load)
         )
         arguments = replace(sampling, extra_args={**sampling.extra_args, "model_options": options}).arguments
         try:
             return executor(*arguments), run
         except BaseException:  # Cancel too
-            model.discard_run(run.run)
+            run.model.discard_run(run.run)
             raise
 
-    def _in_bands(self, model: RemoteTransformer, cut: BandCut, sampling: Sampling) -> tuple[torch.Tensor, BandedRun]:
+    def _in_bands(
+        self, model: RemoteTransformer, load: Load, cut: BandCut, sampling: Sampling
+    ) -> tuple[torch.Tensor, BandedRun]:
         """The samples of the whole latent, and the run. Raises NotLocal if the sampler needs more than its band."""
         draws = None
         if takes_noise_sampler(sampling.sampler):
@@ -283,10 +291,10 @@ class PipeFusion:
                 return sampling.band(cut, band, guider, options, draws, steps.band(band))
 
         try:
-            parts = run_bands(run, sample, steps.drain, LongStep(model, first=True))
+            parts = run_bands(run, sample, steps.drain, KeptBands(sampling.stub, run, load))
             steps.drain()
         except BaseException:  # Cancel too
-            model.discard_run(run.run)
+            run.model.discard_run(run.run)
             raise
         finally:
             steps.close()
@@ -310,4 +318,5 @@ class PipeFusion:
             poll=check_cancelled,
             along=cut.patching.along,
             companion_tokens=companion_tokens,
+            is_kept=True,
         )

@@ -229,7 +229,7 @@ def _changed(
     call = with_tensors_told(call) if proof.options else call
     if not is_whole:
         call = whole_call(call, stub.checkpoint.built.call, sizes, proof, asked)
-    lists, tensor = block_lists(stub.meta), stub.setup.degrees.tensor
+    lists, tensor = block_lists(stub.meta), (stub.run.before or stub.setup).degrees.tensor
     found = stub.proofs.changes.of(stub.own, lists, proof, call, sizes, _times(stub), tensor, asked)
     if found[0].get("guidance"):
         tell_if_together(stub)
@@ -264,9 +264,10 @@ def _of_band(
 def _key(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Key:
     """What a trial is for. Bands are tried only for a run in bands, since that takes many calls of the model, and for words
     that run once; and a plan is made of all modes."""
-    degrees = stub.setup.degrees
+    setup = stub.run.before or stub.setup
+    degrees = setup.degrees
     bands = stub.run.whole_calls is not None or degrees.naive or adapter_of(stub.own.kind).steady
-    return structure(call, sizes), degrees.sequence > 1 or bool(stub.setup.planned), bands, degrees.tensor
+    return structure(call, sizes), degrees.sequence > 1 or bool(setup.planned), bands, degrees.tensor
 
 
 def proven(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Proof:
