@@ -121,8 +121,8 @@ class UlyssesConfig:
                 ),
                 "keep_run": flag(
                     True,
-                    "If a GPU fails or hangs during a run, the run goes on with the other GPUs, and only the step is computed "
-                    "again. If one runs out of memory, more weights are streamed. Off: the run ends with an error.",
+                    "If a GPU fails or hangs during a run, the run goes on with the other GPUs, and only that step is "
+                    "computed again. If one runs out of memory, more weights are streamed. Off: the run ends with an error.",
                 ),
             },
         }

@@ -42,7 +42,7 @@ class RankLost(RankError):
     """A rank died, hung, or lost its device. `devices`: of the ranks at fault; empty if it may be any of them. `did`: what
     they did, after their names."""
 
-    def __init__(self, text: str, devices: tuple[str, ...] = (), did: str = ""):  # see LinksDown
+    def __init__(self, text: str, devices: tuple[str, ...] = (), did: str = "failed"):  # see LinksDown
         super().__init__(text)
         self.devices, self.did = devices, did
 

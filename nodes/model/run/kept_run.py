@@ -96,7 +96,7 @@ def _goes_on(stub: Stub, model: RemoteTransformer | None, error: DeviceFull | Ra
 
 def _on_devices_left(stub: Stub, error: RankLost) -> str:
     """Give `stub` the setup for devices that are left. The line for the user."""
-    setup, step = stub.setup, stub.run.step
+    setup = stub.setup
     left = devices_left(setup.devices, [name.partition(" on ")[0] for name in error.devices])
     if len(left) < len(setup.devices):
         degrees = next(iter(degrees_left(setup.degrees, len(left), lambda each: _is_possible(stub, each))))
@@ -105,7 +105,7 @@ def _on_devices_left(stub: Stub, error: RankLost) -> str:
         stub.run.before = stub.run.before or setup
         stub.setup = replace(setup, devices=left, degrees=degrees, stage_split=split, planned="")
     who = " and ".join(error.devices) or "the ranks"
-    return f"{who} {error.did or 'failed'}{f' in {step}' if step else ''}. The run goes on with {', '.join(left)}"
+    return f"{who} {error.did} in {stub.run.step}. The run goes on with {', '.join(left)}"
 
 
 def _is_possible(stub: Stub, degrees: Degrees) -> bool:

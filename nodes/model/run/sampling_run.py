@@ -140,11 +140,11 @@ class SamplingRun:
 
     @property
     def step(self) -> str:
-        """Of the sampler in the last model call: "step 17 of 20". Empty: the call does not say."""
+        """Of the sampler in the last model call: "step 17 of 20"; "a step" if the call does not say."""
         options = self.call[1]
         sigmas, sigma = options.get("sample_sigmas", ()), options.get("sigmas")
         if sigma is None or len(sigmas) < 2:
-            return ""
+            return "a step"
         above = int((torch.as_tensor(sigmas).cpu() > float(sigma.max()) * (1 + 1e-6)).sum())
         return f"step {min(above + 1, len(sigmas) - 1)} of {len(sigmas) - 1}"
 
@@ -159,4 +159,4 @@ class SamplingRun:
         """A call is answered: tell the user if it had to be made again."""
         if self._lost is not None:
             (began, step), self._lost = self._lost, None
-            self.tell(f"{step or 'the step'} was computed again, {time.perf_counter() - began:.1f} s")
+            self.tell(f"{step} was computed again, {time.perf_counter() - began:.1f} s")
