@@ -153,6 +153,7 @@ class PipeFusion:
         started = time.perf_counter()
         result, run, cache = None, None, stub.run.cache
         stub.run.calls.clear()
+        stub.run.shape = whole = CallShape((sampling.entries, *sampling.shapes[0][1:]), sampling.text_tokens)
         cut = self._cut(model, sampling)
         if cache is not None:
             cache.restart(len(cut.rows))
@@ -175,7 +176,6 @@ class PipeFusion:
         seconds = time.perf_counter() - started
         calls, exact_calls = stub.run.calls, stub.run.calls.total()
         if run is not None:
-            whole = CallShape((sampling.entries, *sampling.shapes[0][1:]), sampling.text_tokens)
             calls, exact_calls = Counter({whole: run.exact_calls + run.banded_calls}), run.exact_calls
         gained, advice = gain_and_advice(stub, calls, exact_calls, seconds)
         stub.run.calls.clear()

@@ -104,6 +104,8 @@ class SamplingRun:
     """The setup before the first loss of a device, for which the run's calls were tried. None: no device was lost."""
     call: tuple[float, Mapping[str, Any]] = (0.0, {})
     """Of the last model call, when it began, by time.perf_counter, and its transformer_options."""
+    shape: CallShape | None = None
+    """Of its model calls. None: it has made none."""
     _lost: tuple[float, str] | None = None
     """When the call began that is to be made again, and its step."""
 
@@ -126,6 +128,7 @@ class SamplingRun:
     @contextlib.contextmanager
     def counted(self, call: CallShape, steps: int) -> Iterator[None]:
         """Around a call outside of bands, of a sampler with `steps` steps."""
+        self.shape = call
         if self.began is None:
             self.began = time.perf_counter()
         try:
@@ -147,6 +150,11 @@ class SamplingRun:
             return "a step"
         above = int((torch.as_tensor(sigmas).cpu() > float(sigma.max()) * (1 + 1e-6)).sum())
         return f"step {min(above + 1, len(sigmas) - 1)} of {len(sigmas) - 1}"
+
+    @property
+    def kind(self) -> tuple[CallShape | None, bool]:
+        """The shape of its calls, and whether it was tried for bands."""
+        return self.shape, self.whole_calls is not None
 
     def lost(self) -> None:
         """Its ranks are lost, and the last call is going to be made again."""

@@ -17,6 +17,7 @@ import latent_preview
 from boot import Results, Told, difference, ksampler, node, parallel, random_prompts, sequence, torch
 
 SILENCE = 8.0
+TOLD = ("The run goes on with", "One more try", "was computed again")
 STALL = 4.0
 """Seconds without progress after which ranks of these runs hang."""
 
@@ -100,7 +101,7 @@ def main(results: Results, name: str, runs: dict[str, tuple[str, int, str, str, 
             found["seconds"] = time.perf_counter() - began
             found["did not fail"] = armed.exists()
         found |= {
-            "told": [text.removeprefix("Parallel DiT: ") for text in told.texts if "goes on" in text or "again" in text],
+            "told": [text.removeprefix("Parallel DiT: ") for text in told.texts if any(part in text for part in TOLD)],
             "starts": list(started),
             "difference": difference(usual, samples),
             "calls made again": [len(each[1]) for each in breaks],
