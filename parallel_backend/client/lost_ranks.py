@@ -52,9 +52,10 @@ def devices_left(devices: Sequence[str], lost: Sequence[str]) -> tuple[str, ...]
 def degrees_left(before: Degrees, ranks: int, is_possible: Callable[[Degrees], bool]) -> list[Degrees]:
     """The degrees in which a run with the degrees `before` can go on with most of so many ranks, on the axes that it used.
 
-    Those with least weights on each rank come first. Copies and patches do not become more: a call may be too small.
+    Those with least weights on each rank come first. Copies and patches do not become more: a call may be too small. Stages
+    may replace tensor ranks, whose number divides the layers.
     """
-    used = [axis for axis in AXES if getattr(before, axis) > 1]
+    used = {axis for axis in AXES if getattr(before, axis) > 1} | ({"pipe"} if before.tensor > 1 else set())
 
     def continues(degrees: Degrees) -> bool:
         fewer = degrees.batch <= before.batch and degrees.patch <= before.patch

@@ -61,7 +61,8 @@ def test_devices_left(devices, lost, left):
         (Degrees(batch=2, ulysses=2), 3, Degrees(ulysses=3)),
         (Degrees(batch=2), 1, Degrees()),
         (Degrees(patch=4, patch_mode="naive"), 3, Degrees(patch=3, patch_mode="naive")),
-        (Degrees(tensor=4), 3, Degrees(tensor=2)),
+        (Degrees(tensor=4), 3, Degrees(pipe=3)),
+        (Degrees(tensor=3), 2, Degrees(tensor=2)),
     ],
     ids=str,
 )
