@@ -59,10 +59,11 @@ def degrees_left(before: Degrees, ranks: int, is_possible: Callable[[Degrees], b
 
     def continues(degrees: Degrees) -> bool:
         fewer = degrees.batch <= before.batch and degrees.patch <= before.patch
-        return fewer and all(axis in used for axis in AXES if getattr(degrees, axis) > 1) and is_possible(degrees)
+        return fewer and all(axis in used for axis in AXES if getattr(degrees, axis) > 1)
 
     for world in range(ranks, 1, -1):
-        every = (replace(each, patch_mode=before.patch_mode) if each.patch > 1 else each for each in all_degrees(world))
-        if found := [degrees for degrees in every if continues(degrees)]:
+        every = [degrees for degrees in all_degrees(world) if continues(degrees)]
+        of_mode = [replace(degrees, patch_mode=before.patch_mode) if degrees.patch > 1 else degrees for degrees in every]
+        if found := list(filter(is_possible, of_mode)):
             return sorted(found, key=lambda degrees: -degrees.pipe * degrees.tensor)
     return [Degrees()]

@@ -66,6 +66,8 @@ def main(results: Results, name: str, runs: dict[str, tuple[str, int, str, str, 
         def prepare(*_arguments, **_named):
             return lambda index, *_others: act() if index + 2 == step else None
 
+        if step == 1:
+            act()
         with mock.patch.object(latent_preview, "prepare_callback", prepare):
             yield
 
@@ -74,6 +76,7 @@ def main(results: Results, name: str, runs: dict[str, tuple[str, int, str, str, 
 
     def lost(mode, ranks, sampler, kind, step, steps) -> dict[str, Any]:
         model, found = model_of(name, mode, ranks), {}
+        found["setup before"] = str(model.model.diffusion_model.setup.degrees)
         run = functools.partial(ksampler, model, prompts, empty, sampler, steps)
         registry().close()
         registry().start_of = lambda _devices: functools.partial(LocalRanks)
