@@ -141,14 +141,11 @@ class PipeFusion:
         reason = prove(sampling, stub, stub.setup.degrees.pipe > 1 or stub.setup.degrees.displaced) or None
         if reason is not None and self.is_asked and not stub.setup.planned:
             raise ValueError(stub.without_bands(reason))
-        load = functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
-        return kept(stub, load, lambda model: self._sample(model, load, sampling, executor, reason))
+        return kept(stub, self._load(sampling), lambda model: self._sample(model, sampling, executor, reason))
 
-    def _sample(
-        self, model: RemoteTransformer, load: Load, sampling: Sampling, executor, reason: str | None = None
-    ) -> torch.Tensor:
-        """The samples of the whole latent. `model`: that of `sampling`, on its ranks. `load`: gives it on others. `reason`:
-        why the run has to be exact. None: it has not."""
+    def _sample(self, model: RemoteTransformer, sampling: Sampling, executor, reason: str | None = None) -> torch.Tensor:
+        """The samples of the whole latent. `model`: that of `sampling`, on its ranks. `reason`: why the run has to be exact.
+        None: it has not."""
         stub = sampling.stub
         started = time.perf_counter()
         result, run, cache = None, None, stub.run.cache
@@ -159,7 +156,7 @@ class PipeFusion:
             cache.restart(len(cut.rows))
         try:
             if reason is None:
-                result, run, reason = self._in_patches(model, load, cut, sampling, executor)
+                result, run, reason = self._in_patches(model, cut, sampling, executor)
         except NotLocal as why:
             reason = str(why)
         if result is None:
@@ -198,23 +195,27 @@ class PipeFusion:
         return result
 
     def _in_patches(
-        self, model: RemoteTransformer, load: Load, cut: BandCut, sampling: Sampling, executor, trials: int = MOST_TRIALS
+        self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor, trials: int = MOST_TRIALS
     ) -> tuple[torch.Tensor | None, BandedRun | None, str | None]:
         """(samples, run, None), or last why the run has to be exact; None there, too: there is a single patch. NotLocal if a
         call is still not tried after this number of `trials`."""
         try:
             if model.degrees.displaced:
                 reason = why_not_displaced(sampling)
-                return (None, None, reason) if reason else (*self._displaced(model, load, cut, sampling, executor), None)
+                return (None, None, reason) if reason else (*self._displaced(model, cut, sampling, executor), None)
             if len(cut.rows) == 1:
                 return None, None, None
             reason = why_not_banded(sampling) or why_wrapped(executor)
-            return (None, None, reason) if reason else (*self._in_bands(model, load, cut, sampling), None)
+            return (None, None, reason) if reason else (*self._in_bands(model, cut, sampling), None)
         except NotTried as call:
             if trials == 0:
                 raise
             call.prove()
-            return self._in_patches(model, load, cut, sampling, executor, trials - 1)
+            return self._in_patches(model, cut, sampling, executor, trials - 1)
+
+    def _load(self, sampling: Sampling) -> Load:
+        """Loads the model for the run, or gets it if it is on ranks."""
+        return functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
 
     def _expected(self, sampling: Sampling) -> Request | None:
         """The run for which the ranks need memory when the model is loaded. None: the latent does not fit this model."""
@@ -245,16 +246,15 @@ class PipeFusion:
         return BandCut(patching, rows, sampling.shapes)
 
     def _displaced(
-        self, model: RemoteTransformer, load: Load, cut: BandCut, sampling: Sampling, executor
+        self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor
     ) -> tuple[torch.Tensor, BandedRun]:
         """Displaced patches: the sampler runs once, on ComfyUI's thread. Its calls belong to one run on the ranks."""
         extrapolate = self.extrapolate and not takes_noise_sampler(sampling.sampler)
         run = self._banded_run(model, cut, sampling.stub, True, extrapolate)
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         limit = exact_above(sampling.sigmas, self.warmup_steps)
-        options["transformer_options"][BAND_KEY] = Band(
-            run, 0, limit, sampling.stub, sampling.shapes, sampling.shapes, KeptBands(sampling.stub, run, load)
-        )
+        poll = KeptBands(sampling.stub, run, self._load(sampling))
+        options["transformer_options"][BAND_KEY] = Band(run, 0, limit, sampling.stub, sampling.shapes, sampling.shapes, poll)
         arguments = replace(sampling, extra_args={**sampling.extra_args, "model_options": options}).arguments
         try:
             return executor(*arguments), run
@@ -262,9 +262,7 @@ class PipeFusion:
             run.model.discard_run(run.run)
             raise
 
-    def _in_bands(
-        self, model: RemoteTransformer, load: Load, cut: BandCut, sampling: Sampling
-    ) -> tuple[torch.Tensor, BandedRun]:
+    def _in_bands(self, model: RemoteTransformer, cut: BandCut, sampling: Sampling) -> tuple[torch.Tensor, BandedRun]:
         """The samples of the whole latent, and the run. Raises NotLocal if the sampler needs more than its band."""
         draws = None
         if takes_noise_sampler(sampling.sampler):
@@ -291,7 +289,7 @@ class PipeFusion:
                 return sampling.band(cut, band, guider, options, draws, steps.band(band))
 
         try:
-            parts = run_bands(run, sample, steps.drain, KeptBands(sampling.stub, run, load))
+            parts = run_bands(run, sample, steps.drain, KeptBands(sampling.stub, run, self._load(sampling)))
             steps.drain()
         except BaseException:  # Cancel too
             run.model.discard_run(run.run)
