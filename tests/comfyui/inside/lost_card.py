@@ -93,7 +93,7 @@ def main(results: Results, name: str, runs: dict[str, tuple[str, int, str, str, 
 
         with tempfile.TemporaryDirectory() as folder:
             armed = Path(folder) / ARMED
-            entry = functools.partial(failing, Path(folder), kind, ranks - 1)
+            entry = functools.partial(failing, Path(folder), kind, ranks // 2)
             registry().start_of = lambda _devices: functools.partial(LocalRanks, entry=entry)
             run()  # the ranks are warm
             told.texts.clear()
