@@ -17,7 +17,8 @@ from testing import mini
 from testing.comfyui.scripted import ComfyUI, Inside
 
 SCRIPTS = Path(__file__).parents[1] / "comfyui" / "inside"
-MODEL = "tiny.safetensors"
+MODEL, SIZES = "small.safetensors", {"width": 512, "single_blocks": 6}
+"""Four heads, and two blocks for each of four stages."""
 MODES = ("ulysses", "ring", "tensor", "split batch", "stages", "pipefusion", "displaced")
 SAMPLERS = ("euler", "dpmpp_2m", "uni_pc")
 KINDS = ("killed", "hangs", "out of memory")
@@ -51,7 +52,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         models = Path(directory) / "models" / "diffusion_models"
         models.mkdir(parents=True)
-        mini.save(mini.random_model(mini.IN_COMFYUI), models / MODEL)
+        mini.save(mini.random_model(mini.IN_COMFYUI | SIZES), models / MODEL)
         inside = Inside(ComfyUI(checkout, find_python(checkout)), Path(directory), SCRIPTS)
         try:
             for name, each in runs(options.steps).items():

@@ -15,10 +15,10 @@ RUNS = {
         ("pipefusion", 4, "res_multistep", "out of memory", 3),
         ("displaced", 2, "euler", "hangs", 3),
         ("displaced", 4, "dpmpp_2m", "killed", 4),
-        ("ulysses", 4, "res_multistep", "killed", 1),
-        ("ulysses", 2, "uni_pc", "hangs", STEPS),
+        ("ulysses", 2, "res_multistep", "killed", 1),
+        ("ring", 4, "uni_pc", "hangs", STEPS),
         ("ring", 2, "dpmpp_2m", "out of memory", 2),
-        ("tensor", 4, "uni_pc", "killed", 4),
+        ("tensor", 2, "uni_pc", "killed", 4),
         ("split batch", 2, "res_multistep", "killed", 2),
         ("stages", 2, "euler", "out of memory", 5),
     )
