@@ -18,7 +18,7 @@ from parallel_backend.processes.pool import DeviceFull, RankLost
 
 from .gained import MeasuredRun
 from .long_step import LongStep
-from .sampling_run import SamplingRun
+from .sampling_run import NO_CALL, SamplingRun
 
 T = TypeVar("T")
 Load = Callable[[], RemoteTransformer]
@@ -72,7 +72,7 @@ class KeptBands:
 
 def end(stub: Stub) -> None:
     """The run has ended: the next one begins with the devices and degrees of before."""
-    before = stub.run.before
+    stub.run.call, before = NO_CALL, stub.run.before  # its options have the run in bands, and that has the model
     if before is not None:
         plan = {name: getattr(before, name) for name in ("devices", "degrees", "stage_split", "planned")}
         stub.setup, stub.run.before = replace(stub.setup, **plan), None

@@ -31,6 +31,9 @@ TAKING_TURNS = (
 )
 
 
+NO_CALL: tuple[float, Mapping[str, Any]] = (0.0, {})
+
+
 @dataclass(frozen=True)
 class CallShape:
     """What the seconds of a model call depend on."""
@@ -102,7 +105,7 @@ class SamplingRun:
     """Further ones, after ranks were lost."""
     before: Setup | None = None
     """The setup before the first loss of a device, for which the run's calls were tried. None: no device was lost."""
-    call: tuple[float, Mapping[str, Any]] = (0.0, {})
+    call: tuple[float, Mapping[str, Any]] = NO_CALL
     """Of the last model call, when it began, by time.perf_counter, and its transformer_options."""
     shape: CallShape | None = None
     """Of its model calls. None: it has made none."""
