@@ -165,6 +165,7 @@ class PipeFusion:
             if cache is not None:
                 cache.restart()
             result = executor(*sampling.arguments)
+        stub.run.tell_again()  # of the last step
         stats: list[RunStats] = []  # stays empty if a guider's other model has replaced this one on the ranks
         model = run.model if run is not None else stub.run.loaded() or model  # others if ranks were lost
         with contextlib.suppress(RankLost):  # the samples are there

@@ -14,7 +14,7 @@ RUNS = {
         ("pipefusion", 4, "euler", "killed", 4),
         ("pipefusion", 4, "res_multistep", "out of memory", 3),
         ("displaced", 2, "euler", "hangs", 3),
-        ("displaced", 4, "dpmpp_2m", "killed", 4),
+        ("displaced", 4, "dpmpp_2m", "out of memory", 4),
         ("ulysses", 2, "res_multistep", "killed", 1),
         ("ring", 4, "uni_pc", "hangs", STEPS),
         ("ring", 2, "dpmpp_2m", "out of memory", 2),

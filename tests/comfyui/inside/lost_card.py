@@ -24,20 +24,20 @@ STALL = 4.0
 
 def model_of(name: str, mode: str, ranks: int) -> Any:
     """The MODEL in a mode of so many CPU ranks."""
-    cpus = ",".join(["cpu"] * ranks)
+    on = functools.partial(parallel, name, devices=",".join(["cpu"] * ranks), stage_split="even")  # one way at each load
     match mode:
         case "ulysses" | "ring":
-            return parallel(name, 1, devices=cpus, config=sequence(**{mode: ranks}))
+            return on(1, config=sequence(**{mode: ranks}))
         case "tensor":
-            return parallel(name, 1, devices=cpus, tensor=ranks)
+            return on(1, tensor=ranks)
         case "split batch":
-            return parallel(name, 1, batch=ranks, devices=cpus)
+            return on(1, batch=ranks)
         case "stages":
-            return parallel(name, ranks, devices=cpus)
+            return on(ranks)
         case "pipefusion":
-            return node("ApplyPipeFusion", parallel(name, ranks, devices=cpus), ranks, 1, True)
+            return node("ApplyPipeFusion", on(ranks), ranks, 1, True)
         case "displaced":
-            return parallel(name, 1, devices=cpus, config=sequence(1, 1, "displaced", ranks))
+            return on(1, config=sequence(1, 1, "displaced", ranks))
     raise AssertionError(mode)
 
 
