@@ -58,6 +58,7 @@ def main() -> None:
             for name, each in runs(options.steps).items():
                 if options.only in name:
                     rows |= inside.run("lost_card", name=MODEL, runs={name: each})[0]
+                    rows[name].pop("traceback", None)
                     print(name, rows[name], flush=True)
                     if options.out is not None:
                         options.out.write_text(measuring.readable(head | {"steps": options.steps, "runs": rows}) + "\n")
