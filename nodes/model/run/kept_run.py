@@ -101,7 +101,9 @@ def _on_devices_left(stub: Stub, error: RankLost) -> str:
     left = devices_left(setup.devices, [name.partition(" on ")[0] for name in error.devices])
     if len(left) < len(setup.devices):
         among = degrees_left(setup.degrees, len(left), lambda each: _is_possible(stub, each))
-        degrees = MeasuredRun(setup, stub.checkpoint, {}, 0, 0.0, stub.run.proof).fastest(among, *stub.run.kind)
+        degrees = among[0]
+        if setup.planned:  # else a driver that hangs might be asked first, which devices these are
+            degrees = MeasuredRun(setup, stub.checkpoint, {}, 0, 0.0, stub.run.proof).fastest(among, *stub.run.kind)
         left = left[: degrees.world]
         split = setup.stage_split if degrees.pipe == setup.degrees.pipe else "auto"
         stub.run.before = stub.run.before or setup
