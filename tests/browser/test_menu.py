@@ -143,6 +143,9 @@ def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, serv
     inside["EmptySD3LatentImage"][:2], inside["KSampler"][2] = [64, 64], 2
     editor.load(graph)
     page.wait_for_function("() => app.rootGraph.subgraphs.size == 1")
+    editor.look_inside()  # its first time changes the saved file
+    shoot("run-on-several-gpus-1")
+    editor.look_inside(False)
     before = editor.saved()
     loader = "Load Diffusion Model (flux1-dev.safetensors) in Text to Image (Flux.1 Dev)"
     editor.menu("Parallel DiT", "Explain this workflow")
@@ -159,10 +162,13 @@ def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, serv
     page.keyboard.press("Control+z")
     page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 8")
     assert editor.saved() == before
+    editor.clear_toasts()
     command = editor.open_menu("Parallel DiT", "Run on several GPUs")
-    shoot("run-on-several-gpus")
+    shoot("run-on-several-gpus-2")
     command.click()
     page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 10")
+    editor.look_inside()
+    shoot("run-on-several-gpus-3")
     page.evaluate(
         """() => {
             const nodes = app.rootGraph.subgraphs.values().next().value.nodes;
@@ -171,5 +177,10 @@ def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, serv
             app.canvas.setGraph(app.rootGraph);
         }"""
     )
+    editor.clear_toasts()
     editor.run()
     assert editor.shown_picture(server).size == (64, 64)
+    editor.look_inside()
+    editor.tab("parallel-dit-ranks").click()
+    editor.page.get_by_text("Last runs").wait_for()
+    shoot("run-on-several-gpus-4")
