@@ -19,7 +19,7 @@ from testing.comfyui.scripted import ComfyUI, Inside
 SCRIPTS = Path(__file__).parents[1] / "comfyui" / "inside"
 MODEL, SIZES = "small.safetensors", {"width": 512, "single_blocks": 6}
 """Four heads, and two blocks for each of four stages."""
-MODES = ("ulysses", "ring", "tensor", "split batch", "stages", "pipefusion", "displaced")
+MODES = ("ulysses", "ring", "tensor", "split batch", "stages", "stages with a LoRA", "pipefusion", "displaced")
 SAMPLERS = ("euler", "dpmpp_2m", "uni_pc")
 KINDS = ("killed", "hangs", "out of memory")
 RANKS = (2, 4)

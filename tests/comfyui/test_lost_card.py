@@ -21,6 +21,7 @@ RUNS = {
         ("tensor", 2, "uni_pc", "killed", 4),
         ("split batch", 2, "res_multistep", "killed", 2),
         ("stages", 2, "euler", "out of memory", 5),
+        ("stages with a LoRA", 2, "dpmpp_2m", "killed", 4),
     )
 }
 LIMIT = 3e-5

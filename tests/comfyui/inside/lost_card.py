@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import latent_preview
-from boot import Results, Told, difference, ksampler, node, parallel, random_prompts, sequence, torch
+from boot import Results, Told, comfy, difference, ksampler, node, parallel, random_prompts, sequence, torch
 
 SILENCE = 8.0
 TOLD = ("The run goes on with", "One more try", "was computed again")
@@ -34,11 +34,22 @@ def model_of(name: str, mode: str, ranks: int) -> Any:
             return on(1, batch=ranks)
         case "stages":
             return on(ranks)
+        case "stages with a LoRA":
+            return with_lora(on(ranks))
         case "pipefusion":
             return node("ApplyPipeFusion", on(ranks), ranks, 1, True)
         case "displaced":
             return on(1, config=sequence(1, 1, "displaced", ranks))
     raise AssertionError(mode)
+
+
+def with_lora(model: Any) -> Any:
+    """The MODEL with a LoRA of one layer, by ComfyUI's own loader."""
+    layer, g = "diffusion_model.double_blocks.0.img_attn.proj", torch.Generator().manual_seed(1)
+    width, _ = model.model.diffusion_model.img_in.weight.shape
+    shapes = {"lora_A": (4, width), "lora_B": (width, 4)}
+    lora = {f"{layer}.{name}.weight": torch.randn(shape, generator=g) for name, shape in shapes.items()}
+    return comfy.sd.load_lora_for_models(model, None, lora, 1.0, 0.0)[0]
 
 
 def main(results: Results, name: str, runs: dict[str, tuple[str, int, str, str, int, int]]) -> None:
