@@ -31,7 +31,7 @@ def runs(steps: int) -> dict[str, tuple[str, int, str, str, int, int]]:
     places = itertools.cycle((steps - 3, 2, steps // 2, steps, 1))
     samplers = itertools.cycle(SAMPLERS)
     chosen: dict[str, tuple[str, int, str, str, int, int]] = {}
-    for mode, ranks, kind in itertools.product(MODES, RANKS, KINDS):
+    for kind, ranks, mode in itertools.product(KINDS, RANKS, MODES):
         if (mode, ranks) == ("split batch", 4):  # two prompts
             continue
         sampler, step = next(samplers), next(places)
