@@ -1,4 +1,4 @@
-"""`python -m tests.campaigns.kept_runs [--only TEXT] [--steps 20] [--out FILE.json]`
+"""`python -m tests.campaigns.kept_runs [--only PATTERN] [--steps 20] [--out FILE.json]`
 
 Kills a rank, has it hang or run out of memory in a step of a run, in several modes, on 2 and 4 CPU ranks, under three
 samplers of ComfyUI: what the run then costs, and how far its samples are from those of a run that loses nothing.
@@ -6,6 +6,7 @@ samplers of ComfyUI: what the run then costs, and how far its samples are from t
 
 import argparse
 import itertools
+import re
 import tempfile
 from datetime import date
 from pathlib import Path
@@ -42,7 +43,7 @@ def runs(steps: int) -> dict[str, tuple[str, int, str, str, int, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.kept_runs")
     parser.add_argument("--comfyui", type=Path, default=Path.home() / "ComfyUI")
-    parser.add_argument("--only", default="", help="runs whose name has this text")
+    parser.add_argument("--only", default="", help="runs in whose name this pattern is found")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -56,7 +57,7 @@ def main() -> None:
         inside = Inside(ComfyUI(checkout, find_python(checkout)), Path(directory), SCRIPTS)
         try:
             for name, each in runs(options.steps).items():
-                if options.only in name:
+                if re.search(options.only, name):
                     rows |= inside.run("lost_card", name=MODEL, runs={name: each})[0]
                     rows[name].pop("traceback", None)
                     print(name, rows[name], flush=True)
