@@ -87,6 +87,25 @@ def test_menu_keeps_every_wire(on_two_cards, shape):
     assert editor.prompt() == after
 
 
+def test_move_in(on_two_cards):
+    """Another pack's loader, which this ComfyUI does not have: as ComfyUI's own, and with Parallelize Model behind it."""
+    editor = on_two_cards
+    graph = workflow("into_a_subgraph")
+    editor.load(graph)
+    said(editor, PUT)
+    wanted = editor.prompt()
+    graph = json.loads(
+        json.dumps(graph).replace('"UNETLoader"', '"UNETLoaderMultiGPU"').replace('"default"]', '"default", "cuda:1"]')
+    )
+    editor.load(graph)
+    editor.page.keyboard.press("Escape")  # the editor says which nodes are missing
+    told = said(editor, "ParallelDiT.MoveIn")
+    assert told.startswith(
+        "A new workflow has ComfyUI's own nodes in place of: UNETLoaderMultiGPU. Parallelize Model is now"
+    )
+    assert editor.prompt() == wanted
+
+
 def test_run_on_one_gpu_again_where_a_subgraphs_input_feeds_the_node(on_two_cards):
     editor = on_two_cards
     editor.load(workflow("into_a_subgraph", ours_inside=True))

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.harness import measuring
 from scripts.comfyui_server import find_python
 from testing.comfyui.scripted import ComfyUI, Inside
-from tests.comfyui.test_own_classes import CLASSES, UNETS
+from tests.comfyui.test_own_classes import CLASSES, NEWER, UNETS
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "comfyui" / "inside"
 Row = dict[str, Any]
@@ -29,7 +29,8 @@ def main() -> None:
     options = parser.parse_args()
     checkout = options.comfyui.resolve()
     comfyui = ComfyUI(checkout, find_python(checkout))
-    classes = [name for name in (*UNETS, *CLASSES) if not options.only or name in options.only]
+    newer = [name for name, kind in NEWER.items() if comfyui.has_class(kind)]
+    classes = [name for name in (*UNETS, *CLASSES, *newer) if not options.only or name in options.only]
     head = {"what": "own_class", "date": date.today().isoformat(), "hardware": measuring.hardware()}
     rows: list[Row] = []
 

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from testing.comfyui.scripted import Inside
+from testing.comfyui.scripted import INSIDE, Inside
 from tests.campaigns.templates.conversion import Template, convert
+from tests.campaigns.templates.files import CASES
 from tests.campaigns.templates.runner import DIFFERS, EQUAL, FAILED, NOT_OURS, NOT_RUN, REFUSED, judge, run_all
 from tests.comfyui.conftest import SCRIPTS, comfyui  # noqa: F401 (a fixture)
 from tests.support import chromium
@@ -39,6 +40,11 @@ def test_a_template_of_no_family_is_not_started():
     prompt = {"1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "sd_xl_base_1.0.safetensors"}}}
     (verdict,) = run_all([Template("sdxl", "SDXL", 30, prompt)], inside=None, base=None)
     assert (verdict.outcome, verdict.reason) == (NOT_OURS, "sd_xl_base_1.0.safetensors: a UNet of Stable Diffusion's kind")
+
+
+def test_every_case_of_a_file_is_a_small_model():
+    small = json.loads((INSIDE / "small_models.json").read_text("utf-8"))
+    assert {case for _, case in CASES} <= small.keys()
 
 
 @pytest.mark.full

@@ -20,14 +20,10 @@ from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
-from parallel_backend.core.spans import Span, split_by_share
-from parallel_backend.core.token_order import class_order
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.call_arguments import to_tensors
-from parallel_backend.own_class.calls.patching import Patching
 from parallel_backend.own_class.calls.residuals import CONTROL, by_kind, for_trial
 from parallel_backend.own_class.calls.tried_calls import Call, draw_weights
-from parallel_backend.own_class.cuts.attention_calls import attention_by
 from parallel_backend.own_class.trials.trial import trial
 from tests.campaigns.transport.cases import nothing
 from tests.own_class import planted_prefix
@@ -244,46 +240,6 @@ def test_steady_words_run_once(both: Both, tmp_path: Path, monkeypatch: pytest.M
         for each, output in zip(calls, found, strict=True):
             whole = replace(given, x=each.x, timestep=each.timestep).run(model)
             assert (output - whole).abs().max() <= 1e-5 * whole.abs().max()
-
-
-NAIVE = Degrees(patch=2, patch_mode="naive")
-
-
-@pytest.mark.full
-def test_naive_patches(both: Both, tmp_path: Path):
-    """Each patch is that of the class with a mask by which nothing of the other patch is seen."""
-    own, given, path, _ = saved("TwoStreams", tmp_path)
-    proof = trial(own, given, (1.0,), bands=True)
-    assert proof.bands == "" and proof.latent is not None
-    class_model = build(own)
-    class_model.load_state_dict(load_file(path), assign=True)
-    patching = Patching(side=1, video=True)
-    tokens, order = patching.pack(given.x).shape[1], class_order(patching.grid(given.x.shape), patching.along)
-    assert order is not None
-    parts = split_by_share(Span(0, tokens), (0.5, 0.5))
-
-    def of_patch(part: Span) -> torch.Tensor:
-        def attend(function, q, k, v, heads, mask=None, **more):
-            seen = torch.zeros(k.shape[-2], dtype=torch.bool)
-            words = len(seen) - tokens
-            seen[:words] = seen[words:][order[part.slice]] = True
-            return function(q, k, v, heads, seen[None, None, None], **more)
-
-        with torch.no_grad(), attention_by(attend):
-            return patching.pack(given.run(class_model))[:, part.slice]
-
-    expected = torch.cat([of_patch(part) for part in parts], dim=1)
-
-    def on(degrees: Degrees):
-        def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
-            model = loaded(replace(own, blocks=proof.blocks, latent=proof.latent), path, degrees, pools(degrees.world))
-            return [model.predict(call_of(given, bool(proof.batch)), nothing)]
-
-        return run
-
-    for degrees in (NAIVE, replace(NAIVE, ring=2)):
-        (found,) = both.check(on(degrees))
-        assert (patching.pack(found) - expected).abs().max() <= 1e-5 * expected.abs().max(), degrees
 
 
 def test_the_memory_check_goes_by_what_a_step_took(both: Both, tmp_path: Path):

@@ -8,12 +8,10 @@ import torch
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
-from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Offload
-from parallel_backend.rank.stage.store import device_copies
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.models import on_ranks, whole_call
@@ -45,13 +43,14 @@ def results(model: RemoteTransformer) -> list[torch.Tensor]:
     return [model.predict(ModelCall(*GIVEN), nothing), sampled]
 
 
-def test_streamed_weights_with_several_shares_on_the_device(both: Both, files: Files):
+@pytest.mark.parametrize("degrees", [PIPE, pytest.param(DISPLACED, marks=pytest.mark.slow)], ids=str)
+def test_streamed_weights_with_several_shares_on_the_device(both: Both, files: Files, degrees: Degrees):
     """What is to be resident changes between runs: blocks come, go, and take turns in slots."""
 
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
         if not on_gpu(pool(2)):
-            return results(load(files.mini(DEEP), PIPE)) * (1 + len(SHARES))
-        model = load(files.mini(DEEP), PIPE, offload=EVERYTHING)
+            return results(load(files.mini(DEEP), degrees)) * (1 + len(SHARES))
+        model = load(files.mini(DEEP), degrees, offload=EVERYTHING)
         whole = [one.total for one in model.resident.weights]
         assert all(held < total for held, total in zip(model.weight_bytes, whole, strict=True))
         found = results(model)
@@ -125,35 +124,6 @@ def test_adapters(both: Both, files: Files, offload):
     assert all(mini.relative(one, found[0]) > 1e-3 for one in found[1:-1])
 
 
-@pytest.mark.full
-def test_several_models_one_after_the_other_and_beside_each_other(both: Both, files: Files):
-    """Through the registry: each at other degrees; all give way, and come back."""
-
-    def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        registry, devices = Registry(), pool(2).devices
-        registry.start_of = lambda _devices: pool.start
-        path = files.mini().path
-        keys = [
-            mini.setup(path, "fp32", devices, degrees, "sdpa", "even") for degrees in (PIPE, Degrees(tensor=2), DISPLACED)
-        ]
-        found = []
-        try:
-            for _ in range(2):
-                for key in keys:
-                    registry.begin_run()
-                    found += results(registry.model(key, nothing))
-                for device in devices:
-                    registry.make_way(registry.pool, device, 1 << 50)
-            if on_gpu(registry.pool):
-                held = registry.pool.ask(m.ReadMemory(), m.DeviceMemoryReport).result(timeout=60)
-                assert max(each.held_bytes for each in held) < SMALL
-        finally:
-            registry.close()
-        return found
-
-    both.check(run)
-
-
 def test_buffers_of_another_models_open_run_are_not_counted_as_a_models_own(both: Both, files: Files):
     """What a model holds is memory that it may use again."""
 
@@ -171,19 +141,4 @@ def test_buffers_of_another_models_open_run_are_not_counted_as_a_models_own(both
         assert min(buffers) > SMALL
         return found
 
-    both.check(run)
-
-
-@pytest.mark.slow
-def test_a_wait_that_is_left_out_is_noticed_though_the_result_is_right(both: Both, files: Files, monkeypatch):
-    """The control of the tables: blocks are computed with while they may still be copied."""
-    monkeypatch.setattr(device_copies.CudaTicket, "wait", lambda self: None)
-
-    def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        offload = {"offload": EVERYTHING} if on_gpu(pool(1)) else {}
-        return [load(files.mini(DEEP), Degrees(), **offload).predict(ModelCall(*GIVEN), nothing)]
-
-    with pytest.raises(AssertionError, match=r"reads what stream .* writes, without waiting for it"):
-        both.check(run)
-    monkeypatch.undo()
     both.check(run)

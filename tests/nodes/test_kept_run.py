@@ -9,6 +9,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.own_class.plans.proof import Proof
 from parallel_backend.processes.pool import DeviceFull, RankError, RankLost
 from testing import mini
+from testing.models import Cancelled
 
 BEFORE = Degrees(pipe=2, ulysses=2)
 CUDA = tuple(f"cuda:{index}" for index in range(4))
@@ -21,10 +22,6 @@ class Model:
 
     def learn(self, error):
         return self.learned
-
-
-class Cancelled(BaseException):
-    """As ComfyUI's InterruptProcessingException."""
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from .door import DOOR
 from .mutant import Mutant
-from .two_events import TABLES, TWO_EVENTS
+from .two_events import TABLES, TWO_EVENTS, WAITS
 
 CORE = "parallel_backend/core/"
 WIRE = "parallel_backend/wire/"
@@ -49,7 +49,7 @@ CORE_MUTANTS = (
         CORE + "validate.py",
         "if degrees.ulysses > fewest:",
         "if degrees.ulysses > heads:",
-        ("tests/core", "tests/rank/test_tensor_parallel.py", "-k", "heads or refused"),
+        ("tests/core",),
     ),
     Mutant(
         "more devices than ranks not refused",
@@ -536,6 +536,7 @@ MUTANTS = (
     *NODE_MUTANTS,
     *TWO_EVENTS,
     *TABLES,
+    *WAITS,
     *YOUNGEST,
     *DOOR,
 )

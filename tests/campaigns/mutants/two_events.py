@@ -1,7 +1,9 @@
-"""Mutants of the two kinds that once lived: state that a first event leaves for a second one, and rows that tables lack."""
+"""Mutants of the two kinds that once lived, state that a first event leaves for a second one, and rows that tables lack; and
+waits that are left out."""
 
 from .mutant import Mutant
 
+CORE = "parallel_backend/core/"
 CLIENT, RANK, PROCESSES = "parallel_backend/client/", "parallel_backend/rank/", "parallel_backend/processes/"
 
 TWO_EVENTS = (
@@ -96,3 +98,46 @@ TABLES = (
     ),
 )
 """The second kind."""
+
+WAITS = (
+    Mutant(
+        "a piece of a file is filled again too early",
+        CORE + "device_copies.py",
+        "                piece[1].synchronize()\n",
+        "",
+        ("tests/emulated/test_staged_upload.py",),
+    ),
+    Mutant(
+        "memory is unpinned under copies from it",
+        CORE + "pinned.py",
+        "        torch.cuda.synchronize(device)\n",
+        "",
+        ("tests/client/test_shared_residuals.py", "-k", "unpinned"),
+    ),
+    Mutant(
+        "an output is sent before it has come",
+        RANK + "outbox.py",
+        "                copied.synchronize()\n",
+        "",
+        ("tests/emulated/test_modes.py",),
+    ),
+    Mutant(
+        "blocks do not wait for their weights",
+        RANK + "stage/store/device_copies.py",
+        "torch.cuda.current_stream(self._device).wait_event(self._done)",
+        "pass",
+        ("tests/emulated/test_weights.py", "-k", "shares_on_the_device"),
+    ),
+    Mutant(
+        "a replay waits for nothing",
+        RANK + "micro_step_graphs.py",
+        "        return outputs, graph.replay\n",
+        "\n        def replay() -> None:\n"
+        "            with torch.cuda.stream(self._stream):\n"
+        "                graph.replay()\n\n"
+        "        return outputs, replay\n",
+        ("tests/rank/test_micro_step_graphs.py", "-k", "same_bits"),
+        tier="default",
+    ),
+)
+"""Waits taken out. On a real card most of these give the right picture nearly always; emulated ones note each."""

@@ -136,16 +136,18 @@ def without_overlap(degrees: Degrees) -> Case:
 
 
 def vae(ranks: int) -> Case:
-    """Alone, and between the calls of a model whose stages still send."""
+    """Bands between the calls of a model whose stages still send; then tiles, and the encoder."""
 
     def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
-        x, given = torch.randn(1, 4, 6, 3, generator=torch.Generator().manual_seed(1)), mini.inputs(CONFIG)
-        found = []
-        model = load(files.mini(), Degrees(pipe=ranks))
+        sizes, generator = ((1, 4, 6, 3), (5, 4, 4, 4), (1, 3, 40, 12)), torch.Generator().manual_seed(1)
+        x, tiles, pixels = (torch.randn(size, generator=generator) for size in sizes)
+        model, given, found = load(files.mini(), Degrees(pipe=ranks)), mini.inputs(CONFIG), []
         decoder = OnRanks(pool(ranks), "vae", lambda: made_of(small_vae()))
         for _ in range(2):
             found += [model.predict(ModelCall(*given), nothing), decoder.run(x, nothing)]
-        return found
+        found += decoder.remote.run_tiles([tiles, 2 * tiles], nothing)
+        encoder = OnRanks(pool(ranks), "encoder", lambda: made_of(small_vae(), "encoder"), "encoder")
+        return [*found, encoder.run(pixels, nothing)]
 
     return Case(f"VAE bands on {ranks}", run)
 

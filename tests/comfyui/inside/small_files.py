@@ -37,4 +37,5 @@ def main(_results: Results, names: list[str]) -> None:
                     plain[key] = described(value, tensors)
         told = {"cfg": 3.0, "scheduler": "simple", "extras": plain, "detected": detected(name)}
         settings = json.dumps(told | {"boolean_masks": small_model(name).get("boolean_masks", False)})
+        tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
         save_file(tensors, BASE / f"{name}.inputs.safetensors", {"settings": settings})
