@@ -12,7 +12,7 @@ RUNS = {
     for mode, ranks, sampler, kind, step in (
         ("pipefusion", 2, "dpmpp_2m", "killed", 3),
         ("pipefusion", 4, "euler", "killed", 4),
-        ("pipefusion", 4, "res_multistep", "out of memory", 3),
+        ("pipefusion", 2, "res_multistep", "out of memory", 3),
         ("displaced", 2, "euler", "hangs", 3),
         ("displaced", 4, "dpmpp_2m", "out of memory", 4),
         ("ulysses", 2, "res_multistep", "killed", 1),
