@@ -260,6 +260,7 @@ def model_of(
         degrees=degrees,
         attention=attention,
         transfer_dtype=config.transfer_dtype,
+        keep_run=config.keep_run,
         offload=offload_of(values["offload"]),
         own_class=file.own,
         fp8_products=is_fast(FP8_PRODUCTS),

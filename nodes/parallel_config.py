@@ -23,12 +23,18 @@ class ParallelConfig:
     comm_overlap: bool = True
     patch_warmup_steps: int = 1
     transfer_dtype: str = "full"
+    keep_run: bool = True
 
 
 def config_of(stub: RemoteDiffusionModel) -> ParallelConfig:
     """The settings of a MODEL on ranks that do not depend on its degrees. All degrees are 1."""
     setup = stub.setup
-    return ParallelConfig(attention=setup.attention, comm_overlap=stub.comm_overlap, transfer_dtype=setup.transfer_dtype)
+    return ParallelConfig(
+        attention=setup.attention,
+        comm_overlap=stub.comm_overlap,
+        transfer_dtype=setup.transfer_dtype,
+        keep_run=setup.keep_run,
+    )
 
 
 def check_widgets(
@@ -112,6 +118,11 @@ class UlyssesConfig:
                     "links. That is half the traffic of bf16, and the image differs a little; int8 is closer. residual: "
                     "patch_mode displaced sends the change since the last step in 4 bits per value, and ulysses_degree "
                     "sends int8.",
+                ),
+                "keep_run": flag(
+                    True,
+                    "If a GPU fails or hangs during a run, the run goes on with the other GPUs, and only that step is "
+                    "computed again. If one runs out of memory, more weights are streamed. Off: the run ends with an error.",
                 ),
             },
         }

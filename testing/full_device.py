@@ -9,7 +9,7 @@ from parallel_backend.wire.rank_settings import RankSettings
 from .emulated_device import EmulatedDevice, worker_on
 
 VICTIM = 1
-FROM = 4
+FROM = 2
 """The first of the victim's micro-steps that fails, from 1 on."""
 
 

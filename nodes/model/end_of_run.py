@@ -19,8 +19,8 @@ def gain_and_advice(
 ) -> tuple[str, tuple[str, ...]]:
     """RunReport.gained of a run, and lines of advice: one at most, and once for each MODEL. See MeasuredRun.
 
-    A run with a step cache gets neither, since one GPU may have the cache too. The links of a calibration that is kept
-    become the pool's, for who shows them.
+    A run with a step cache gets neither, since one GPU may have the cache too, nor one that lost ranks. The links of a
+    calibration that is kept become the pool's, for who shows them.
     """
     run = MeasuredRun(stub.setup, stub.checkpoint, calls, exact_calls, seconds, stub.run.proof)
     model = stub.run.loaded()
@@ -29,7 +29,7 @@ def gain_and_advice(
         return "", ()
     if model is not None and calibration.machine.names == model.pool.devices and not model.pool.links:
         model.pool.links = figures(calibration.machine.links)
-    if stub.run.cache is not None:
+    if stub.run.cache is not None or stub.run.tries.count:
         return "", ()
     advice, stub.advised = "" if stub.advised else run.advice(), True  # every mode is predicted: not after each run
     return run.gained(), (advice,) if advice else ()

@@ -32,6 +32,7 @@ from .patches.reach import Unread, refuse_unread
 from .patches.rope import riflex
 from .patches.text_guidance import GUIDANCE_KEY, text_guidance
 from .rank_memory import OnAnotherGPU, RankMemoryPatcher, other_gpus
+from .run.kept_run import end
 from .run.sampling_run import SamplingRun
 from .run.step_cache import CACHE_KEY, HOOKED, begin_cache
 
@@ -124,6 +125,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         if run.calls:
             tell_of_run(self.stub)
             run.calls.clear()  # ComfyUI cleans up again when another node is at work
+        end(self.stub)
         run.cache = None
         run.prepared.clear()
 

@@ -97,7 +97,7 @@ class AutoDegrees:
             enlarged=sampling.stub.setup.enlarged,
         )
         if (present := registry().planned(setup)) is not None:
-            return present
+            return replace(present, keep_run=self.setup.keep_run)
         warm_up = pipelines[-1].warmup_steps if pipelines else sampling.steps
         return self._planned(setup, sampling, warm_up)
 

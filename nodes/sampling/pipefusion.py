@@ -1,5 +1,6 @@
 """PipeFusion under any native sampler: a SAMPLER_SAMPLE wrapper that runs the sampler once for each band of the latent."""
 
+import contextlib
 import functools
 import logging
 import queue
@@ -25,12 +26,13 @@ from parallel_backend.core.spans import Span
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import KV_COPIES, Request
 from parallel_backend.placement.pipeline_model import choose_bands
+from parallel_backend.processes.pool import RankLost
 from parallel_backend.wire.sampling import RunStats
 
 from ..model.call.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
 from ..model.end_of_run import gain_and_advice, say_report
 from ..model.run.band import NotTried
-from ..model.run.long_step import LongStep
+from ..model.run.kept_run import KeptBands, Load, kept
 from ..model.run.sampling_run import CallShape
 from ..ui.host import check_cancelled
 from .band_guidance import BandedGuidance
@@ -139,8 +141,7 @@ class PipeFusion:
         reason = prove(sampling, stub, stub.setup.degrees.pipe > 1 or stub.setup.degrees.displaced) or None
         if reason is not None and self.is_asked and not stub.setup.planned:
             raise ValueError(stub.without_bands(reason))
-        load = functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
-        return sampling.stub.run.tried(load, lambda model: self._sample(model, sampling, executor, reason))
+        return kept(stub, self._load(sampling), lambda model: self._sample(model, sampling, executor, reason))
 
     def _sample(self, model: RemoteTransformer, sampling: Sampling, executor, reason: str | None = None) -> torch.Tensor:
         """The samples of the whole latent. `model`: that of `sampling`, on its ranks. `reason`: why the run has to be exact.
@@ -149,6 +150,7 @@ class PipeFusion:
         started = time.perf_counter()
         result, run, cache = None, None, stub.run.cache
         stub.run.calls.clear()
+        stub.run.shape = whole = CallShape((sampling.entries, *sampling.shapes[0][1:]), sampling.text_tokens)
         cut = self._cut(model, sampling)
         if cache is not None:
             cache.restart(len(cut.rows))
@@ -163,13 +165,15 @@ class PipeFusion:
             if cache is not None:
                 cache.restart()
             result = executor(*sampling.arguments)
+        stub.run.tell_again()  # of the last step
         stats: list[RunStats] = []  # stays empty if a guider's other model has replaced this one on the ranks
-        if model.on_ranks:
-            stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
+        model = run.model if run is not None else stub.run.loaded() or model  # others if ranks were lost
+        with contextlib.suppress(RankLost):  # the samples are there
+            if model.on_ranks:
+                stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
         seconds = time.perf_counter() - started
         calls, exact_calls = stub.run.calls, stub.run.calls.total()
         if run is not None:
-            whole = CallShape((sampling.entries, *sampling.shapes[0][1:]), sampling.text_tokens)
             calls, exact_calls = Counter({whole: run.exact_calls + run.banded_calls}), run.exact_calls
         gained, advice = gain_and_advice(stub, calls, exact_calls, seconds)
         stub.run.calls.clear()
@@ -210,6 +214,10 @@ class PipeFusion:
             call.prove()
             return self._in_patches(model, cut, sampling, executor, trials - 1)
 
+    def _load(self, sampling: Sampling) -> Load:
+        """Loads the model for the run, or gets it if it is on ranks."""
+        return functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
+
     def _expected(self, sampling: Sampling) -> Request | None:
         """The run for which the ranks need memory when the model is loaded. None: the latent does not fit this model."""
         checkpoint, degrees, shape = sampling.stub.checkpoint, sampling.stub.setup.degrees, sampling.shapes[0]
@@ -246,14 +254,13 @@ class PipeFusion:
         run = self._banded_run(model, cut, sampling.stub, True, extrapolate)
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         limit = exact_above(sampling.sigmas, self.warmup_steps)
-        options["transformer_options"][BAND_KEY] = Band(
-            run, 0, limit, sampling.stub, sampling.shapes, sampling.shapes, LongStep(model, first=True)
-        )
+        poll = KeptBands(sampling.stub, run, self._load(sampling))
+        options["transformer_options"][BAND_KEY] = Band(run, 0, limit, sampling.stub, sampling.shapes, sampling.shapes, poll)
         arguments = replace(sampling, extra_args={**sampling.extra_args, "model_options": options}).arguments
         try:
             return executor(*arguments), run
         except BaseException:  # Cancel too
-            model.discard_run(run.run)
+            run.model.discard_run(run.run)
             raise
 
     def _in_bands(self, model: RemoteTransformer, cut: BandCut, sampling: Sampling) -> tuple[torch.Tensor, BandedRun]:
@@ -283,10 +290,10 @@ class PipeFusion:
                 return sampling.band(cut, band, guider, options, draws, steps.band(band))
 
         try:
-            parts = run_bands(run, sample, steps.drain, LongStep(model, first=True))
+            parts = run_bands(run, sample, steps.drain, KeptBands(sampling.stub, run, self._load(sampling)))
             steps.drain()
         except BaseException:  # Cancel too
-            model.discard_run(run.run)
+            run.model.discard_run(run.run)
             raise
         finally:
             steps.close()
@@ -310,4 +317,5 @@ class PipeFusion:
             poll=check_cancelled,
             along=cut.patching.along,
             companion_tokens=companion_tokens,
+            is_kept=True,
         )

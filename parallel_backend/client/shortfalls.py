@@ -1,16 +1,13 @@
 """Limits learnt from running out of GPU memory: the bytes of a model's weights that each rank may keep, by the run's size.
 Estimates of a run's memory are not measured, so a run that fits by them may still run out. The next try streams that many
-bytes more on the rank that ran out. A sampling run is tried once more automatically.
+bytes more on the rank that ran out.
 """
 
 import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 from parallel_backend.core.setup import Setup
 from parallel_backend.placement.memory_model import Request
-from parallel_backend.processes.pool import DeviceFull
 
 Size = tuple[tuple[int, ...], int]
 """(tokens along the axes of the largest image, its batch entries)."""
@@ -43,35 +40,6 @@ class Shortfalls:
         return {
             rank: min(most[rank] for most in known if rank in most) for rank in {rank for most in known for rank in most}
         }
-
-
-class LearnsOfFailure(Protocol):
-    """A model on ranks, see RemoteTransformer."""
-
-    def learn(self, error: DeviceFull) -> str: ...
-
-
-class SecondTry:
-    """The automatic second try of a sampling run after a device ran out of memory. `tell`: shows the user a line."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self.line = ""
-        """The line that the user was shown. Empty: no device ran out."""
-        self._tell, self._over = tell, False
-        self._failed: Callable[[], LearnsOfFailure | None] = lambda: None  # weak reference to the model that ran out
-
-    def allows(self, model: LearnsOfFailure, error: DeviceFull) -> bool:
-        """`model` ran out of memory. Whether to try again, with a model that is loaded again, which streams more.
-
-        Calls under way fail together: each of them may be tried again.
-        """
-        line = model.learn(error)  # in any case: the next prompt goes by it
-        if self.line or not line:
-            self._over |= self._failed() is not model
-            return not self._over
-        self.line, self._failed = line, weakref.ref(model)
-        self._tell(line)
-        return True
 
 
 def size_of(requests: Sequence[Request]) -> Size | None:

@@ -56,6 +56,8 @@ class Setup:
     """Tensors that a LoRA enlarges, such as the first layer of Flux for an image of depths in further channels."""
     fp8_products: bool = False
     """Plain fp8 weights are multiplied in fp8, as ComfyUI does with `--fast fp8_matrix_mult`."""
+    keep_run: bool = field(default=True, compare=False)
+    """A sampling run goes on with new ranks if its ranks are lost. Ranks are not concerned."""
     own_class: OwnClass = field(kw_only=True)
     """The class that ranks build, ComfyUI's or quickstart's."""
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from parallel_backend.wire import messages as m
 
-from .failure_text import DEVICE_FULL, asked, died, explained, failed
+from .failure_text import DEVICE_FULL, DEVICE_LOST, FILE_GONE, asked, died, explained, failed
 from .local import Ranks
 from .watchdog import Verdict
 
@@ -36,6 +36,15 @@ class DeviceFull(RankError):
     def __init__(self, text: str, rank: int = 0, asked: int = 0):  # see LinksDown
         super().__init__(text)
         self.rank, self.asked = rank, asked
+
+
+class RankLost(RankError):
+    """A rank died, hung, or lost its device. `devices`: of the ranks at fault; empty if it may be any of them. `did`: what
+    they did, after their names."""
+
+    def __init__(self, text: str, devices: tuple[str, ...] = (), did: str = "failed"):  # see LinksDown
+        super().__init__(text)
+        self.devices, self.did = devices, did
 
 
 def again(error: E) -> E:
@@ -87,7 +96,10 @@ class FailureReport:
             failure = causes[0]
             error = self._error(failed(self._name(failure.rank), failure.doing, failure.summary), failure.traceback)
             full = DEVICE_FULL.search(failure.summary)
-            return DeviceFull(str(error), failure.rank, asked(failure.summary)) if full else error
+            if full:
+                return DeviceFull(str(error), failure.rank, asked(failure.summary))
+            lost = DEVICE_LOST.search(failure.summary)
+            return RankLost(str(error), (self._ranks.names[failure.rank],), "failed") if lost else error
         if died_unheard:
             return self._died(died_unheard[0], ended[died_unheard[0]])
         if late and any(failure.transport for failure in self._failures):
@@ -112,7 +124,9 @@ class FailureReport:
     def hang(self, verdict: Verdict) -> RankError:
         """The error for ranks that hang or are stopped, by the watchdog's verdict."""
         names = " and ".join(map(self._name, verdict.ranks))
-        return self._error(f"{names} {verdict.text}", "", *map(self._ranks.log_tail, verdict.ranks))
+        error = self._error(f"{names} {verdict.text}", "", *map(self._ranks.log_tail, verdict.ranks))
+        at_fault = verdict.ranks if len(verdict.ranks) < len(self._ranks.names) else ()
+        return RankLost(str(error), tuple(self._ranks.names[rank] for rank in at_fault), "did not answer")
 
     def _links_down(self, failures: list[m.Failure]) -> LinksDown:
         """The error for a failed self-test. Every rank's report is shown: each names the rank for which it waited."""
@@ -123,7 +137,8 @@ class FailureReport:
 
     def _died(self, rank: int, how: str) -> RankError:
         log = self._ranks.log_tail(rank)
-        return self._error(died(self._name(rank), how, self._doing(rank), log), "", log)
+        error = self._error(died(self._name(rank), how, self._doing(rank), log), "", log)
+        return error if how == FILE_GONE else RankLost(str(error), (self._ranks.names[rank],), "died")
 
     def _error(self, text: str, traceback: str, *logs: str) -> RankError:
         return RankError(explained(text, traceback, logs, self._ranks.logs))

@@ -10,6 +10,10 @@ from parallel_backend.wire.lifecycle import IDLE
 OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemory|MemoryError|can't allocate memory|bad_alloc", re.IGNORECASE)
 DEVICE_FULL = re.compile(r"OutOfMemoryError|(CUDA|HIP|Cuda failure|Hip failure)[^\n]*out of memory")
 """In the summary of a failure for want of a device's memory, not of the host's. NCCL names the driver's error."""
+DEVICE_LOST = re.compile(
+    r"(CUDA|HIP) error: [^\n]*(ECC|illegal memory access|launch failure|launch timed out|unavailable|unknown error)"
+)
+"""In the summary of a failure after which a GPU may be of no more use."""
 ASKED = re.compile(r"Tried to allocate ([0-9.]+) ([KMG]i)?B")
 """In torch's words: the bytes for which there was no room."""
 UNITS = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}

@@ -24,6 +24,7 @@ from parallel_backend.wire.shared_memory import Segment
 from .failure_report import DeviceFull as DeviceFull
 from .failure_report import FailureReport, RankError, again
 from .failure_report import LinksDown as LinksDown
+from .failure_report import RankLost as RankLost
 from .failure_text import NCCL_OFF, P2P_OFF
 from .gathers import Gathers
 from .local import LocalRanks, Ranks

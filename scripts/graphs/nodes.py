@@ -43,8 +43,9 @@ def ulysses_node(degree: int = 1, **others: Any) -> Node:
         "comm_overlap": True,
         "patch_warmup_steps": 1,
         "transfer_dtype": "full",
+        "keep_run": True,
     }
-    return Node("UlyssesConfig", (320, 278), widgets | others, (("parallel_config", "PARALLEL_CONFIG"),))
+    return Node("UlyssesConfig", (320, 302), widgets | others, (("parallel_config", "PARALLEL_CONFIG"),))
 
 
 def sampling_inputs(model: Link, positive: Link, negative: Link, latent: Node | Link, **widgets: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.spans import Span
 from parallel_backend.own_class.built.built_class import built_class
 from parallel_backend.own_class.calls.patching import Companion, Patching
-from parallel_backend.processes.pool import POLL_SECONDS
+from parallel_backend.processes.pool import POLL_SECONDS, RankLost
 from testing import mini
 from testing.models import Cancelled
 
@@ -290,6 +290,50 @@ def test_an_exception_in_one_band_ends_all(model, band, exact):
 
     with pytest.raises(KeyError, match="the sampler's own"):
         run_all(run, sample)
+
+
+@pytest.mark.parametrize("stages", [2, 1])
+@pytest.mark.parametrize("lost_at", range(4))
+def test_calls_under_way_are_made_again_on_other_ranks(model, lost_at, stages):
+    """Exact for a conditioning without keys there; from then on too, if a single stage is left."""
+    other = FakeModel()
+    other.degrees = Degrees(pipe=stages)
+    run = BandedRun(model, cut_rows(SHAPE, 3, PATCHING), SHAPE, warm_up=False, is_kept=True)
+    post = model.post
+
+    def failing(call: PostedCall) -> None:
+        if len(model.posted) == 3 * lost_at + 1:
+            model.error = RankLost("lost")
+        post(call)
+
+    def poll() -> None:
+        if run.lost is not None:
+            run.go_on(other, None, lambda: None)
+
+    model.post = failing
+    parts = run_all(run, shuffled(run, [False] * 5), poll)
+    other.close()
+    expected = noise()
+    for call in range(5):
+        expected = 2 * expected + torch.tensor(1.0 - call / 10)
+    assert torch.equal(torch.cat(parts, dim=2), expected)
+    assert run.lost is None
+    lengths = [len(posted.tokens) for posted in other.posted]
+    assert lengths[0] == 12
+    assert set(lengths[1:]) <= ({4} if stages > 1 else {12})
+    assert {posted.run for posted in other.posted} == ({1} if stages > 1 else {0})
+
+
+def test_cancel_ends_a_run_whose_ranks_are_lost(model):
+    model.error = RankLost("lost")
+    run = BandedRun(model, cut_rows(SHAPE, 3, PATCHING), SHAPE, warm_up=False, is_kept=True)
+
+    def cancel() -> None:
+        if run.lost is not None:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        run_all(run, shuffled(run, [False] * 3), cancel)
 
 
 @pytest.mark.parametrize("mute", [False, True])

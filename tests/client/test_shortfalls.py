@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from parallel_backend.client.call import ModelCall
+from parallel_backend.client.lost_ranks import FurtherTries
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.client.shortfalls import SecondTry, Shortfalls
+from parallel_backend.client.shortfalls import Shortfalls
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.placement.expected_request import expected_request
@@ -49,7 +50,7 @@ class Sampling:
     def __init__(self, registry: Registry, setup: Setup):
         self.registry, self.setup = registry, setup
         self.told: list[str] = []
-        self.second_try, self.tries = SecondTry(self.told.append), 0
+        self.further, self.tries = FurtherTries(self.told.append), 0
 
     def model(self) -> RemoteTransformer:
         expected = lambda: expected_request(model.checkpoint, (1, 16, 16, 12), 1, 8)  # noqa: E731
@@ -67,7 +68,8 @@ class Sampling:
             try:
                 return model.predict(call, nobody)
             except DeviceFull as error:
-                if not self.second_try.allows(model, error):
+                line = model.learn(error)
+                if not self.further.allows(model, functools.partial(str, line)):
                     raise
 
 
@@ -118,24 +120,23 @@ def test_a_run_that_runs_out_streams_and_ends_by_itself(ranks, registry, mini_fi
     assert (again.tries, again.told) == (len(expected), [])
 
 
-def test_a_second_failure_is_an_error_and_the_next_prompt_streams_still_more(registry, mini_file, runs_out, monkeypatch):
+def test_a_third_failure_is_an_error_and_the_next_prompt_streams_still_more(registry, mini_file, runs_out, monkeypatch):
     monkeypatch.setattr("parallel_backend.client.memory_guard.LEAST_SHORT", 1)
     setup, kept = setup_of(mini_file, ranks=1), []
-    weights = Sampling(registry, setup).model().resident.weights[0]
 
     def too_many(store: WeightStore) -> bool:
         kept.append(store.device_bytes)
-        return store.device_bytes > weights.total - (5 << 20)
+        return len(kept) <= 3
 
     runs_out(0, too_many, "1.00 MiB")
     first = Sampling(registry, setup)
     with pytest.raises(DeviceFull, match=r"It would fit with|Use more devices|set offload to"):
         first.run()
-    assert (first.tries, len(first.told), len(kept)) == (2, 1, 2)
+    assert (first.tries, len(first.told), len(kept)) == (3, 2, 3)
     following = Sampling(registry, setup)
     following.run()
-    assert following.tries in (3, 4)
-    assert kept[0] > kept[1] > kept[2]
+    assert following.tries == 3
+    assert kept[0] > kept[1] > kept[2] > kept[3]
 
 
 def test_where_nothing_can_be_streamed_the_error_comes_at_once(registry, mini_file, runs_out):
@@ -165,20 +166,6 @@ def test_loading_that_runs_out_is_done_once_more(registry, mini_file, monkeypatc
     assert model.resident.limits[0] < ALL
     assert any("cpu ran out of memory. One more try" in text for text in shown)
     assert "cpu ran out of memory" in caplog.text
-
-
-def test_calls_that_fail_together_are_all_tried_again():
-    class Model:
-        def learn(self, error):
-            return "a line"
-
-    told: list[str] = []
-    one, two, second_try = Model(), Model(), SecondTry(told.append)
-    assert second_try.allows(one, DeviceFull(""))
-    assert second_try.allows(one, DeviceFull(""))
-    assert not second_try.allows(two, DeviceFull(""))
-    assert not second_try.allows(one, DeviceFull(""))  # a run around the calls, which began with the first
-    assert told == ["a line"]
 
 
 def request(*grid: int, entries: int = 1) -> Request:

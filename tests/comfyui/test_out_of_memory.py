@@ -1,4 +1,4 @@
-"""A GPU that runs out of memory in the middle of a run costs the user a line and a second try, not the picture."""
+"""A GPU that runs out of memory in the middle of a run costs the user a line and a step, not the picture."""
 
 import pytest
 
@@ -12,10 +12,12 @@ def found(inside):
     return inside.run("out_of_memory", name="tiny.safetensors")[0]
 
 
-def test_the_second_try_streams_and_gives_the_same_picture(found):
+def test_the_second_try_streams_and_the_next_prompt_gives_the_same_picture(found):
     got = found["bands"]
     assert "error" not in got, got["traceback"]
-    assert got["differences"] == [0, 0]
+    first, second = got["differences"]
+    assert 0 < first < 0.1  # what is exact once more is closer to one rank's
+    assert second == 0
     assert got["pools"] == [2, 2]  # the next prompt needs no third
     assert min(got["limits"]) < ALL
     assert len(got["told"]) == 1

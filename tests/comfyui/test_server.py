@@ -110,9 +110,10 @@ def test_cancel_ends_the_prompt_and_the_next_one_runs(server, rank_processes, me
     assert np.array_equal(pixels(before.images[0]), pixels(after.images[0]))
 
 
-def test_killed_rank_is_named_and_the_next_prompt_runs(server, rank_processes):
+def test_killed_rank_is_named_without_keep_run_and_the_next_prompt_runs(server, rank_processes):
+    prompt = configured(workflow(steps=3000, seed=21), ulysses_degree=2, keep_run=False)
     with Events(server.port, "kill-test") as events:
-        prompt_id = server.queue(workflow(steps=3000, seed=21), client_id="kill-test")
+        prompt_id = server.queue(prompt, client_id="kill-test")
         events.until("progress", prompt_id, where=lambda data: data["max"] == 3000)
         first, second = rank_processes()
         second.kill()

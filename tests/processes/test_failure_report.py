@@ -3,7 +3,9 @@
 import pytest
 
 from parallel_backend.processes import failure_report
-from parallel_backend.processes.failure_report import FailureReport, LinksDown, again
+from parallel_backend.processes.failure_report import DeviceFull, FailureReport, LinksDown, RankError, RankLost, again
+from parallel_backend.processes.failure_text import FILE_GONE
+from parallel_backend.processes.watchdog import Verdict
 from parallel_backend.wire import messages as m
 
 
@@ -55,6 +57,40 @@ def test_a_rank_that_died_unheard_is_named_with_its_log():
     text = str(found.root_cause())
     assert text.startswith("Parallel DiT: rank 1 (cuda:0) was killed by signal 9, last seen in micro-step 1.")
     assert "log of 1" in text
+
+
+@pytest.mark.parametrize(
+    ("summary", "kind"),
+    [
+        ("AcceleratorError: CUDA error: uncorrectable ECC error encountered", RankLost),
+        ("RuntimeError: HIP error: unspecified launch failure", RankLost),
+        ("RuntimeError: CUDA error: device-side assert triggered", RankError),
+        ("RuntimeError: CUDA error: out of memory", DeviceFull),
+        ("RuntimeError: shapes differ", RankError),
+    ],
+)
+def test_a_run_goes_on_after_a_lost_device_and_not_after_an_error_that_would_come_again(summary, kind):
+    found = report(Ranks())
+    found.note_failure(m.Failure(2, "micro-step 3", False, summary, ""))
+    error = found.root_cause()
+    assert type(error) is kind
+    assert kind is not RankLost or (error.devices, error.did) == (("cuda:1",), "failed")
+
+
+@pytest.mark.parametrize(("how", "is_lost"), [("was killed by signal 9", True), (FILE_GONE, False)])
+def test_a_rank_that_died_is_lost_unless_its_file_is_damaged(how, is_lost):
+    found = report(Ranks(r1=how))
+    found.note_cut_off(1)
+    error = again(found.root_cause())
+    assert isinstance(error, RankLost) == is_lost
+    assert not is_lost or (error.devices, error.did) == (("cuda:0",), "died")
+
+
+@pytest.mark.parametrize(("ranks", "devices"), [((2,), ("cuda:1",)), ((0, 1, 2), ())])
+def test_ranks_that_hang_are_at_fault_unless_all_do(ranks, devices):
+    error = report(Ranks()).hang(Verdict(ranks, "came no further", hung=True))
+    assert isinstance(error, RankLost)
+    assert (error.devices, error.did) == (devices, "did not answer")
 
 
 def test_who_says_why_is_named_before_who_died_of_it():

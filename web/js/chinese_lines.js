@@ -151,6 +151,11 @@ const LINES = [
         /^(.*) ran out of memory\. One more try with new ranks: ([\d.]+) GB more of rank (\d+)'s weights are streamed from host memory$/,
         "$1 显存不足。现在用新的进程再试一次，进程 $3 的权重再有 $2 GB 用到时才从内存复制",
     ],
+    [/^the ranks did not answer in step (\d+) of (\d+)\. The run goes on with (.*)$/, "第 $1 步（共 $2 步）各进程没有响应，运行用 $3 继续"],
+    [/^(.*) did not answer in step (\d+) of (\d+)\. The run goes on with (.*)$/, "第 $2 步（共 $3 步）$1 没有响应，运行用 $4 继续"],
+    [/^(.*) died in step (\d+) of (\d+)\. The run goes on with (.*)$/, "第 $2 步（共 $3 步）$1 的进程意外结束，运行用 $4 继续"],
+    [/^(.*) failed in step (\d+) of (\d+)\. The run goes on with (.*)$/, "第 $2 步（共 $3 步）$1 出错，运行用 $4 继续"],
+    [/^step (\d+) of (\d+) was computed again, ([\d.]+) s$/, "第 $1 步（共 $2 步）已重算，用了 $3 秒"],
     [new RegExp(`^${P2P_OFF}$`), "P2P 已关闭：显卡直连时 NCCL 的互联自检没有通过，所以数据经内存传输"],
     [
         new RegExp(`^${NCCL_OFF}$`),

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,7 @@ from ..native.native_names import NativeNames
 from ..patches.reach import Unread, refuse_unread
 from ..patches.text_guidance import TextLayers
 from ..run.band import BAND_KEY, Band
+from ..run.kept_run import kept
 from ..run.long_step import LongStep
 from ..run.make_room import make_room
 from ..run.sampling_run import CallShape, SamplingRun
@@ -213,7 +215,7 @@ class RemoteDiffusionModel(torch.nn.Module):
             model.adapt(self._patches_name(), self._deltas(), check_cancelled, self._strengths())
             return model
 
-        return self.run.tried(lambda: self._loaded(expected), adapted)
+        return kept(self, lambda: self._loaded(expected), adapted)
 
     def _loaded(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """As `transformer`, with the patches of any earlier run."""
@@ -303,6 +305,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         second axis: [B, k + l]. Other nodes' wrappers are run if the native model runs them.
         """
         options = transformer_options or {}
+        self.run.call = time.perf_counter(), options
         arguments = {"context": context, "control": control, "transformer_options": options, **extra}
         if wrappers := wrappers_of(options):
             if runs_wrappers(self.native):
@@ -342,7 +345,7 @@ class RemoteDiffusionModel(torch.nn.Module):
             with self.run.counted(shape, steps):
                 return model.predict(call, poll, self.comm_overlap, cache, evaluation.start_next)
 
-        return self.run.tried(lambda: self.transformer(expected), predict)
+        return kept(self, lambda: self.transformer(expected), predict)
 
     def prove(self, run: Callable[[dict[str, Any]], Any], channels: Sequence[int], bands: bool = True) -> str:
         """Have the class tried for a run before its model is loaded: why `bands` are not proven. Empty: they are.

@@ -147,7 +147,7 @@ def _changed(
     tried = with_tensors_told(tried) if proof.options else tried
     if call.band is not None:
         tried = whole_call(tried, stub.checkpoint.built.call, call.sizes, proof, asked)
-    lists, tensor = block_lists(stub.meta), stub.setup.degrees.tensor
+    lists, tensor = block_lists(stub.meta), (stub.run.before or stub.setup).degrees.tensor
     found = stub.proofs.changes.of(stub.own, lists, proof, tried, call.sizes, times_of_run(stub), tensor, asked)
     if found[0].get("guidance"):
         tell_if_together(stub)

@@ -114,9 +114,10 @@ def of_band(stub: Stub, call: Call, sizes: tuple[int, ...], wholes: Sequence[Seq
 def _key(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Key:
     """What a trial is for. Bands are tried only for a run in bands, since that takes many calls of the model, and for words
     that run once; and a plan is made of all modes."""
-    degrees = stub.setup.degrees
+    setup = stub.run.before or stub.setup
+    degrees = setup.degrees
     bands = stub.run.whole_calls is not None or degrees.naive or adapter_of(stub.own.kind).steady
-    return structure(call, sizes), degrees.sequence > 1 or bool(stub.setup.planned), bands, degrees.tensor
+    return structure(call, sizes), degrees.sequence > 1 or bool(setup.planned), bands, degrees.tensor
 
 
 def proven(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Proof:

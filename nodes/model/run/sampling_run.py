@@ -7,30 +7,31 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 import comfy.model_patcher
 import torch
 
+from parallel_backend.client.lost_ranks import FurtherTries
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.client.shortfalls import SecondTry
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.built.built_class import BuiltClass, Counted
 from parallel_backend.own_class.plans.proof import Proof
-from parallel_backend.processes.pool import DeviceFull
 
 from ...ui.node_text import say
 from ..lora.patch_trial import Patch
 from .step_cache import SamplingCache
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 TAKING_TURNS = (
     "this MODEL and another one take turns on the same ranks. Each turn reads the weights again. Give one of them other "
     "devices, or load it with ComfyUI's own loader."
 )
+
+
+NO_CALL: tuple[float, Mapping[str, Any]] = (0.0, {})
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,19 @@ class SamplingRun:
     """By likeness of calls, what holds for all of them (call/prepared_call.py)."""
     lines: list[str] = field(default_factory=list)
     """What the user was told in the run and finds below its time: texts on a node replace each other."""
-    second_try: SecondTry = field(init=False)
+    tries: FurtherTries = field(init=False)
+    """Further ones, after ranks were lost."""
+    before: Setup | None = None
+    """The setup before the first loss of a device, for which the run's calls were tried. None: no device was lost."""
+    call: tuple[float, Mapping[str, Any]] = NO_CALL
+    """Of the last model call, when it began, by time.perf_counter, and its transformer_options."""
+    shape: CallShape | None = None
+    """Of its model calls. None: it has made none."""
+    _lost: tuple[float, str] | None = None
+    """When the call began that is to be made again, and its step."""
 
     def __post_init__(self) -> None:
-        self.second_try = SecondTry(self.tell)
+        self.tries = FurtherTries(self.tell)
 
     def tell(self, text: str) -> None:
         """Tell the user, on the node and in the console, and keep it for the end of the run."""
@@ -126,6 +136,7 @@ class SamplingRun:
     @contextlib.contextmanager
     def counted(self, call: CallShape, steps: int) -> Iterator[None]:
         """Around a call outside of bands, of a sampler with `steps` steps."""
+        self.shape = call
         if self.began is None:
             self.began = time.perf_counter()
         try:
@@ -134,24 +145,34 @@ class SamplingRun:
             self.calls.clear()
             self.began = None
             raise
+        self.tell_again()
         self.calls[call] += 1
         self.ended, self.steps = time.perf_counter(), steps
 
-    def tried(self, load: Callable[[], RemoteTransformer], work: Callable[[RemoteTransformer], T]) -> T:
-        """`work(load())`. If a device of that model runs out of memory in it, both are done again, once in the run."""
-        while True:
-            model = load()
-            try:
-                return work(model)
-            except DeviceFull as error:
-                if not self._tries_again(model, error):
-                    raise
+    @property
+    def step(self) -> str:
+        """Of the sampler in the last model call: "step 17 of 20"; "a step" if the call does not say."""
+        options = self.call[1]
+        sigmas, sigma = options.get("sample_sigmas", ()), options.get("sigmas")
+        if sigma is None or len(sigmas) < 2:
+            return "a step"
+        above = int((torch.as_tensor(sigmas).cpu() > float(sigma.max()) * (1 + 1e-6)).sum())
+        return f"step {min(above + 1, len(sigmas) - 1)} of {len(sigmas) - 1}"
 
-    def _tries_again(self, model: RemoteTransformer, error: DeviceFull) -> bool:
-        """`model`, which answered the run's calls, ran out of memory. Whether to try again."""
-        if not self.second_try.allows(model, error):
-            return False
+    @property
+    def kind(self) -> tuple[CallShape | None, bool]:
+        """The shape of its calls, and whether it was tried for bands."""
+        return self.shape, self.whole_calls is not None
+
+    def lost(self) -> None:
+        """Its ranks are lost, and the last call is going to be made again."""
+        self._lost = self._lost or (self.call[0], self.step)
         self.loads = 0  # the next one replaces no other MODEL's
         if self.cache is not None:
             self.cache.restart()  # it goes by the conditionings' numbers on the ranks, which begin anew
-        return True
+
+    def tell_again(self) -> None:
+        """A call is answered: tell the user if it had to be made again."""
+        if self._lost is not None:
+            (began, step), self._lost = self._lost, None
+            self.tell(f"{step} was computed again, {time.perf_counter() - began:.1f} s")

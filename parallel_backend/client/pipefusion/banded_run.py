@@ -5,7 +5,7 @@ for all bands: their latents are joined, and each band gets its rows of the outp
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.pipefusion_order import MicroStep, call_steps
 from parallel_backend.core.spans import Span, split_carrying
 from parallel_backend.own_class.calls.patching import Latents, Patching, latents_of, like
-from parallel_backend.processes.pool import Poll, wait_for
+from parallel_backend.processes.pool import DeviceFull, Poll, RankLost, wait_for
 
 
 class NotLocal(Exception):
@@ -77,6 +77,8 @@ class BandedRun:
 
     With displaced patches the run is one band of all rows, whose calls are stale unless they are exact. The first call for
     a conditioning is always exact, since a patch rank gets the other patches' keys only by an earlier call.
+
+    With `is_kept` lost ranks do not end the run: somebody looks at `lost` and calls `go_on` or `abort`.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class BandedRun:
         poll: Poll = lambda: None,
         along: str = "rows",
         companion_tokens: int = 0,
+        is_kept: bool = False,
     ):
         assert cache is None or cache.bands == len(rows)
         assert len(rows) == 1 or not model.degrees.displaced
@@ -98,17 +101,17 @@ class BandedRun:
         self.warm_up = warm_up or model.degrees.displaced
         self.patching = model.built.patching.cut(along)
         self.layout = TokenLayout(self.patching.grid(shape), along, companion_tokens)
-        self.run = model.open_run(extrapolate)
-        try:
-            model.watch_memory(self.run, len(rows), extrapolate, poll)
-        except BaseException:  # Cancel too
-            model.discard_run(self.run)
-            raise
+        self.extrapolate, self.is_kept = extrapolate, is_kept
+        self.lost: DeviceFull | RankLost | None = None
+        """Why the ranks are lost, until `go_on`: calls wait and are not answered."""
+        self._alone = False  # no rank computes patches any more
+        self._open_run(poll)
         self.exact_calls, self.banded_calls = 0, 0
         self._lock = threading.RLock()  # its holder posts, and may wait for memory and so for the ranks
         self._answering = threading.Lock()  # for `_open` only: the pool's thread answers, and must not wait for a poster
         self._calls = [0] * len(rows)  # calls made so far, per band
         self._waiting: dict[tuple[int, int], _Request] = {}  # by (call, band): not posted yet
+        self._requests: dict[tuple[int, int], _Request] = {}  # by (call, band): of calls that may have to be made again
         self._open: list[_Request] = []  # not answered yet, posted or not
         self._begun = 0  # calls that are decided on: exact, banded or forecast
         self._due: deque[_DueStep] = deque()  # of the newest call that is decided on
@@ -132,6 +135,8 @@ class BandedRun:
         with self._lock:
             if self._error is not None:
                 raise self._error
+            if self.is_kept:
+                self._requests = self._incomplete() | {(self._calls[band], band): request}
             self._waiting[self._calls[band], band] = request
             with self._answering:
                 self._open.append(request)
@@ -165,9 +170,61 @@ class BandedRun:
                 for request in unanswered:
                     self._settle(request, error)
 
+    def go_on(self, model: RemoteTransformer, cache: StepCache | None, poll: Poll) -> None:
+        """The ranks are lost, and `model` has others, with other degrees perhaps. Calls that some band waits for are made
+        again, by all bands. The first one of a conditioning is exact, since the new ranks have no keys. If they are neither
+        stages nor displaced patches, all further calls are exact. `cache`, `poll`: as when the run began.
+        """
+        with self._lock:
+            with self._answering:
+                self.model, self.cache, self.lost = model, cache, None
+            self.warm_up, self._alone = True, model.degrees.pipe == 1 and not model.degrees.displaced
+            self._requests = self._incomplete()
+            self._waiting = dict(self._requests)
+            self._begun = min((call for call, _ in self._requests), default=self._begun)
+            self._due.clear()
+            self._forecasts.clear()
+            self._known.clear()
+            self._time = float("nan")
+            try:
+                self._open_run(poll)
+            except (DeviceFull, RankLost) as error:
+                self._lose(model, error)
+            self._post_what_can_go()
+
+    def _open_run(self, poll: Poll) -> None:
+        self.run = self.model.open_run(self.extrapolate)
+        if self._alone:  # no keys are kept
+            return
+        try:
+            self.model.watch_memory(self.run, len(self.rows), self.extrapolate, poll)
+        except BaseException:  # Cancel too
+            self.model.discard_run(self.run)
+            raise
+
+    def _incomplete(self) -> dict[tuple[int, int], _Request]:
+        """The requests of calls that not all bands have an answer to."""
+        answered = Counter(call for (call, _), request in self._requests.items() if request.future.done())
+        return {key: request for key, request in self._requests.items() if answered[key[0]] < len(self.rows)}
+
+    def _lose(self, model: RemoteTransformer, error: DeviceFull | RankLost) -> None:
+        """The ranks of `model` are lost. It may be one that was replaced: each of its calls says so."""
+        with self._answering:
+            if model is self.model and self.lost is None:
+                self.lost = error
+
     def _post_what_can_go(self) -> None:
+        """As `_post_in_order`, unless the ranks are lost."""
+        try:
+            self._post_in_order()
+        except (DeviceFull, RankLost) as error:
+            if not self.is_kept:
+                raise
+            self._lose(self.model, error)
+
+    def _post_in_order(self) -> None:
         """Post due micro-steps in order, until one has a band that has not made its request yet."""
-        while self._error is None:
+        while self._error is None and self.lost is None:
             self._answer_forecasts()
             if not self._waiting:
                 return
@@ -207,7 +264,7 @@ class BandedRun:
             self._times, self._time = self._times + 1, time
         rested = self._times - self._known.get(conditioning.id, -1) > 1  # true for a conditioning without a call
         self._known[conditioning.id] = self._times
-        exact = request.exact or (self.warm_up and rested)
+        exact = request.exact or self._alone or (self.warm_up and rested)
         allowed = request.call.may_forecast and not exact
         entry = None if self.cache is None else self.cache.call(conditioning.id, time, allowed)
         if isinstance(entry, Forecast):
@@ -240,7 +297,7 @@ class BandedRun:
             requests[0].timestep,
             conditioning,
             conditioning.token_order.span,
-            run=self.run,
+            run=0 if self._alone else self.run,
             overlap=self.overlap,
             residuals=residuals,
         )
@@ -273,9 +330,13 @@ class BandedRun:
         self, call: PostedCall, latents: Latents, requests: list[tuple[_Request, Span]], computed: Computed | None
     ) -> None:
         """Post the call, and answer each request with its rows of the output, the first one also with the companion."""
+        model = self.model
 
         def share(done: Future) -> None:
             if (error := done.exception()) is not None:
+                if self.is_kept and isinstance(error, DeviceFull | RankLost):
+                    self._lose(model, error)
+                    return
                 for request, _ in requests:
                     self._settle(request, error)
                 return
@@ -287,7 +348,7 @@ class BandedRun:
                 self._settle(request, outputs)
 
         call.future.add_done_callback(share)
-        self.model.post(call)
+        model.post(call)
 
     def _settle(self, request: _Request, answer: Latents | BaseException) -> None:
         with self._answering:

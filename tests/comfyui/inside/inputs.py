@@ -82,7 +82,7 @@ def main(results: Results) -> None:
         | dict(split_batch_degree=1, devices="cpu,cpu", parallel_config=None, stage_split="even", degrees="as set")
         | dict(compile=False),
         "UlyssesConfig": dict(ulysses_degree=1, ring_degree=1, patch_mode="none", patch_degree=1, attention="auto")
-        | dict(comm_overlap=True, patch_warmup_steps=1, transfer_dtype="full"),
+        | dict(comm_overlap=True, patch_warmup_steps=1, transfer_dtype="full", keep_run=True),
         "PipeFusionSampler": dict(model=model, seed=42, steps=STEPS, cfg=3.0, sampler_name="euler", scheduler="simple")
         | dict(positive=prompts[0], negative=prompts[1], latent_image=sound, denoise=1.0, num_pipeline_patch=0)
         | dict(warmup_steps=STEPS, overlap=True, extrapolate=True, step_cache=0.0),
