@@ -13,7 +13,7 @@ MODES = ("one rank", "pipe 2", "ulysses 2", "pipefusion")
 @pytest.fixture(scope="module")
 def found(inside):
     inside.run("small_files", names=[NAME])
-    return inside.run("sequence_control", names=[NAME])[0]
+    return inside.run("sequence_control", name=NAME)[0]
 
 
 def test_equals_the_native_model_with_the_same_control(found, measured):

@@ -455,7 +455,6 @@ NODE_MUTANTS = (
         "if not least <= number <= most:",
         "if not least <= number:",
         ("tests/pack/test_input_checks.py",),
-        ("tests/comfyui/test_inputs.py",),
     ),
     Mutant(
         "a ControlNet sees this step of bands that have not made it",
