@@ -40,12 +40,29 @@ RANK = 4
 LOADERS = {"UNETLoader": "unet_name", "CheckpointLoaderSimple": "ckpt_name"}
 ON_TWO_RANKS = {
     "weight_dtype": "fp32",
-    "pipefusion_degree": 2,
+    "pipefusion_degree": 1,
     "tensor_parallel_degree": 1,
     "split_batch_degree": 1,
     "devices": "cpu,cpu",
     "stage_split": "even",
 }
+STAGES = {"pipefusion_degree": 2}
+MODES = {
+    "stages": STAGES,
+    "split batch": {"split_batch_degree": 2},
+    "ulysses": {"parallel_config": ["ulysses", 0]},
+    "bands": STAGES,
+}
+"""Inputs of the loader. In bands Apply PipeFusion is behind it, with all steps exact."""
+ULYSSES = {
+    "ulysses_degree": 2,
+    "ring_degree": 1,
+    "patch_mode": "none",
+    "patch_degree": 1,
+    "attention": "auto",
+    "comm_overlap": True,
+}
+PIPEFUSION = {"num_pipeline_patch": 2, "warmup_steps": 1000, "overlap": True}
 
 
 class Server(SimpleNamespace):
@@ -141,17 +158,23 @@ def install_loaders(load: Callable[[str], Any], files: Collection[str], case: st
     stand_ins.replace("CheckpointLoaderSimple", lambda ckpt_name: (loaded(ckpt_name), stand_ins.Clip(case), vae))
 
 
-def with_ours(prompt: dict[str, Any], files: dict[str, str]) -> dict[str, Any]:
-    """Our loader on two ranks for the MODEL of each of its loaders; an all-in-one file's CLIP and VAE stay."""
+def with_ours(prompt: dict[str, Any], files: dict[str, str], mode: str = "stages") -> dict[str, Any]:
+    """Our loader on two ranks, in one of MODES, for the MODEL of each loader; an all-in-one file's CLIP and VAE stay."""
     loaders = {
         name: file
         for name, node in prompt.items()
         if node["class_type"] in LOADERS and (file := node["inputs"][LOADERS[node["class_type"]]]) in files
     }
-    ours = {
-        f"{name} ours": {"class_type": "ParallelDiTLoader", "inputs": ON_TWO_RANKS | {"model_name": file}}
-        for name, file in loaders.items()
-    }
+    ours: dict[str, Any] = {"ulysses": {"class_type": "UlyssesConfig", "inputs": ULYSSES}} if mode == "ulysses" else {}
+    for name, file in loaders.items():
+        loaded, model = (
+            f"{name} loaded",
+            {"class_type": "ParallelDiTLoader", "inputs": ON_TWO_RANKS | MODES[mode] | {"model_name": file}},
+        )
+        ours[f"{name} ours"] = model
+        if mode == "bands":
+            ours[loaded] = model
+            ours[f"{name} ours"] = {"class_type": "ApplyPipeFusion", "inputs": {"model": [loaded, 0], **PIPEFUSION}}
 
     def linked(value: Any) -> Any:
         return [f"{value[0]} ours", 0] if isinstance(value, list) and value[0] in loaders and value[1] == 0 else value
