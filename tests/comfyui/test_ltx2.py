@@ -9,17 +9,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from testing.quantised import quantise_blocks
-from tests.comfyui.conftest import asked
 
-pytestmark = pytest.mark.comfyui
+pytestmark = [pytest.mark.comfyui, pytest.mark.full]
 
 LIMIT = 2e-5
 """Of a difference, in the latents' units."""
 NAME, NOTE = "ltx-2.3", ".comfy_quant"
-CASES = (
-    *(("guidance", "stages"), ("all in one in fp8", "stages")),
-    *(pytest.param(*case, marks=pytest.mark.full) for case in (("guides", "ulysses"), ("image", "all warm-up"))),
-)
+CASES = (("guidance", "stages"), ("all in one in fp8", "stages"), ("guides", "ulysses"), ("image", "all warm-up"))
 
 
 def save_all_in_one(base) -> None:
@@ -39,10 +35,10 @@ def save_all_in_one(base) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(request, inside, base):
+def found(inside, base):
     inside.run("small_files", names=[NAME])
     save_all_in_one(base)
-    return inside.run("ltx2", name=NAME, cases=sorted(asked(request, "what", "mode")))[0]
+    return inside.run("ltx2", name=NAME, cases=CASES)[0]
 
 
 @pytest.mark.parametrize(("what", "mode"), CASES)

@@ -31,7 +31,7 @@ def main() -> int:
         for verdict in run_all(ComfyUI(checkout, find_python(checkout)), Path(folder), packs, options.names):
             verdicts.append(verdict)
             print(
-                f"{verdict.name}, {verdict.files[0]}: {verdict.outcome} {verdict.difference or ''} {verdict.reason}",
+                f"{verdict.name}, {verdict.files[0]}: {verdict.outcome} {verdict.difference} {verdict.reason}",
                 flush=True,
             )
     print(json.dumps(counts(verdicts), indent=1))
