@@ -6,17 +6,10 @@ import pytest
 pytestmark = pytest.mark.comfyui
 
 LIMIT = 5e-5
-WAN = "wan-2.1-t2v"
 NAMES = (
     *("SLG, pipefusion", "SLG SD3, pipefusion", "NAG batch 2, ulysses"),
     *("WanVideoNAG, pipefusion", "WanVideoNAG in front, parallelized"),
 )
-
-
-@pytest.fixture(scope="module")
-def found(inside):
-    inside.run("small_files", names=[WAN])
-    return inside.run("block_patches", wan=WAN)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

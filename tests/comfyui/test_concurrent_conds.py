@@ -4,7 +4,6 @@ import pytest
 
 pytestmark = pytest.mark.comfyui
 
-NAME = "qwen-image"
 STEPS, LIMIT = 3, 5e-5
 ROUNDING = 2e-6
 """Of a sample's largest value: how far from the native one it may be if that is more than LIMIT."""
@@ -13,12 +12,6 @@ SIDE_BY_SIDE = (
     ("cfg 1", [1, 0], [1, 0]),
     ("another pack's wrapper", [1, 1], [2, 0]),
 )
-
-
-@pytest.fixture(scope="module")
-def found(inside):
-    inside.run("small_files", names=[NAME])
-    return inside.run("concurrent_conds", name=NAME)[0]
 
 
 def got(found: dict, case: str) -> dict:
@@ -34,7 +27,7 @@ def test_two_replicas_share_the_prompts(found, measured):
     assert result["one by one"]["shared"] == 0.0
     assert result["micro-steps"] == [STEPS, STEPS]
     assert result["shared"] > 0.0
-    measured(f"ComfyUI parity, prompts side by side, {NAME}", result["native"])
+    measured("ComfyUI parity, prompts side by side", result["native"])
     assert result["native"] <= max(LIMIT, ROUNDING * result["largest"])
 
 

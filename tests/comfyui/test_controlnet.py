@@ -31,7 +31,6 @@ SAID = {
 def found(request, inside, base):
     models = base / "models" / "diffusion_models"
     mini.save(mini.random_model(mini.IN_COMFYUI | {"guidance": True}), models / "flux.safetensors")
-    inside.run("small_files", names=["qwen-image"])
     sd3_file.write(models / "sd3.safetensors")
     return inside.run("controlnet", cases=sorted(asked(request, "kind", "setting", "mode")))[0]
 

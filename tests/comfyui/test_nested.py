@@ -4,14 +4,7 @@ import pytest
 
 pytestmark = pytest.mark.comfyui
 
-NAME = "minimax-h3"
 RUNS = ("euler", "dpmpp_sde", "masks", "guidance of the whole latent")
-
-
-@pytest.fixture(scope="module")
-def found(inside):
-    inside.run("small_files", names=[NAME])
-    return inside.run("nested", name=NAME)[0]
 
 
 def check(got, measured):

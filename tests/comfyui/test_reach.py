@@ -6,7 +6,6 @@ pytestmark = pytest.mark.comfyui
 
 LIMIT = 5e-5
 CACHES = "Use Parallel Step Cache instead"
-REMOVE = "Remove the node that adds it"
 PACK = " (meddling_nodes)"
 CHANGES = (
     *(("tiny.safetensors", "EasyCache"), ("tiny.safetensors", "ScaleROPE")),
@@ -25,7 +24,6 @@ REFUSED = {  # node -> what is said of it
 
 @pytest.fixture(scope="module")
 def found(inside):
-    inside.run("small_files", names=["wan-2.1-t2v"])
     return inside.run("reach", changes=CHANGES)[0]
 
 

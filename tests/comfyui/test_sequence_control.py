@@ -10,12 +10,6 @@ NAME = "minimax-h3-pruned"
 MODES = ("one rank", "pipe 2", "ulysses 2", "pipefusion")
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    inside.run("small_files", names=[NAME])
-    return inside.run("sequence_control", name=NAME)[0]
-
-
 def test_equals_the_native_model_with_the_same_control(found, measured):
     result = found[NAME]
     assert "error" not in result, result

@@ -13,7 +13,6 @@ LIMIT, SHOWS = 5e-5, 5e-3
 
 @pytest.fixture(scope="module")
 def found(inside):
-    inside.run("small_files", names=[*CLASSES])
     return inside.run("sparse_attention", least=CLASSES)[0]
 
 

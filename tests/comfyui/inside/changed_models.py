@@ -9,8 +9,8 @@ from block_patches import load_extras
 from boot import MODELS, Results, comfy, difference, ksampler, native_model, outputs_of, parallel, sequence, torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_cases import detecting
-from small_models import detected, latent, prompts, write
+from small_cases import small
+from small_models import latent, prompts
 
 ANIMATE, ANIMATE_2, SEEDVR2, SEEDVR2_7B = "wan-2.2-animate", "wan-animate-2", "seedvr2-3b", "seedvr2-7b"
 HERE = "face_encoder.out_proj"
@@ -80,10 +80,10 @@ def fp8(name: str, **mode: Any) -> dict[str, float]:
     with safe_open(path, framework="pt") as original:
         metadata = original.metadata()
     state = load_file(path)
-    small = {
+    narrow = {
         key: value.to(torch.float8_e4m3fn) for key, value in state.items() if value.ndim == 2 and key.startswith(IN_FP8)
     }
-    save_file(state | small, MODELS / file, metadata)
+    save_file(state | narrow, MODELS / file, metadata)
     expected = sample(native_model(file), name)
     moved = share(sample(native_model(path.name), name), expected)
     return {"share": share(expected, sample(parallel(file, **mode), name)), "moved": moved}
@@ -156,8 +156,7 @@ MORE = {
 def main(results: Results) -> None:
     load_extras("nodes_seedvr")
     for name, more in MORE.items():
-        with detecting(detected(name)):
-            write(name)
+        with small(name):
             for change in (lora, fp8) if name in LAYERS else ():
                 for mode, degrees in MODES.items():
                     results.case(f"{name}, {change.__name__}, {mode}", partial(change, name, **degrees))

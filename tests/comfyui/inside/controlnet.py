@@ -1,18 +1,19 @@
 """Apply ControlNet on the parallel MODEL, against ComfyUI's own model. Run by serve.py.
 
-The test process has put `flux.safetensors`, `sd3.safetensors` and `qwen-image.safetensors` into models/diffusion_models. The
-ControlNets are ComfyUI's own classes with random weights, built as `comfy.controlnet` builds them from files.
+The test process has put `flux.safetensors` and `sd3.safetensors` into models/diffusion_models. The ControlNets are ComfyUI's
+own classes with random weights, built as `comfy.controlnet` builds them from files.
 """
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 from boot import Results, comfy, difference, ksampler, native_model, node, nodes, parallel, sequence, torch
-from small_cases import detecting
+from small_cases import small
 
-QWEN_DETECTED = {"num_attention_heads": 2, "joint_attention_dim": 64}
+SMALL = "qwen-image"
 STRENGTH, START, END = 0.7, 0.2, 0.8
 BAND_CALL = 3
 """Of the ControlNet in a run, the first of a band."""
@@ -73,7 +74,6 @@ class Kind:
     wrap: type = comfy.controlnet.ControlNet
     pooled: bool = True
     frames: int | None = None
-    detected: dict = field(default_factory=dict)
 
     @cached_property
     def native(self):
@@ -157,8 +157,7 @@ def sd35(config: dict) -> torch.nn.Module:
     )
 
 
-QWEN = {"file": "qwen-image.safetensors", "latent_format": comfy.latent_formats.Wan21, "extra_conds": (), "pooled": False}
-QWEN |= {"detected": QWEN_DETECTED}
+QWEN = {"file": f"{SMALL}.safetensors", "latent_format": comfy.latent_formats.Wan21, "extra_conds": (), "pooled": False}
 SD3 = {"file": "sd3.safetensors", "latent_format": comfy.latent_formats.SD3}
 KINDS = {
     "Flux, latent": Kind(
@@ -304,9 +303,9 @@ def refuse_fun(results: Results) -> None:
 def main(results: Results, cases: list[list[str]]) -> None:
     """`cases`: kind, what is applied, mode."""
     for name, what, mode in cases:
-        with detecting(KINDS[name].detected):
+        with small(SMALL) if KINDS[name].file.startswith(SMALL) else nullcontext():
             results.case(f"{name}, {what}, {mode}", partial(compare, KINDS[name], what, mode))
-    with detecting(QWEN_DETECTED):
+    with small(SMALL):
         refuse_fun(results)
     results.case("pipelined", lambda: pipelined(KINDS["Flux, latent"]))
     ending(KINDS["Flux, latent"], results)

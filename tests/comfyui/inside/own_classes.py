@@ -19,8 +19,8 @@ from boot import (
     sequence,
     sharing_small_lists,
 )
-from small_cases import detecting
-from small_models import detected, entries, latent, prompts, small_model, write
+from small_cases import small
+from small_models import entries, latent, prompts, small_model
 
 UNETS = "SD15", "SDXL"
 MORE = {
@@ -61,8 +61,7 @@ MODES = {
 def main(results: Results, names: list[str], only: Collection[str] = ()) -> None:
     """`only`: modes, without which there are all."""
     for name in names:
-        with detecting(detected(name)), sharing_small_lists():
-            write(name)
+        with small(name), sharing_small_lists():
             for more in (NO_MORE, MORE[name]) if name in MORE else (NO_MORE,):
                 sampled(results, name, more, only)
             if name in UNETS:

@@ -10,20 +10,20 @@ from functools import partial
 from block_patches import load_extras
 from boot import Results, difference, native_model, node, parallel, sequence, torch
 from control_branch.nodes_minimax_h3 import Branch, controlled, copies
-from small_cases import detecting, read, sample
+from small_cases import sample, small
 
-LAYER = "diffusion_model.video_patch_proj.weight"
+NAME, LAYER = "minimax-h3-pruned", "diffusion_model.video_patch_proj.weight"
 ALWAYS, FIRST_STEP = (0.0, 1e9), (0.99, 1e9)
 
 
-def main(results: Results, name: str) -> None:
+def main(results: Results) -> None:
     load_extras("nodes_minimax_h3")
-    results.case(name, partial(compare, name))
+    results.case(NAME, partial(compare, NAME))
 
 
 def compare(name: str) -> dict:
-    file, settings = f"{name}.safetensors", read(name)[-1]
-    with detecting(settings["detected"]):
+    file = f"{name}.safetensors"
+    with small(name):
         native = native_model(file)
         last = len(native.model.diffusion_model.blocks) - 1
         branches = {seed: copies(native, at, seed) for seed, at in ((1, (0, last)), (2, (0, 1)), (3, (1,)))}

@@ -26,6 +26,7 @@ from fun_control import KINDS, network
 from safetensors.torch import save_file
 from server import PromptServer
 from small_cases import detecting
+from small_models import detected, small_model
 
 import nodes
 
@@ -204,11 +205,15 @@ def with_stand_ins(clip: stand_ins.Clip, vae: stand_ins.Vae) -> AbstractContextM
     return patch.dict(inspect.unwrap(loader.load).__globals__, clip_and_vae=lambda _path: (clip, vae))
 
 
+def has_boolean_masks(case: stand_ins.Case) -> bool:
+    return small_model(case.name).get("boolean_masks", False)
+
+
 @contextmanager
 def prepared(files: dict[str, str], loras: dict[str, str]) -> Iterator[tuple[stand_ins.Case, stand_ins.Vae]]:
     """Within it nodes have stand-ins for a template's files: whose prompts they make, and its VAE. See `main`."""
     case = stand_ins.Case(next(iter(files.values())))
-    with detecting(case.settings["detected"]):
+    with detecting(detected(case.name)):
         native = load_native(next(iter(files))).model
         vae = stand_ins.install(case, native.latent_format)
         if case.name.startswith("z-image"):
@@ -219,7 +224,7 @@ def prepared(files: dict[str, str], loras: dict[str, str]) -> Iterator[tuple[sta
         if case.name.startswith("minimax-h3"):
             branch = core_controls.of_h3(native.model_config.unet_config)
             stand_ins.replace("ModelPatchLoader", lambda name: (branch,))
-        attending = masking if case.settings["boolean_masks"] else lambda model: model
+        attending = masking if has_boolean_masks(case) else lambda model: model
         install_loaders(lambda name: attending(load_native(name)), files, case, vae)
         for name, file in loras.items():
             write_lora(name, file)
@@ -251,7 +256,7 @@ def main(
         if not expected:
             return
         results.case("ours", lambda: differences(expected, run(with_ours(prompt, files))))
-        if case.settings["boolean_masks"]:  # read as such by one kernel alone
+        if has_boolean_masks(case):  # read as such by one kernel alone
             results.case("native itself", lambda: [0.0 for _ in expected])
             return
         install_loaders(lambda name: other_attention(load_native(name)), files, case, vae)
