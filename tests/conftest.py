@@ -54,8 +54,8 @@ FIGURES = pytest.StashKey[dict[str, float]]()
 SCRIPTS, SERVER, BROWSER = "comfyui scripts", "comfyui server", "browser"
 """Groups of files that share a started ComfyUI, see group_of."""
 LONG = (
-    *("system/test_transport.py", "system/test_exactness.py", "rank/test_compile.py", "comfyui/test_on_cards.py"),
-    *("processes/test_links.py", "comfyui/test_package.py", "emulated/test_own_class.py", "emulated/test_modes.py"),
+    *("system/test_transport.py", "system/test_exactness.py", "rank/test_compile.py", "processes/test_links.py"),
+    *("comfyui/test_package.py", "emulated/test_own_class.py", "emulated/test_modes.py"),
 )
 """Files that go before the others, the longest first: what begins late is waited for at the end."""
 STARTING = ("processes", "alone", "comfyui", "ray", "gpu")
