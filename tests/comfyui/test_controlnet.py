@@ -52,18 +52,6 @@ def test_pipefusion_repeats_and_stays_close_to_the_exact_run(found, measured):
     assert 0 < got["error"] < 0.5 * got["moved"]
 
 
-@pytest.mark.parametrize(
-    ("ending", "raised"),
-    [("cancel", "InterruptProcessingException"), ("error", "RuntimeError: the ControlNet's own error")],
-)
-def test_what_ends_the_run_is_the_one_shown_and_the_next_run_is_as_ever(found, ending, raised):
-    got = found[ending]
-    assert got.get("ended"), got
-    assert got["raised"].startswith(raised)
-    assert got["threads"] == []
-    assert got["next"] == 0.0
-
-
 @pytest.mark.parametrize("what", [*SAID, "other width, pipelined"])
 def test_what_cannot_reach_the_ranks_is_refused_by_name(found, what):
     got = found[f"refusal {what}"]

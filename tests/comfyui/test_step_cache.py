@@ -26,14 +26,6 @@ def test_some_calls_are_forecast_and_the_run_repeats(found, case):
     assert 1e-5 < got["relative"] < 0.2  # at 12 steps; and displaced keys are two steps old where a call was forecast
 
 
-def test_a_sampler_of_two_calls_a_step_in_bands(found):
-    got = found["heun in bands"]
-    assert "error" not in got, got
-    assert got["repeat"] == 0.0
-    assert got["same decisions"]
-    assert got["decisions"].startswith("#") and "." in got["decisions"]
-
-
 def test_a_run_that_cannot_be_cut_has_a_cache_for_whole_calls(found):
     assert "." in found["adaptive in bands"]["decisions"]
 
@@ -56,13 +48,6 @@ def test_pipefusion_samplers_report(found):
     computed = got["decisions"].count("#")
     assert computed < STEPS
     assert got["report"].splitlines()[0].endswith(f", step cache: {computed} of {STEPS} model calls computed")
-
-
-def test_a_report_without_a_cache(found):
-    got = found["report without"]
-    assert "error" not in got, got
-    assert got["difference"] == 0.0
-    assert "step cache" not in got["report"]
 
 
 def test_it_is_said_on_the_samplers_node(server, base):
