@@ -16,7 +16,6 @@ REFUSED = {  # node -> what is said of it
     "BlockCompile": ("MeddlingBlockCompile", "another 'diffusion_model.double_blocks.0'", "Turn on `compile`"),
     "LayerPatch": ("MeddlingLayerPatch", "another 'img_in.forward' in ComfyUI's model", "Remove the node"),
     "OwnKernel": ("MeddlingOwnKernel", "an attention kernel set on the MODEL", "by attention in Ulysses Config"),
-    "Injection": ("MeddlingInjection", "what another node injects into the model", "Remove that node"),
     "ModelComputeDtype": ("ModelComputeDtype", "computing in another dtype (torch.bfloat16)", "Choose weight_dtype"),
     "BlockWrapper": ("MeddlingBlockWrapper", "another 'double_blocks.0.forward' in ComfyUI's model", "Remove the node"),
 }

@@ -1,7 +1,6 @@
 """The command: all kinds of files, counted by what came of them."""
 
 import contextlib
-import os
 import random
 import sys
 import tempfile
@@ -11,14 +10,11 @@ from pathlib import Path
 import torch
 
 from parallel_backend.core.degrees import Degrees
-from scripts.comfyui_server import find_python
-from testing.comfyui.scripted import ComfyUI
 from testing.thread_ranks import thread_ranks
 from tests.campaigns.fuzz.runner import Case, Kinds, Make, command
 from tests.support.planted_comfyui import planted_comfyui
 
 from . import files
-from .loras import loras
 from .verdict import Ranks, Trial, judge
 
 
@@ -36,18 +32,10 @@ def on_threads(kind: Callable[[Path], Callable[[random.Random], Trial]]) -> Iter
         ranks.close()
 
 
-@contextlib.contextmanager
-def in_comfyui() -> Iterator[Make]:
-    checkout = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
-    with tempfile.TemporaryDirectory() as folder, loras(ComfyUI(checkout, find_python(checkout)), Path(folder)) as make:
-        yield make
-
-
 KINDS: Kinds = {
-    "own classes": (0.5, lambda: on_threads(files.own_classes)),
+    "own classes": (0.55, lambda: on_threads(files.own_classes)),
     "quantised": (0.35, lambda: on_threads(files.packed)),
     "GGUF": (0.1, lambda: on_threads(files.ggufs)),
-    "LoRA": (0.05, in_comfyui),
 }
 
 if __name__ == "__main__":
