@@ -7,13 +7,12 @@ import argparse
 import json
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 
-from benchmarks.harness import measuring
 from scripts.comfyui_server import find_python
 from testing.comfyui.scripted import ComfyUI
 
+from ..result import keep
 from .runner import DIFFERS, FAILED, counts, run_all
 
 
@@ -35,10 +34,7 @@ def main() -> int:
                 flush=True,
             )
     print(json.dumps(counts(verdicts), indent=1))
-    if options.json is not None:
-        head = {"date": date.today().isoformat(), "hardware": measuring.hardware(), "counts": counts(verdicts)}
-        result = head | {"verdicts": [verdict.as_json() for verdict in verdicts]}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    keep(options.json, counts=counts(verdicts), verdicts=[verdict.as_json() for verdict in verdicts])
     return int(any(verdict.outcome in (DIFFERS, FAILED) for verdict in verdicts))
 
 
