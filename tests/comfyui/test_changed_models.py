@@ -36,4 +36,4 @@ def test_it_equals_the_native_model(found, case):
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_wrong_result_is_refused(found, case):
     with pytest.raises(ValueError, match=REFUSED[case]):
-        raise ValueError(found[case]["error"])
+        raise ValueError(found.error(case))

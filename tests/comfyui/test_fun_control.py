@@ -13,7 +13,6 @@ a ControlNet's outputs are."""
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_native_model_with_the_same_control(found, measured, case):
     got = found[case]
-    assert "error" not in got, got
     assert got["moved"] > 0.05
     measured(f"Z-Image's Fun control, largest difference to ComfyUI's own model, {case}", got["difference"])
     assert got["difference"] <= LIMIT

@@ -33,6 +33,5 @@ def found(comfyui, base, tmp_path_factory) -> dict:
 def test_ranks_on_cards_give_what_cpu_ranks_give(found, case):
     """Nothing is noted of the cards, and Unload leaves nothing on them."""
     result, violations = found[case], found["violations"]
-    assert "error" not in result, result.get("traceback")
     assert result == {"difference": 0.0, "devices": ["cpu", "cpu", "cuda:0", "cuda:1"], "left": [0, 0]}
     assert not violations, violations[:4000]

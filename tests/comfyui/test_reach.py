@@ -29,7 +29,6 @@ def found(inside):
 @pytest.mark.parametrize(("file", "change"), CHANGES)
 def test_equals_the_native_model_with_the_same_node(found, measured, file, change):
     got = found[f"{file} {change}"]
-    assert "error" not in got, got
     assert got["moved"] > 200 * LIMIT
     measured(f"{change}, largest difference to ComfyUI's own model", got["difference"])
     assert got["difference"] <= LIMIT
@@ -45,7 +44,7 @@ def test_a_cache_of_another_node_sees_whole_calls_under_pipefusion(found):
 @pytest.mark.parametrize("node", REFUSED)
 def test_what_cannot_reach_the_ranks_is_refused_by_the_nodes_name(found, node):
     name, what, instead = REFUSED[node]
-    error = found[node]["error"]
+    error = found.error(node)
     assert error.startswith("ValueError: model: "), found[node]
     for part in (name, what, instead, PACK if name.startswith("Meddling") else ""):
         assert part in error

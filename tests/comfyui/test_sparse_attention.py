@@ -19,7 +19,6 @@ def found(inside):
 @pytest.mark.parametrize("name", CLASSES)
 def test_ksampler_equals_the_native_model_with_the_same_node(found, name, measured):
     result = found[name]
-    assert "error" not in result, result
     assert result["in full"] > SHOWS, "attention of all tokens gives the same"
     if name == H3:  # the node asks for the class
         assert result["told apart"] == [True, True]

@@ -169,6 +169,5 @@ def test_workflow_samples_with_stand_ins_for_encoders_and_vaes(comfyui, definiti
     files = dict.fromkeys(filter(None, names), STAND_INS[name])
     save_files(files, base, inside, set())
     found, _ = inside.run("templates", prompt=prompt, files=files, loras={}, alone=True)
-    assert "error" not in found["alone"], found["alone"]
     assert found["alone"]["finite"]
     assert all(largest > 0.1 for largest in found["alone"]["largest"])

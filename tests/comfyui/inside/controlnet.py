@@ -206,7 +206,7 @@ def pipelined(kind: Kind) -> dict:
     return {
         "finite": bool(first.isfinite().all()),
         "repeat": difference(first, second),
-        "error": relative(first, exact),
+        "relative": relative(first, exact),
         "moved": relative(first, sample(banded, plain_prompts)),
     }
 
