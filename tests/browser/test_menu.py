@@ -133,14 +133,7 @@ def test_the_menu_refuses_another_packs_nodes(on_two_cards):
 def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, server, shoot):
     """One of ComfyUI's own templates, by clicks."""
     editor, page = on_two_cards, on_two_cards.page
-    text = server.get("/templates/flux_dev_checkpoint_example.json").decode()
-    graph = json.loads(text.replace("t5xxl_fp16", "t5xxl_fp8_e4m3fn"))
-    inside = {
-        node["type"]: node["widgets_values"]
-        for node in graph["definitions"]["subgraphs"][0]["nodes"]
-        if node.get("widgets_values")
-    }
-    inside["EmptySD3LatentImage"][:2], inside["KSampler"][2] = [64, 64], 2
+    graph = json.loads(server.get("/templates/flux_dev_checkpoint_example.json"))
     editor.load(graph)
     page.wait_for_function("() => app.rootGraph.subgraphs.size == 1")
     before = editor.saved()
@@ -163,13 +156,4 @@ def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, serv
     shoot("run-on-several-gpus")
     command.click()
     page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 10")
-    page.evaluate(
-        """() => {
-            const nodes = app.rootGraph.subgraphs.values().next().value.nodes;
-            const { widgets } = nodes.find(node => node.type == 'ParallelizeModel');
-            [widgets[0].value, widgets[1].value] = [2, 'pipefusion'];
-            app.canvas.setGraph(app.rootGraph);
-        }"""
-    )
-    editor.run()
-    assert editor.shown_picture(server).size == (64, 64)
+    assert editor.model_of("KSampler") == behind

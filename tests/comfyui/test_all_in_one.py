@@ -18,7 +18,7 @@ PREFIX = "model.diffusion_model."
 def found(inside, base):
     folder = base / "models" / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
-    clip = {f"text_encoders.clip_l.transformer.{key}": value for key, value in standins.clip(layers=12).items()}
+    clip = {f"text_encoders.clip_l.transformer.{key}": value for key, value in standins.clip().items()}
     vae = {f"first_stage_model.{key}": value for key, value in standins.vae(channels=16).items()}
     # For the text encoder of the file. Its table of positions has more bytes than all the rest.
     alone = sd3_file.write(folder / "transformer.safetensors", 4096, standins.CLIP_WIDTH + 1280, side=160)
