@@ -31,8 +31,8 @@ from parallel_backend.wire.sampling import RunStats
 from testing import mini
 from testing.emulated_device import EmulatedDevice
 from testing.models import on_ranks
-from tests.conftest import Pools
 from tests.rank.test_lora import lora
+from tests.support.pools import Pools
 from tests.support.recorded_graphs import RecordedCaptures, in_graph
 
 pytestmark = [pytest.mark.threads, pytest.mark.slow]

@@ -23,8 +23,8 @@ from testing.models import whole_call
 from testing.quantised import quantise_blocks
 from tests.campaigns.transport import cases
 from tests.campaigns.transport.runner import same
-from tests.conftest import Pools
 from tests.support.one_rank import OneRank
+from tests.support.pools import Pools
 
 pytestmark = pytest.mark.threads
 

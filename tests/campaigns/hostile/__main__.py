@@ -13,23 +13,24 @@ from parallel_backend.core.degrees import Degrees
 from testing.thread_ranks import thread_ranks
 from tests.campaigns.fuzz.runner import Case, Kinds, Make, command
 from tests.support.planted_comfyui import planted_comfyui
+from tests.support.pools import Pools
 
 from . import files
-from .verdict import Ranks, Trial, judge
+from .verdict import Trial, judge
 
 
 @contextlib.contextmanager
 def on_threads(kind: Callable[[Path], Callable[[random.Random], Trial]]) -> Iterator[Make]:
     """Files that are opened here, and run on rank threads, mostly on one."""
     with tempfile.TemporaryDirectory() as folder, planted_comfyui(), thread_ranks() as start:
-        made, ranks = kind(Path(folder)), Ranks(start)
+        made, pools = kind(Path(folder)), Pools(start)
 
         def make(rng: random.Random) -> Case:
             trial, degrees = made(rng), rng.choice((*[Degrees()] * 4, Degrees(pipe=2), Degrees(ulysses=2)))
-            return lambda: judge(trial, ranks, degrees)
+            return lambda: judge(trial, pools, degrees)
 
         yield make
-        ranks.close()
+        pools.close()
 
 
 KINDS: Kinds = {

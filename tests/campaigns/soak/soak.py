@@ -41,7 +41,6 @@ GROWTH = 0.02
 """Of a process's memory with nothing loaded, from the second round to the last one."""
 MORE = 2
 """File descriptors or threads that a process may have more at the end, with nothing loaded, than before."""
-SAID_EVERY = 20
 FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """For glibc, which would keep freed memory of ComfyUI's process, up to 180 MB of it here, for its next request: a resident
 size would then say how the heap lies, not what is held."""
