@@ -4,17 +4,16 @@ from functools import partial
 from unittest.mock import patch
 
 import latent_preview
-from boot import Results, comfy, difference, ksampler, native_model, node, parallel, parts_of, torch
+from boot import Results, Told, comfy, difference, ksampler, native_model, node, parallel, parts_of, torch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras.nodes_apg import APG
-from samplers import Warnings, logging
 from small_models import latent, prompts, write
 
 NAME, STEPS = "minimax-h3", 4
 
 
 def main(results: Results) -> None:
-    logging.getLogger().addHandler(told := Warnings())
+    told = Told()
     write(NAME)
     texts, empty = prompts(NAME), latent(NAME)
     video, sound = empty.unbind()

@@ -1,31 +1,16 @@
 """Samplers of ComfyUI under Apply PipeFusion, and patches. Run by serve.py."""
 
-import logging
-import warnings
 from functools import partial
 
-from boot import BUNDLED, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
+from boot import BUNDLED, Results, Told, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
 
 STEPS = 3
 PATCH_STEPS = 8
 
 
-class Warnings(logging.Handler):
-    """Collects all warnings but Python's about ComfyUI's own code and torchsde's. With one of ours a run was exact."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-        warnings.filterwarnings("ignore", module=r"(comfy|torchsde)\.")
-        logging.captureWarnings(True)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def main(results: Results, names: list[str] | None) -> None:
     """`names`: samplers, and further runs. None: all samplers of this ComfyUI alone."""
-    logging.getLogger().addHandler(told := Warnings())
+    told = Told()
     prompts = [node("QuickstartPrompt", text) for text in ("3 1 4 1", "")]
     plain = parallel(BUNDLED)
     banded, warm = node("ApplyPipeFusion", plain, 3, 1, True), node("ApplyPipeFusion", plain, 3, 1000, True)
