@@ -454,7 +454,7 @@ NODE_MUTANTS = (
         "nodes/ui/input_checks.py",
         "if not least <= number <= most:",
         "if not least <= number:",
-        ("tests/pack/test_input_checks.py",),
+        ("tests/nodes/test_input_checks.py",),
     ),
     Mutant(
         "a ControlNet sees this step of bands that have not made it",
