@@ -15,7 +15,7 @@ from typing import Any
 from scripts.comfyui_server import find_python
 from testing.comfyui.scripted import ComfyUI, Inside
 from tests.comfyui.conftest import SCRIPTS
-from tests.comfyui.test_own_classes import CLASSES, UNETS
+from tests.comfyui.test_own_classes import CLASSES, NEWER, UNETS
 
 from .result import keep
 
@@ -27,10 +27,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     checkout, rows = options.comfyui.resolve(), []
+    comfyui = ComfyUI(checkout, find_python(checkout))
+    classes = *UNETS, *CLASSES, *(name for name, kind in NEWER.items() if comfyui.has_class(kind))
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "models" / "diffusion_models").mkdir(parents=True)
-        with contextlib.closing(Inside(ComfyUI(checkout, find_python(checkout)), Path(directory), SCRIPTS)) as inside:
-            for name in [name for name in (*UNETS, *CLASSES) if not options.only or name in options.only]:
+        with contextlib.closing(Inside(comfyui, Path(directory), SCRIPTS)) as inside:
+            for name in [name for name in classes if not options.only or name in options.only]:
                 found, _ = inside.run("own_classes", names=[name])
                 rows += [row(case, each) for case, each in found.items()]
                 print(*rows[-len(found) :], sep="\n", flush=True)
