@@ -12,14 +12,11 @@ from parallel_backend.client.sampling import sample_in_bands
 from parallel_backend.core.spans import Span
 from parallel_backend.processes.pool import Pool
 from testing.models import on_ranks
+from testing.polls import nothing
 
 from .subjects import BANDS, SIGMAS, TIMES, Added, Given, Subject
 
 Tensors = tuple[torch.Tensor, ...]
-
-
-def nothing() -> None:
-    """A poll that never gives up."""
 
 
 def exact(model: RemoteTransformer, subject: Subject, given: Given, time: float) -> Tensors:

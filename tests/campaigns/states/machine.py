@@ -18,10 +18,11 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from testing.emulated_device import EmulatedDevice
+from testing.polls import Cancelled, nothing
 from testing.thread_ranks import thread_ranks
 
 from . import ledger
-from .alone import Alone, Tensors, banded, exact, in_run, nothing
+from .alone import Alone, Tensors, banded, exact, in_run
 from .subjects import ADDITIONS, NOTHING, TIMES, Added, Given, Subject, make_subjects
 
 DEVICES = ("cpu:0", "cpu:1")
@@ -29,10 +30,6 @@ ROOMS = {"for all": 64 << 20, "for two": 17 << 20, "for one": 12 << 20, "for a p
 """Bytes of each device. Without room for all a call may be refused, if models are in use that give up no more. With room for
 a part the mini models stream blocks."""
 RATE = 1e10
-
-
-class Cancelled(BaseException):
-    """As ComfyUI's own, which is no Exception."""
 
 
 @dataclass

@@ -19,6 +19,7 @@ from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.models import on_ranks
+from testing.polls import Cancelled, nothing
 from testing.vaes import OnRanks, made_of, small_vae
 
 CONFIG = mini.CONFIG | {"double_blocks": 1, "single_blocks": 3}
@@ -54,14 +55,6 @@ class Case:
     name: str
     run: Callable[[Files, Load, Callable[[int], object]], list[torch.Tensor]]
     rare: bool = False
-
-
-class Cancelled(BaseException):
-    """As ComfyUI's own, which is no Exception."""
-
-
-def nothing() -> None:
-    """A poll that has nothing to look at."""
 
 
 def name(degrees: Degrees) -> str:
