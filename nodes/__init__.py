@@ -5,6 +5,7 @@ from parallel_backend.client.registry import registry
 from .checkpoint_loader import ParallelCheckpointLoader
 from .doctor import ParallelDoctor
 from .loader import ParallelDiTLoader
+from .move_in import add_route as add_move_in_route
 from .parallel_config import UlyssesConfig
 from .parallelize import ParallelizeModel
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
@@ -41,6 +42,7 @@ registry().logs, registry().folder = log_folder, folder
 add_route()
 add_routes()
 add_replaced_route(NODE_CLASS_MAPPINGS)
+add_move_in_route()
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",
     "ParallelCheckpointLoader": "Parallel Checkpoint Loader",

@@ -18,6 +18,7 @@ from scripts.comfyui_server import find_python
 from testing.comfyui.published.published import PUBLISHED
 from testing.comfyui.scripted import ComfyUI, Inside
 
+SECONDS_A_MODEL = 3600.0
 SCRIPTS = Path(__file__).resolve().parents[1] / "testing" / "comfyui" / "published"
 
 
@@ -44,7 +45,7 @@ def all_made(checkout: Path, only: list[str]) -> Any:
         inside = Inside(ComfyUI(checkout, find_python(checkout)), base, SCRIPTS)
         try:
             for name in only or PUBLISHED:
-                yield name, inside.run("make_plans", name=name)[0][name]
+                yield name, inside.run("make_plans", name=name, seconds=SECONDS_A_MODEL)[0][name]
         finally:
             inside.close()
 

@@ -1,6 +1,6 @@
 """Models on the ranks of a pool, with settings that tests and benchmarks name one by one."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,6 +15,19 @@ from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool
 
 from .mini import for_tensor
+
+
+def nobody() -> None:
+    """A Poll that never gives up."""
+
+
+class Cancelled(BaseException):
+    """As ComfyUI's InterruptProcessingException, no Exception in recent versions."""
+
+
+def cancel() -> NoReturn:
+    """A Poll that gives up at once."""
+    raise Cancelled
 
 
 def on_ranks(

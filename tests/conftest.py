@@ -243,6 +243,18 @@ def mini_file(mini_model, tmp_path_factory) -> Path:
     return mini.save(mini_model, tmp_path_factory.mktemp("mini") / "tiny.safetensors")
 
 
+@pytest.fixture(scope="session")
+def given() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """A call of the tiny model: latent, timestep, conditioning."""
+    return mini.inputs()
+
+
+@pytest.fixture(scope="session")
+def expected(mini_model, given) -> torch.Tensor:
+    """What the class gives for it."""
+    return mini.reference(mini_model, *given)
+
+
 @pytest.fixture(scope="module")
 def remote(pools, mini_file) -> Callable[..., RemoteTransformer]:
     """`remote(Degrees(...), dtype=..., fresh=...)`: the tiny model on ranks."""

@@ -124,6 +124,7 @@ class Model:
 
 MODELS = {
     "flux-dev": Model(57, 3072, 24, 11.8e9, 0.1e9, 512),
+    "chroma": Model(57, 3072, 24, 8.8e9, 0.1e9, 512, prompts=2),
     "flux-schnell": Model(57, 3072, 24, 11.8e9, 0.1e9, 256),
     "sd3-medium": Model(24, 1536, 24, 2.0e9, 0.05e9, 333, prompts=2),
     "pixart": Model(28, 1152, 16, 0.6e9, 0.01e9, 120, joint=False, prompts=2),
@@ -141,15 +142,27 @@ MODELS = {
 both have 12 hidden^2 weights for a token. MiniMax H3 is the pruned model. The frames are those of five seconds. The words of
 Qwen-Image 2.1 count in each step, although they run once a run.
 """
+OLD_SERVER, X8, X16 = (Link(30e-6, bandwidth) for bandwidth in (3e9, 8e9, 14e9))
+"""PCIe, if all GPUs send at once: L40 in the servers of the PipeFusion paper; 8 lanes of PCIe 4.0, as in a desktop with two
+GPUs; 16 lanes of PCIe 4.0. Fitted to published runs (published.py)."""
+NVLINK_400, NVLINK_450, NVLINK_900 = (Link(30e-6, bandwidth) for bandwidth in (200e9, 300e9, 600e9))
+"""Two thirds of the data sheets."""
 HARDWARE = {
-    "L40": Hardware("L40 (PCIe)", 120e12, 48 * GB, Link(30e-6, 3.0e9), socket=4, bridge=2.0e9),
-    "A100": Hardware("A100 (NVLink)", 150e12, 80 * GB, Link(30e-6, 200e9)),
-    "RTX 4090": Hardware("RTX 4090 (PCIe)", 110e12, 24 * GB, Link(30e-6, 3.0e9)),
-    "RTX 3090": Hardware("RTX 3090 (PCIe)", 47e12, 24 * GB, Link(30e-6, 3.0e9)),
-    "RTX 4080": Hardware("RTX 4080 (PCIe)", 65e12, 16 * GB, Link(30e-6, 3.0e9)),
-    "H100": Hardware("H100 (NVLink)", 550e12, 80 * GB, Link(30e-6, 300e9), copies=PCIE_5),
+    "L40": Hardware("L40 (PCIe)", 120e12, 48 * GB, OLD_SERVER, socket=4, bridge=2.0e9),
+    "L20": Hardware("L20 (PCIe x16)", 80e12, 48 * GB, X16),
+    "RTX PRO 5000": Hardware("RTX PRO 5000 (PCIe x16)", 180e12, 48 * GB, X16, copies=PCIE_5),
+    "RTX 4090": Hardware("RTX 4090 (PCIe x8)", 110e12, 24 * GB, X8),
+    "RTX 4090 x16": Hardware("RTX 4090 (PCIe x16)", 110e12, 24 * GB, X16),
+    "RTX 3090": Hardware("RTX 3090 (PCIe x8)", 47e12, 24 * GB, X8),
+    "RTX 3090 x16": Hardware("RTX 3090 (PCIe x16)", 47e12, 24 * GB, X16),
+    "RTX 4080": Hardware("RTX 4080 (PCIe x8)", 65e12, 16 * GB, X8),
+    "RTX 2000 Ada": Hardware("RTX 2000 Ada (PCIe x8)", 40e12, 16 * GB, X8),
+    "A100": Hardware("A100 (NVLink)", 150e12, 80 * GB, NVLINK_400),
+    "H20": Hardware("H20 (NVLink)", 100e12, 96 * GB, NVLINK_450, copies=PCIE_5),
+    "H100": Hardware("H100 (NVLink)", 550e12, 80 * GB, NVLINK_450, copies=PCIE_5),
+    "H200": Hardware("H200 (NVLink)", 550e12, 141 * GB, NVLINK_450, copies=PCIE_5),
+    "GB200": Hardware("GB200 (NVLink)", 1400e12, 186 * GB, NVLINK_900, copies=PCIE_5),
 }
-"""By the name that the command line takes: L40 on PCIe, in two sockets of four, without P2P; A100 and H100 on NVLink, at two
-thirds of its data sheet; RTX cards with L40's links and its share, two thirds, of the operations that their data sheets
-say. Where each figure is from: docs/planner.md.
+"""By the name that the command line takes. L40 in two sockets of four, without P2P. Operations of GPUs that published.py has
+no run of are L40's share, two thirds, of their data sheets'. Where each figure is from: docs/planner.md.
 """

@@ -32,11 +32,15 @@ sys.path.append(str(ROOT))
 from benchmarks.sizes.trace import Figures, Inputs, traced  # noqa: E402
 from parallel_backend.checkpoints.open_model import open_own_class  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
-from parallel_backend.own_class.adapters.adapters import sent  # noqa: E402
+from parallel_backend.own_class.adapters.adapters import adapter_of  # noqa: E402
 from parallel_backend.own_class.built import built_class  # noqa: E402
 from parallel_backend.own_class.built.building import build  # noqa: E402
-from parallel_backend.own_class.calls.call_arguments import OPTIONS, structure_of, to_tensors  # noqa: E402
-from parallel_backend.own_class.calls.call_form import in_form  # noqa: E402
+from parallel_backend.own_class.calls.call_arguments import (  # noqa: E402
+    OPTIONS,
+    in_form,
+    structure_of,
+    to_tensors,
+)
 from parallel_backend.own_class.calls.tried_calls import Call  # noqa: E402
 from parallel_backend.own_class.trials.trial import trial  # noqa: E402
 from testing.files import write_header  # noqa: E402
@@ -67,7 +71,8 @@ def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
         x, timestep, form = in_form(real.noise(), torch.full((real.entries,), real.timestep), 5 if own.video else 4)
         arguments = real.call_tensors()
         context = arguments.pop("context")
-        named = {"context": context, "control": None, OPTIONS: {}, **sent(own.kind, arguments), **form}
+        sent = adapter_of(own.kind).arguments(arguments, None, tuple(x.shape[2:]))
+        named = {"context": context, "control": None, OPTIONS: {}, **sent, **form}
         if degrees.world > 1:
             times = real.timestep, real.timestep / 2
             kept = degrees.pipe > 1 or degrees.displaced

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.own_class.built.example import timed_calls
 from parallel_backend.own_class.calls.tried_calls import conditioning
 from parallel_backend.placement.links import Links, links_of
 from parallel_backend.processes.pool import Poll, Pool, wait_for
@@ -21,7 +20,7 @@ def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple
     rows of the two, or so many as the call has that the class was tried for; 32 rows are a picture of 512 x 512. None:
     there is no call, or it cannot be cut so."""
     built = checkpoint.built
-    timed = timed_calls(built, rows, PROBE_COLUMNS, PROBE_TEXT)
+    timed = built.timed_calls(rows, PROBE_COLUMNS, PROBE_TEXT)
     tokens = tuple(math.ceil(counts.states / built.hidden) for _, counts in timed)
     if len(set(tokens)) < len(rows):
         return None

@@ -24,8 +24,6 @@ class NormalizedGuidance:
     """Batch entries of the call."""
     negative: Span
     """As many batch entries."""
-    whole_heads: bool = False
-    """Tensor ranks of a class have all heads where it is guided, and not their share of them."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.own_class.calls.step_inputs import StepInputs
+from parallel_backend.own_class.built.built_class import StepInputs
 from parallel_backend.rank.attention.context import AttentionStep
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.sparse import SparseStep

@@ -3,7 +3,6 @@
 from scripts.workflow_form import Graph, Group, Node
 
 from .nodes import (
-    CONDITIONING,
     LIGHTHOUSE,
     MODEL,
     apply_pipefusion_node,
@@ -11,40 +10,44 @@ from .nodes import (
     custom_sampling_nodes,
     dual_clip_node,
     files_note,
+    guidance_node,
+    guider_node,
+    image_graph,
     image_group,
     ksampler_node,
     latent_node,
     loader_node,
-    note_group,
     parallelize_node,
     pipefusion_sampler_node,
-    report_group,
     sampling_inputs,
+    scheduler_node,
     text_node,
     ulysses_node,
     vae_node,
 )
 
-FLUX_FILES = """\
-Needs **your own files**, by these names or picked in the loaders:
-- `models/diffusion_models/{model}`
-- `models/text_encoders/clip_l.safetensors`
-- `models/text_encoders/t5xxl_fp8_e4m3fn.safetensors`
-- `models/vae/ae.safetensors`
+CLIP, T5, VAE = "clip_l.safetensors", "t5xxl_fp8_e4m3fn.safetensors", "ae.safetensors"
 
-"""
+
+def _note(model: str, text: str, height: int = 300, more: str = "") -> Group:
+    files = f"diffusion_models/{model}", f"text_encoders/{CLIP}", f"text_encoders/{T5}", f"vae/{VAE}"
+    return files_note(files, text, height, more)
+
+
+def _around() -> tuple[Node, ...]:
+    """Text encoders, VAE, prompt, negative prompt, latent."""
+    clip = dual_clip_node(CLIP, T5)
+    negative = text_node(clip, "", "Negative prompt (not used at cfg 1)", 88)
+    return clip, vae_node(VAE), text_node(clip, LIGHTHOUSE), negative, latent_node(1024, 1024)
 
 
 def flux_schnell_pipefusion() -> Graph:
     """FLUX.1 schnell on two GPUs that hold half of it each, by PipeFusion Sampler."""
     loader = loader_node("flux1-schnell.safetensors", pipefusion_degree=2)
-    clip, vae = dual_clip_node("clip_l.safetensors", "t5xxl_fp8_e4m3fn.safetensors"), vae_node("ae.safetensors")
-    prompt = text_node(clip, LIGHTHOUSE)
-    negative = text_node(clip, "", "Negative prompt (not used at cfg 1)", 88)
-    latent = latent_node(1024, 1024)
+    clip, vae, prompt, negative, latent = _around()
     inputs = sampling_inputs(loader["MODEL"], prompt["CONDITIONING"], negative["CONDITIONING"], latent, steps=4, cfg=1.0)
     sampler = pipefusion_sampler_node(inputs, num_pipeline_patch=2)
-    text = FLUX_FILES.format(model="flux1-schnell.safetensors") + (
+    text = (
         "Made for **2 GPUs** without NVLink, 16 GB each: each holds half of the 24 GB model.\n"
         "- **4 GPUs**: `pipefusion_degree` 4. With four steps the pipeline is filled and emptied often. Use it if half "
         "of the model does not fit on a GPU.\n"
@@ -53,15 +56,8 @@ def flux_schnell_pipefusion() -> Graph:
         "- **1 GPU**: `pipefusion_degree` 1, `weight_dtype` fp8_e4m3fn.\n"
         "- `num_pipeline_patch` is 2 because four steps are few: more patches differ more from the image of one GPU.\n"
     )
-    return Graph(
-        (
-            (note_group("Files, GPUs, what to turn", (360, 300), text),),
-            (Group("Model and text encoders", ((loader, clip),)),),
-            (Group("Prompt and size", ((prompt, negative, latent),)),),
-            (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
-            (image_group(sampler["LATENT"], vae, "flux-schnell", height=360), report_group(sampler, 400)),
-        )
-    )
+    note = _note("flux1-schnell.safetensors", text)
+    return image_graph((note,), (loader, clip), (prompt, negative, latent), (sampler,), vae, "flux-schnell")
 
 
 def parallelize_model() -> Graph:
@@ -70,15 +66,12 @@ def parallelize_model() -> Graph:
     style = {"model": loader["MODEL"], "lora_name": "flux_style.safetensors", "strength_model": 0.8}
     lora = Node("LoraLoaderModelOnly", (320, 82), style, (MODEL,))
     parallel = parallelize_node(lora["MODEL"], 2, "pipefusion")
-    clip, vae = dual_clip_node("clip_l.safetensors", "t5xxl_fp8_e4m3fn.safetensors"), vae_node("ae.safetensors")
-    prompt = text_node(clip, LIGHTHOUSE)
-    guidance = Node("FluxGuidance", (320, 58), {"conditioning": prompt["CONDITIONING"], "guidance": 3.5}, (CONDITIONING,))
-    negative = text_node(clip, "", "Negative prompt (not used at cfg 1)", 88)
-    latent = latent_node(1024, 1024)
+    clip, vae, prompt, negative, latent = _around()
+    guidance = guidance_node(prompt, 3.5)
     inputs = sampling_inputs(parallel["MODEL"], guidance["CONDITIONING"], negative["CONDITIONING"], latent, cfg=1.0)
     sampler = ksampler_node(inputs)
-    text = FLUX_FILES.format(model="flux1-dev.safetensors").rstrip() + (
-        "\n- `models/loras/flux_style.safetensors`: any LoRA for it, or take the node out\n\n"
+    style_file = "- `models/loras/flux_style.safetensors`: any LoRA for it, or take the node out\n"
+    text = (
         "Made for **2 GPUs** of 16 GB with any link. All but **Parallelize Model** are ComfyUI's own nodes: put it into a "
         "workflow that you have, behind the loader or behind its LoRAs.\n"
         "- **Another number**: `gpus`; 0 takes all.\n"
@@ -88,7 +81,7 @@ def parallelize_model() -> Graph:
     )
     return Graph(
         (
-            (note_group("Files, GPUs, what to turn", (360, 380), text),),
+            (_note("flux1-dev.safetensors", text, 380, style_file),),
             (Group("Model and LoRA", ((loader, lora, parallel),)),),
             (Group("Prompt and size", ((clip, prompt, guidance, negative, latent),)),),
             (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
@@ -101,36 +94,14 @@ def flux_dev_ulysses_pipefusion() -> Graph:
     """FLUX.1 dev on four GPUs, two stages of two that share the tokens, by ComfyUI's custom sampling nodes."""
     config = ulysses_node(2)
     loader = loader_node("flux1-dev.safetensors", config, pipefusion_degree=2)
-    clip, vae = dual_clip_node("clip_l.safetensors", "t5xxl_fp8_e4m3fn.safetensors"), vae_node("ae.safetensors")
-    prompt = text_node(clip, LIGHTHOUSE)
-    guidance = Node("FluxGuidance", (320, 58), {"conditioning": prompt["CONDITIONING"], "guidance": 3.5}, (CONDITIONING,))
-    latent = latent_node(1024, 1024)
+    clip, vae, prompt, _, latent = _around()
+    guidance = guidance_node(prompt, 3.5)
     apply = apply_pipefusion_node(loader["MODEL"])
     shift = {"max_shift": 1.15, "base_shift": 0.5, "width": 1024, "height": 1024}
     shifted = Node("ModelSamplingFlux", (320, 130), {"model": apply["MODEL"]} | shift, (MODEL,))
-    noise = Node("RandomNoise", (320, 82), {"noise_seed": 42}, (("NOISE", "NOISE"),))
-    guider = Node(
-        "BasicGuider",
-        (320, 46),
-        {"model": shifted["MODEL"], "conditioning": guidance["CONDITIONING"]},
-        (("GUIDER", "GUIDER"),),
-    )
-    select = Node("KSamplerSelect", (320, 58), {"sampler_name": "euler"}, (("SAMPLER", "SAMPLER"),))
-    steps = {"model": shifted["MODEL"], "scheduler": "simple", "steps": 20, "denoise": 1.0}
-    sigmas = Node("BasicScheduler", (320, 106), steps, (("SIGMAS", "SIGMAS"),))
-    sampler = Node(
-        "SamplerCustomAdvanced",
-        (320, 106),
-        {
-            "noise": noise["NOISE"],
-            "guider": guider["GUIDER"],
-            "sampler": select["SAMPLER"],
-            "sigmas": sigmas["SIGMAS"],
-            "latent_image": latent["LATENT"],
-        },
-        (("output", "LATENT"), ("denoised_output", "LATENT")),
-    )
-    text = FLUX_FILES.format(model="flux1-dev.safetensors") + (
+    guider, sigmas = guider_node(shifted["MODEL"], guidance["CONDITIONING"]), scheduler_node(shifted["MODEL"], 20)
+    noise, _, select, _, sampler = custom_sampling_nodes(guider, latent["LATENT"], "euler", sigmas)
+    text = (
         "Made for **4 GPUs** in two pairs with fast links: `pipefusion_degree` 2 (a pair holds half of the 24 GB model) "
         "times `ulysses_degree` 2 (the GPUs of a pair share the image). In `devices` put the GPUs of a pair side by side.\n"
         "- **2 GPUs**: `ulysses_degree` 1 keeps the pipeline (any links, half of the model on each); "
@@ -141,7 +112,7 @@ def flux_dev_ulysses_pipefusion() -> Graph:
     )
     return Graph(
         (
-            (note_group("Files, GPUs, what to turn", (360, 300), text), Group("GPUs that share the image", ((config,),))),
+            (_note("flux1-dev.safetensors", text), Group("GPUs that share the image", ((config,),))),
             (Group("Model and text encoders", ((loader, clip),)),),
             (Group("Pipeline", ((apply, shifted),)), Group("Prompt", ((prompt, guidance),))),
             (Group("Sampling and size", ((noise, latent, guider, select, sigmas),)), Group("VAE", ((vae,),))),
@@ -155,10 +126,9 @@ def flux_2_dev_tensor() -> Graph:
     loader = loader_node("flux2_dev_fp8mixed.safetensors", tensor_parallel_degree=2)
     clip, vae = clip_node("mistral_3_small_flux2_fp8.safetensors", "flux2"), vae_node("flux2-vae.safetensors")
     prompt = text_node(clip, LIGHTHOUSE)
-    guidance = Node("FluxGuidance", (320, 58), {"conditioning": prompt["CONDITIONING"], "guidance": 4.0}, (CONDITIONING,))
+    guidance = guidance_node(prompt, 4.0)
     latent = latent_node(1024, 1024, node="EmptyFlux2LatentImage")
-    guided = {"model": loader["MODEL"], "conditioning": guidance["CONDITIONING"]}
-    guider = Node("BasicGuider", (320, 46), guided, (("GUIDER", "GUIDER"),))
+    guider = guider_node(loader["MODEL"], guidance["CONDITIONING"])
     scheduled = {"steps": 20, "width": 1024, "height": 1024}
     sigmas = Node("Flux2Scheduler", (320, 106), scheduled, (("SIGMAS", "SIGMAS"),))
     sampling = custom_sampling_nodes(guider, latent["LATENT"], "euler", sigmas)
@@ -178,7 +148,7 @@ def flux_2_dev_tensor() -> Graph:
     )
     return Graph(
         (
-            (files_note("Files, GPUs, what to turn", files, text),),
+            (files_note(files, text),),
             (Group("Model and text encoder", ((loader, clip),)),),
             (Group("Prompt and size", ((prompt, guidance, latent),)), Group("VAE", ((vae,),))),
             (Group("Sampling", (sampling,)),),
@@ -191,14 +161,11 @@ def flux_dev_displaced() -> Graph:
     """FLUX.1 dev on two GPUs that compute half of the image each, by displaced patches and KSampler."""
     config = ulysses_node(patch_mode="displaced", patch_degree=2, transfer_dtype="residual")
     loader = loader_node("flux1-dev.safetensors", config, weight_dtype="fp8_e4m3fn")
-    clip, vae = dual_clip_node("clip_l.safetensors", "t5xxl_fp8_e4m3fn.safetensors"), vae_node("ae.safetensors")
-    prompt = text_node(clip, LIGHTHOUSE)
-    guidance = Node("FluxGuidance", (320, 58), {"conditioning": prompt["CONDITIONING"], "guidance": 3.5}, (CONDITIONING,))
-    negative = text_node(clip, "", "Negative prompt (not used at cfg 1)", 88)
-    latent = latent_node(1024, 1024)
+    clip, vae, prompt, negative, latent = _around()
+    guidance = guidance_node(prompt, 3.5)
     inputs = sampling_inputs(loader["MODEL"], guidance["CONDITIONING"], negative["CONDITIONING"], latent, cfg=1.0)
     sampler = ksampler_node(inputs)
-    text = FLUX_FILES.format(model="flux1-dev.safetensors") + (
+    text = (
         "Made for **2 GPUs** of 24 GB without NVLink: both hold the whole model in fp8. Each computes half of the image "
         "and sees the other half as it was one step ago. The first step is exact, the others are close.\n"
         "- **32 GB GPUs**: `weight_dtype` default.\n"
@@ -207,12 +174,6 @@ def flux_dev_displaced() -> Graph:
         "- **1 GPU**: no Ulysses Config.\n"
         "- Too far from the image of one GPU: raise `patch_warmup_steps`. Fewer than eight steps: use an exact mode.\n"
     )
-    return Graph(
-        (
-            (note_group("Files, GPUs, what to turn", (360, 320), text), Group("GPUs that share the image", ((config,),))),
-            (Group("Model and text encoders", ((loader, clip),)),),
-            (Group("Prompt and size", ((prompt, guidance, negative, latent),)),),
-            (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
-            (image_group(sampler["LATENT"], vae, "flux-dev-displaced", height=360),),
-        )
-    )
+    first = _note("flux1-dev.safetensors", text, 320), Group("GPUs that share the image", ((config,),))
+    of_prompt = prompt, guidance, negative, latent
+    return image_graph(first, (loader, clip), of_prompt, (sampler,), vae, "flux-dev-displaced")

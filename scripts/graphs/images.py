@@ -6,21 +6,22 @@ from .nodes import (
     CONDITIONING,
     LATENT,
     LIGHTHOUSE,
-    MODEL,
     apply_pipefusion_node,
     clip_node,
     files_note,
+    given_image_node,
+    image_graph,
     image_group,
     ksampler_node,
     latent_node,
     loader_node,
-    note_group,
     pipefusion_sampler_node,
-    report_group,
     sampling_inputs,
+    shift_node,
     text_node,
     ulysses_node,
     vae_node,
+    zero_out_node,
 )
 
 SD3_ENCODERS = ("clip_l", "clip_g", "t5xxl_fp8_e4m3fn")
@@ -35,16 +36,16 @@ def sd3_split_batch() -> Graph:
     positive = text_node(clip, LIGHTHOUSE)
     negative = text_node(clip, "blurry, low quality, text, watermark", "Negative prompt", 100)
     latent = latent_node(1024, 1024)
-    shifted = Node("ModelSamplingSD3", (320, 58), {"model": loader["MODEL"], "shift": 3.0}, (MODEL,))
+    shifted = shift_node("ModelSamplingSD3", loader["MODEL"], 3.0)
     inputs = sampling_inputs(
         shifted["MODEL"], positive["CONDITIONING"], negative["CONDITIONING"], latent, cfg=4.0, scheduler="sgm_uniform"
     )
     sampler = ksampler_node(inputs)
-    text = (
-        "Needs **your own files**, by these names or picked in the loaders:\n"
-        "- `models/diffusion_models/sd3.5_large.safetensors`\n"
+    of_files = (
         "- `models/text_encoders/`: `clip_l`, `clip_g`, `t5xxl_fp8_e4m3fn` (`.safetensors`)\n"
-        "- `models/vae/sd3.5_vae.safetensors`: from the model's own `vae` folder, renamed\n\n"
+        "- `models/vae/sd3.5_vae.safetensors`: from the model's own `vae` folder, renamed\n"
+    )
+    text = (
         "Made for **2 GPUs** of 24 GB: each holds the whole model, one runs the prompt, the other the negative "
         "prompt. Exact, and next to nothing moves between them.\n"
         "- **16 GB GPUs**: `weight_dtype` fp8_e4m3fn.\n"
@@ -53,14 +54,15 @@ def sd3_split_batch() -> Graph:
         "- **1 GPU**: `split_batch_degree` 1.\n"
         "- It needs `cfg` above 1: at 1 there is no negative prompt.\n"
     )
-    return Graph(
-        (
-            (note_group("Files, GPUs, what to turn", (360, 300), text),),
-            (Group("Model and text encoders", ((loader, clip),)),),
-            (Group("Prompt and size", ((positive, negative, latent),)),),
-            (Group("Sampling", ((shifted, sampler),)), Group("VAE", ((vae,),))),
-            (image_group(sampler["LATENT"], vae, "sd3"),),
-        )
+    of_prompt = positive, negative, latent
+    return image_graph(
+        (files_note(("diffusion_models/sd3.5_large.safetensors",), text, more=of_files),),
+        (loader, clip),
+        of_prompt,
+        (shifted, sampler),
+        vae,
+        "sd3",
+        height=440,
     )
 
 
@@ -70,9 +72,9 @@ def z_image_turbo_ring() -> Graph:
     loader = loader_node("z_image_turbo_bf16.safetensors", config)
     clip, vae = clip_node("qwen_3_4b.safetensors", "lumina2"), vae_node("ae.safetensors")
     prompt = text_node(clip, LIGHTHOUSE)
-    zero = Node("ConditioningZeroOut", (320, 26), {"conditioning": prompt["CONDITIONING"]}, (CONDITIONING,))
+    zero = zero_out_node(prompt)
     latent = latent_node(1024, 1024)
-    shifted = Node("ModelSamplingAuraFlow", (320, 58), {"model": loader["MODEL"], "shift": 3.0}, (MODEL,))
+    shifted = shift_node("ModelSamplingAuraFlow", loader["MODEL"], 3.0)
     inputs = sampling_inputs(shifted["MODEL"], prompt["CONDITIONING"], zero["CONDITIONING"], latent, steps=8, cfg=1.0)
     sampler = ksampler_node(inputs | {"sampler_name": "res_multistep"})
     files = (
@@ -87,22 +89,14 @@ def z_image_turbo_ring() -> Graph:
         "- **2 GPUs of 8 GB**: no Ulysses Config, `pipefusion_degree` 2 and Apply PipeFusion.\n"
         "- Parallel Doctor says if one GPU alone is as fast: eight steps of a small model are short.\n"
     )
-    return Graph(
-        (
-            (files_note("Files, GPUs, what to turn", files, text), Group("GPUs that share the image", ((config,),))),
-            (Group("Model and text encoder", ((loader, clip),)),),
-            (Group("Prompt and size", ((prompt, zero, latent),)),),
-            (Group("Sampling", ((shifted, sampler),)), Group("VAE", ((vae,),))),
-            (image_group(sampler["LATENT"], vae, "z-image", height=360),),
-        )
-    )
+    first, of_prompt = (files_note(files, text), Group("GPUs that share the image", ((config,),))), (prompt, zero, latent)
+    return image_graph(first, (loader, clip), of_prompt, (shifted, sampler), vae, "z-image", "encoder")
 
 
 def pixart_2048() -> Graph:
     """PixArt-Sigma at 2048 x 2048 on four GPUs, a pipeline of four."""
     loader = loader_node("PixArt-Sigma-XL-2-2K-MS.safetensors", pipefusion_degree=4)
-    widgets = {"clip_name": "t5xxl_fp8_e4m3fn.safetensors", "type": "pixart", "device": "default"}
-    clip = Node("CLIPLoader", (320, 106), widgets, (("CLIP", "CLIP"),))
+    clip = clip_node("t5xxl_fp8_e4m3fn.safetensors", "pixart")
     vae = vae_node("sdxl_vae.safetensors")
     positive = text_node(clip, LIGHTHOUSE)
     negative = text_node(clip, "blurry, low quality, text, watermark", "Negative prompt", 100)
@@ -111,27 +105,21 @@ def pixart_2048() -> Graph:
         loader["MODEL"], positive["CONDITIONING"], negative["CONDITIONING"], latent, cfg=4.5, sampler_name="dpmpp_2m"
     )
     sampler = pipefusion_sampler_node(inputs | {"scheduler": "normal"})
-    text = (
-        "Needs **your own files**, by these names or picked in the loaders:\n"
+    of_files = (
         "- `models/diffusion_models/PixArt-Sigma-XL-2-2K-MS.safetensors`: that repository's "
         "`transformer/diffusion_pytorch_model.safetensors`, renamed\n"
         "- `models/text_encoders/t5xxl_fp8_e4m3fn.safetensors`\n"
-        "- `models/vae/sdxl_vae.safetensors`\n\n"
+        "- `models/vae/sdxl_vae.safetensors`\n"
+    )
+    text = (
         "Made for **4 GPUs** with any link. The model is small, but 2048 x 2048 means 16,384 tokens.\n"
         "- **Other machines**: `pipefusion_degree` is the number of GPUs; 1 for one.\n"
         "- **Fast links**: `pipefusion_degree` 1 and a Ulysses Config with `ulysses_degree` 4: exact.\n"
         "- **In pairs**: `pipefusion_degree` 2 and `split_batch_degree` 2: two GPUs for each prompt.\n"
         "- 1024 x 1024: the model PixArt-Sigma-XL-2-1024-MS in the same way.\n"
     )
-    return Graph(
-        (
-            (note_group("Files, GPUs, what to turn", (360, 300), text),),
-            (Group("Model and text encoder", ((loader, clip),)),),
-            (Group("Prompt and size", ((positive, negative, latent),)),),
-            (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
-            (image_group(sampler["LATENT"], vae, "pixart-2048", height=360), report_group(sampler, 400)),
-        )
-    )
+    first, of_prompt = (files_note((), text, more=of_files),), (positive, negative, latent)
+    return image_graph(first, (loader, clip), of_prompt, (sampler,), vae, "pixart-2048", "encoder")
 
 
 def krea_2() -> Graph:
@@ -139,7 +127,7 @@ def krea_2() -> Graph:
     loader = loader_node("krea2_turbo_fp8_scaled.safetensors", pipefusion_degree=2)
     clip, vae = clip_node("qwen3vl_4b_fp8_scaled.safetensors", "krea2"), vae_node("qwen_image_vae.safetensors")
     prompt = text_node(clip, LIGHTHOUSE)
-    zero = Node("ConditioningZeroOut", (320, 26), {"conditioning": prompt["CONDITIONING"]}, (CONDITIONING,))
+    zero = zero_out_node(prompt)
     latent = latent_node(1024, 1024, node="EmptyLatentImage")
     inputs = sampling_inputs(loader["MODEL"], prompt["CONDITIONING"], zero["CONDITIONING"], latent, steps=8, cfg=1.0)
     sampler = pipefusion_sampler_node(inputs, num_pipeline_patch=2)
@@ -155,15 +143,8 @@ def krea_2() -> Graph:
         "- **1 GPU**: `pipefusion_degree` 1.\n"
         "- The int8 file runs as well. `num_pipeline_patch` is 2 because eight steps are few.\n"
     )
-    return Graph(
-        (
-            (files_note("Files, GPUs, what to turn", files, text),),
-            (Group("Model and text encoder", ((loader, clip),)),),
-            (Group("Prompt and size", ((prompt, zero, latent),)),),
-            (Group("Sampling", ((sampler,),)), Group("VAE", ((vae,),))),
-            (image_group(sampler["LATENT"], vae, "krea-2", height=360), report_group(sampler, 400)),
-        )
-    )
+    first, of_prompt = (files_note(files, text),), (prompt, zero, latent)
+    return image_graph(first, (loader, clip), of_prompt, (sampler,), vae, "krea-2", "encoder")
 
 
 def qwen_edit_2511() -> Graph:
@@ -171,7 +152,7 @@ def qwen_edit_2511() -> Graph:
     loader = loader_node("qwen_image_edit_2511_fp8mixed.safetensors", pipefusion_degree=2)
     clip = clip_node("qwen_2.5_vl_7b_fp8_scaled.safetensors", "qwen_image")
     vae = vae_node("qwen_image_vae.safetensors")
-    given = Node("LoadImage", (320, 314), {"image": "example.png"}, (("IMAGE", "IMAGE"), ("MASK", "MASK")))
+    given = given_image_node()
     scaled = Node("FluxKontextImageScale", (320, 26), {"image": given["IMAGE"]}, (("IMAGE", "IMAGE"),))
 
     def encoded(text: str, title: str, height: int) -> tuple[Node, Node]:
@@ -186,7 +167,7 @@ def qwen_edit_2511() -> Graph:
     given_latent = {"pixels": scaled["IMAGE"], "vae": vae["VAE"], "devices": "auto"}
     latent = Node("ParallelVAEEncode", (320, 78), given_latent, (LATENT,))
     apply = apply_pipefusion_node(loader["MODEL"])
-    shifted = Node("ModelSamplingAuraFlow", (320, 58), {"model": apply["MODEL"], "shift": 3.1}, (MODEL,))
+    shifted = shift_node("ModelSamplingAuraFlow", apply["MODEL"], 3.1)
     inputs = sampling_inputs(
         shifted["MODEL"], positive_at_zero["CONDITIONING"], negative_at_zero["CONDITIONING"], latent, cfg=4.0
     )
@@ -209,7 +190,7 @@ def qwen_edit_2511() -> Graph:
     )
     return Graph(
         (
-            (files_note("Files, GPUs, what to turn", files, text), Group("Image to change", ((given, scaled),))),
+            (files_note(files, text), Group("Image to change", ((given, scaled),))),
             (Group("Model and text encoder", ((loader, clip, vae),)),),
             (Group("Prompts", ((positive, positive_at_zero, negative, negative_at_zero),)),),
             (Group("Pipeline", ((apply, shifted),)), Group("Sampling", ((latent, sampler),))),
@@ -247,7 +228,7 @@ def _qwen_image_2_1(prompt: str, prefix: str, given: tuple[Node, ...], turns: st
     to_change = (Group("Image to change", (given,)),) if given else ()
     return Graph(
         (
-            (files_note("Files, GPUs, what to turn", files, text, 320), *to_change),
+            (files_note(files, text, 320), *to_change),
             (Group("Model", ((config, loader),)),),
             (Group("Text encoder and VAE", ((clip, vae),)), Group("Prompt and size", ((encode,),))),
             (Group("Sampling", ((sampler,),)),),
@@ -263,6 +244,6 @@ def qwen_image_2_1() -> Graph:
 
 def qwen_image_2_1_edit() -> Graph:
     """Qwen-Image 2.1 changes an image as a sentence says."""
-    given = Node("LoadImage", (320, 314), {"image": "example.png"}, (("IMAGE", "IMAGE"), ("MASK", "MASK")))
+    given = given_image_node()
     turns = "- More images: image_2 and on, `<image2>` in the prompt. The new image has the shape of the first one.\n"
     return _qwen_image_2_1("make <image1> a watercolour painting", "qwen-image-2.1-edit", (given,), turns)

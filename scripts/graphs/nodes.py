@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from scripts.workflow_form import NOTE, Group, Link, Node, Unconnected
+from scripts.workflow_form import NOTE, Graph, Group, Link, Node, Unconnected
 
 MODEL, CONDITIONING, LATENT = ((kind, kind) for kind in ("MODEL", "CONDITIONING", "LATENT"))
 LIGHTHOUSE = "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph"
@@ -129,8 +129,61 @@ def custom_sampling_nodes(guider: Node, latent: Link, sampler_name: str, sigmas:
     return noise, guider, select, sigmas, sampler
 
 
-def files_note(title: str, files: tuple[str, ...], text: str, height: int = 300) -> Group:
-    """A note that begins with the files that users bring."""
+def guidance_node(prompt: Node, guidance: float) -> Node:
+    given = {"conditioning": prompt["CONDITIONING"], "guidance": guidance}
+    return Node("FluxGuidance", (320, 58), given, (CONDITIONING,))
+
+
+def zero_out_node(prompt: Node) -> Node:
+    """In place of a negative prompt."""
+    return Node("ConditioningZeroOut", (320, 26), {"conditioning": prompt["CONDITIONING"]}, (CONDITIONING,))
+
+
+def guider_node(model: Link, conditioning: Link) -> Node:
+    return Node("BasicGuider", (320, 46), {"model": model, "conditioning": conditioning}, (("GUIDER", "GUIDER"),))
+
+
+def scheduler_node(model: Link, steps: int) -> Node:
+    given = {"model": model, "scheduler": "simple", "steps": steps, "denoise": 1.0}
+    return Node("BasicScheduler", (320, 106), given, (("SIGMAS", "SIGMAS"),))
+
+
+def shift_node(kind: str, model: Link, shift: float) -> Node:
+    return Node(kind, (320, 58), {"model": model, "shift": shift}, (MODEL,))
+
+
+def given_image_node() -> Node:
+    return Node("LoadImage", (320, 314), {"image": "example.png"}, (("IMAGE", "IMAGE"), ("MASK", "MASK")))
+
+
+def files_note(files: tuple[str, ...], text: str, height: int = 300, more: str = "") -> Group:
+    """A note that begins with the files that users bring. `more`: further lines about them."""
     lines = "".join(f"- `models/{file}`\n" for file in files)
     head = "Needs **your own files**, by these names or picked in the loaders:\n"
-    return note_group(title, (360, height), f"{head}{lines}\n{text}")
+    return note_group("Files, GPUs, what to turn", (360, height), f"{head}{lines}{more}\n{text}")
+
+
+def image_graph(
+    first: tuple[Group, ...],
+    model: tuple[Node, ...],
+    prompt: tuple[Node, ...],
+    sampling: tuple[Node, ...],
+    vae: Node,
+    prefix: str,
+    encoders: str = "encoders",
+    height: int = 360,
+) -> Graph:
+    """The usual columns: notes, model, prompt and size, sampling, image. The last of `sampling` is the sampler, whose report
+    is shown if it has one."""
+    sampler = sampling[-1]
+    has_report = ("report", "STRING") in sampler.outputs
+    image = image_group(sampler["LATENT"], vae, prefix, height=height)
+    return Graph(
+        (
+            first,
+            (Group(f"Model and text {encoders}", (model,)),),
+            (Group("Prompt and size", (prompt,)),),
+            (Group("Sampling", (sampling,)), Group("VAE", ((vae,),))),
+            (image, report_group(sampler, 400)) if has_report else (image,),
+        )
+    )

@@ -9,7 +9,10 @@ from .nodes import (
     clip_node,
     custom_sampling_nodes,
     files_note,
+    guider_node,
     loader_node,
+    scheduler_node,
+    shift_node,
     text_node,
     ulysses_node,
     vae_node,
@@ -41,7 +44,7 @@ def wan_2_2() -> Graph:
     samples = latent["LATENT"]
     for noise, first, last in (("high", 0, 10), ("low", 10, 10000)):
         loader = loader_node(f"wan2.2_t2v_{noise}_noise_14B_fp8_scaled.safetensors", split_batch_degree=2)
-        shifted = Node("ModelSamplingSD3", (320, 58), {"model": loader["MODEL"], "shift": SHIFT}, (MODEL,))
+        shifted = shift_node("ModelSamplingSD3", loader["MODEL"], SHIFT)
         inputs = {
             "model": shifted["MODEL"],
             "add_noise": "enable" if first == 0 else "disable",
@@ -81,7 +84,7 @@ def wan_2_2() -> Graph:
     )
     return Graph(
         (
-            (files_note("Files, GPUs, what to turn", files, text), Group("Text encoder and VAE", ((clip, vae),))),
+            (files_note(files, text), Group("Text encoder and VAE", ((clip, vae),))),
             (Group("The two experts", (tuple(loaders),)),),
             (Group("Prompt and size", ((positive, negative, latent),)), Group("Shift", (tuple(shifts),))),
             (Group("Sampling", (tuple(samplers),)),),
@@ -144,7 +147,7 @@ def ltx_2_3() -> Graph:
     shown = (decode, decode_audio, *_video(decode["IMAGE"], decode_audio["Audio"], 25.0, "ltx-2.3"))
     return Graph(
         (
-            (files_note("Files, GPUs, what to turn", files, text),),
+            (files_note(files, text),),
             (Group("Model, text encoder, audio VAE", ((loader, clip, audio_vae),)),),
             (Group("Prompt", ((positive, negative, timed),)), Group("Size", ((video, audio, latent),))),
             (Group("Pipeline", ((apply,),)), Group("Sampling", ((*sampling, apart),))),
@@ -169,10 +172,7 @@ def _minimax_h3(loading: tuple[Node, ...], patching: tuple[Node, ...], steps: in
         "last_frame": Unconnected("IMAGE"),
     }
     prompt = Node("MiniMaxH3ImageToVideo", (320, 280), asked, (("positive", "CONDITIONING"), LATENT))
-    guided = {"model": model, "conditioning": prompt["positive"]}
-    guider = Node("BasicGuider", (320, 46), guided, (("GUIDER", "GUIDER"),))
-    scheduled = {"model": model, "scheduler": "simple", "steps": steps, "denoise": 1.0}
-    sigmas = Node("BasicScheduler", (320, 106), scheduled, (("SIGMAS", "SIGMAS"),))
+    guider, sigmas = guider_node(model, prompt["positive"]), scheduler_node(model, steps)
     sampling = custom_sampling_nodes(guider, prompt["LATENT"], "res_multistep", sigmas)
     samples = sampling[-1]["output"]
     decode = Node("VAEDecode", (320, 46), {"samples": samples, "vae": vae["VAE"]}, (("IMAGE", "IMAGE"),))
@@ -186,7 +186,7 @@ def _minimax_h3(loading: tuple[Node, ...], patching: tuple[Node, ...], steps: in
     shown = (decode, decode_audio, *_video(decode["IMAGE"], decode_audio["AUDIO"], 24.0, prefix))
     return Graph(
         (
-            (files_note("Files, GPUs, what to turn", files, note, 420),),
+            (files_note(files, note, 420),),
             (Group("Model and text encoder", ((*loading, clip),)), Group("VAEs", ((vae, audio_vae),))),
             (Group("Prompt and size", ((prompt,),)), Group("Behind the loader", (patching,))),
             (Group("Sampling", (sampling,)),),

@@ -84,22 +84,6 @@ def test_cancel_ends_the_whole_and_counts_as_no_failure(monkeypatch):
         checks.run(CPUS, poll=poll)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda found: found.pop("version"),
-        lambda found: found["checks"][0].update(why="passed, but"),
-        lambda found: found["checks"][0]["figures"]["gpus"].append({"name": "GPU"}),
-    ],
-)
-def test_the_schema_refuses_other_forms(change):
-    found = report.document_of(CPUS, checks.run(CPUS, only=("system",)), 1.0)
-    valid(found)
-    change(found)
-    with pytest.raises(jsonschema.ValidationError):
-        valid(found)
-
-
 def test_nothing_says_whose_machine_it_is(monkeypatch, tmp_path):
     monkeypatch.setattr(report.Path, "home", lambda: tmp_path / "home" / "jane.doe")
     monkeypatch.setattr(report, "_users", lambda: {"jane.doe"})

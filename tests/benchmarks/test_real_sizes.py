@@ -12,7 +12,6 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.placement.memory_model import BY_RANKS, Request, memory_of
 from parallel_backend.placement.model_sizes import model_sizes
-from parallel_backend.rank import loaded_stage
 from testing import mini
 from testing.real_sizes import FLUX_DEV
 
@@ -48,20 +47,6 @@ def test_bytes_on_each_link():
     assert first[1] == second[0] == (3 * 2 + 2) * STATE + (3 * 2 * 6 + 2 * 3) * HIDDEN
     piped = sent(Degrees(pipe=2))
     assert piped == [{1: STATE + HIDDEN * 2}, {}]  # a token in the place of words for the second band
-
-
-def test_a_tensor_that_lives_longer_raises_the_peak(monkeypatch):
-    """The control: what each block returns is kept until the model's end."""
-    before, kept, made = trace(FLUX, Degrees()).figures[0]["peak"], [], loaded_stage.build_own_stage
-
-    def keeping(*given):
-        stage = made(*given)
-        for block in stage.modules.values():
-            block.register_forward_hook(lambda _block, _given, out: kept.append(out))
-        return stage
-
-    monkeypatch.setattr(loaded_stage, "build_own_stage", keeping)
-    assert trace(FLUX, Degrees()).figures[0]["peak"] > before + (LAYERS - 2) * STATE
 
 
 def test_the_memory_models_ratios_are_the_medians_of_the_traced_models():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from scripts.comfyui_server import PACK, ComfyUIServer
 from tests.browser.editor import READY, Editor
@@ -104,8 +105,13 @@ def give_frontend(page: Any, address: str, version: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def shoot(editor) -> Callable[[str], None]:
-    """`shoot(name)`: a screenshot, if any are wanted."""
+def shoot(editor) -> Iterator[Callable[[str], None]]:
+    """`shoot(name)`: a screenshot, if any are wanted. Those of one name with -1, -2, ... become an animated image too."""
     if (folder := os.environ.get("PARALLEL_DIT_SCREENSHOTS")) is None:
-        return lambda _name: None
-    return lambda name: editor.page.screenshot(path=Path(folder) / f"{name}.png")
+        yield lambda _name: None
+        return
+    yield lambda name: editor.page.screenshot(path=Path(folder) / f"{name}.png")
+    for first in Path(folder).glob("*-1.png"):
+        name = first.stem.removesuffix("-1")
+        frames = [Image.open(path).resize((1200, 675)) for path in sorted(Path(folder).glob(f"{name}-[0-9].png"))]
+        frames[0].save(Path(folder) / f"{name}.webp", save_all=True, append_images=frames[1:], duration=2500, loop=0)

@@ -93,6 +93,19 @@ class Editor:
         """The button of a tab of the sidebar: by its class, in newer editors by its test id."""
         return self.page.locator(f".{name}-tab-button, [data-testid={name}-tab-button]")
 
+    def look_inside(self, inside: bool = True) -> None:
+        """Show the only subgraph's nodes, or the workflow's."""
+        inner = "app.rootGraph.subgraphs.values().next().value"
+        self.page.evaluate("() => { app.canvas.min_font_size_for_lod = 0 }")  # texts at any zoom
+        self.page.evaluate(f"inside => app.canvas.setGraph(inside ? {inner} : app.rootGraph)", inside)
+        self.page.wait_for_timeout(SETTLE)
+        self.page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+        self.page.wait_for_timeout(3 * SETTLE)  # it moves the view slowly
+
+    def clear_toasts(self) -> None:
+        self.page.evaluate("() => app.extensionManager.toast.removeAll()")
+        self.page.wait_for_timeout(SETTLE)
+
     def problems(self) -> list[str]:
         """Nodes that ComfyUI does not know, that are marked red, or whose list lacks the file's choice."""
         return self.page.evaluate(

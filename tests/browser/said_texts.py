@@ -61,6 +61,14 @@ _PLAN = (
 )
 TOASTS = (
     "Run on several GPUs",
+    "Move in from other packs",
+    "This workflow has no node of ComfyUI-MultiGPU or raylight.",
+    "A new workflow has ComfyUI's own nodes in place of: RayUNETLoader; RayLoraLoader.",
+    "UnetLoaderLP was left: this ComfyUI has no UnetLoaderLP.",
+    "RayTorchCompileModel was removed: set `compile` on Parallel DiT Loader.",
+    "RayTeaCache was removed: use Parallel Step Cache.",
+    "RayCleanVRAMUsed was removed: ranks and ComfyUI make room for each other.",
+    "DeviceSelectorMultiGPU was removed: ComfyUI's loaders choose the device.",
     "This workflow has no loader of a diffusion model.",
     "Nothing was changed. These nodes belong to another pack (custom_nodes.other), not Parallel DiT's: ApplyPipeFusion. "
     "Remove one of the two packs.",

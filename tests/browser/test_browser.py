@@ -159,7 +159,7 @@ def test_degrees_that_do_not_fit_are_refused_at_the_widget(editor, shoot):
     editor.set("ParallelDiTLoader", "pipefusion_degree", 1)
     editor.run()
     editor.page.get_by_text("Parallel DiT Loader rejected the value for devices").first.wait_for()
-    shoot("error")
+    shoot("error-on-a-node")
     line = "the product of the degrees must equal the number of devices"
     editor.page.wait_for_function(
         "line => app.graph._nodes.some(n => (n.widgets ?? []).some(w => String(w.value).includes(line)))", arg=line

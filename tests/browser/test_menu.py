@@ -87,6 +87,25 @@ def test_menu_keeps_every_wire(on_two_cards, shape):
     assert editor.prompt() == after
 
 
+def test_move_in(on_two_cards):
+    """Another pack's loader, which this ComfyUI does not have: as ComfyUI's own, and with Parallelize Model behind it."""
+    editor = on_two_cards
+    graph = workflow("into_a_subgraph")
+    editor.load(graph)
+    said(editor, PUT)
+    wanted = editor.prompt()
+    graph = json.loads(
+        json.dumps(graph).replace('"UNETLoader"', '"UNETLoaderMultiGPU"').replace('"default"]', '"default", "cuda:1"]')
+    )
+    editor.load(graph)
+    editor.page.keyboard.press("Escape")  # the editor says which nodes are missing
+    told = said(editor, "ParallelDiT.MoveIn")
+    assert told.startswith(
+        "A new workflow has ComfyUI's own nodes in place of: UNETLoaderMultiGPU. Parallelize Model is now"
+    )
+    assert editor.prompt() == wanted
+
+
 def test_run_on_one_gpu_again_where_a_subgraphs_input_feeds_the_node(on_two_cards):
     editor = on_two_cards
     editor.load(workflow("into_a_subgraph", ours_inside=True))
@@ -133,9 +152,19 @@ def test_the_menu_refuses_another_packs_nodes(on_two_cards):
 def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, server, shoot):
     """One of ComfyUI's own templates, by clicks."""
     editor, page = on_two_cards, on_two_cards.page
-    graph = json.loads(server.get("/templates/flux_dev_checkpoint_example.json"))
+    text = server.get("/templates/flux_dev_checkpoint_example.json").decode()
+    graph = json.loads(text.replace("t5xxl_fp16", "t5xxl_fp8_e4m3fn"))
+    inside = {
+        node["type"]: node["widgets_values"]
+        for node in graph["definitions"]["subgraphs"][0]["nodes"]
+        if node.get("widgets_values")
+    }
+    inside["EmptySD3LatentImage"][:2], inside["KSampler"][2] = [64, 64], 2
     editor.load(graph)
     page.wait_for_function("() => app.rootGraph.subgraphs.size == 1")
+    editor.look_inside()  # its first time changes the saved file
+    shoot("run-on-several-gpus-1")
+    editor.look_inside(False)
     before = editor.saved()
     loader = "Load Diffusion Model (flux1-dev.safetensors) in Text to Image (Flux.1 Dev)"
     editor.menu("Parallel DiT", "Explain this workflow")
@@ -152,8 +181,25 @@ def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, serv
     page.keyboard.press("Control+z")
     page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 8")
     assert editor.saved() == before
+    editor.clear_toasts()
     command = editor.open_menu("Parallel DiT", "Run on several GPUs")
-    shoot("run-on-several-gpus")
+    shoot("run-on-several-gpus-2")
     command.click()
     page.wait_for_function("() => app.rootGraph.subgraphs.values().next().value.nodes.length == 10")
-    assert editor.model_of("KSampler") == behind
+    editor.look_inside()
+    shoot("run-on-several-gpus-3")
+    page.evaluate(
+        """() => {
+            const nodes = app.rootGraph.subgraphs.values().next().value.nodes;
+            const { widgets } = nodes.find(node => node.type == 'ParallelizeModel');
+            [widgets[0].value, widgets[1].value] = [2, 'pipefusion'];
+            app.canvas.setGraph(app.rootGraph);
+        }"""
+    )
+    editor.clear_toasts()
+    editor.run()
+    assert editor.shown_picture(server).size == (64, 64)
+    editor.look_inside()
+    editor.tab("parallel-dit-ranks").click()
+    editor.page.get_by_text("Last runs").wait_for()
+    shoot("run-on-several-gpus-4")

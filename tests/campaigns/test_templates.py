@@ -5,12 +5,18 @@ import json
 
 import pytest
 
-from testing.comfyui.scripted import Inside
+from testing.comfyui.scripted import INSIDE, Inside
 from tests.campaigns.templates.conversion import convert
+from tests.campaigns.templates.files import CASES
 from tests.campaigns.templates.runner import EQUAL, run_all
 from tests.comfyui.conftest import SCRIPTS, comfyui  # noqa: F401 (a fixture)
 from tests.support import chromium
 from tests.support.requirements import missing
+
+
+def test_every_case_of_a_file_is_a_small_model():
+    small = json.loads((INSIDE / "small_models.json").read_text("utf-8"))
+    assert {case for _, case in CASES} <= small.keys()
 
 
 @pytest.mark.full

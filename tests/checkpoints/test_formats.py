@@ -17,7 +17,6 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.open_model import open_own_class
 from parallel_backend.checkpoints.packed_formats import CHUNK_VALUES, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half
 from parallel_backend.checkpoints.reader import reading
-from parallel_backend.client.call import ModelCall
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Shard, Span
 from parallel_backend.rank.stage.linear import PackedLinear, RankLinear
@@ -261,20 +260,6 @@ def test_the_weights_are_those_of_the_expanded_form_and_stay_packed(files, expec
     if what != "GGUF mixed":
         assert sum(p.nbytes for p in model.parameters()) < 1.1 * path.stat().st_size
     assert sum(p.nbytes for p in reference.parameters()) > 0.95 * other.stat().st_size
-
-
-@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(tensor=2)], ids=str)
-@pytest.mark.parametrize("what", ["fp8 e4m3", "scaled, new, by row", "GGUF Q8_0", "GGUF Q4_K"])
-def test_on_ranks(pools, files, expected, measured, what, degrees):
-    path, _ = files(what)
-    model = pools.mini(path, degrees, dtype=dtype_of(what))
-    output = model.predict(ModelCall(*mini.inputs(CONFIG)), lambda: None)
-    error = mini.relative(model.built.patching.pack(output), expected(what)[1])
-    measured("relative difference of a packed model on 2 ranks", error)
-    assert error < LIMIT
-    # A half of the heads is half a block of the K types, which is expanded when it is loaded.
-    packed = degrees.tensor == 1 or not what.endswith("_K")
-    assert (sum(model.weight_bytes) < 1.25 * path.stat().st_size) == packed  # every rank has the small time embedding
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

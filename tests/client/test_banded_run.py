@@ -23,6 +23,7 @@ from parallel_backend.own_class.built.built_class import built_class
 from parallel_backend.own_class.calls.patching import Companion, Patching
 from parallel_backend.processes.pool import POLL_SECONDS
 from testing import mini
+from testing.models import Cancelled
 
 FAMILY = built_class(mini.proven())
 SHAPE = (1, 16, 12, 4)  # 6 rows of 2 tokens
@@ -192,21 +193,6 @@ def test_an_answer_does_not_wait_for_a_call_that_is_being_made(model):
     assert waited == [False]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_odd_sizes_get_their_own_rows_back(seed):
-    model = FakeModel(seed)
-    shape = (1, 16, 11, 5)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    for exact in (True, False):
-        run = BandedRun(model, cut_rows(shape, 4, PATCHING), shape, warm_up=False)
-
-        def sample(band, run=run, exact=exact):
-            return run.predict(band, ModelCall(x[:, :, run.rows[band].slice], torch.ones(1), text()), exact)
-
-        assert torch.equal(torch.cat(run_all(run, sample), dim=2), 2 * x + 1)
-    model.close()
-
-
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_companion_latent_goes_with_the_first_band(model, exact):
     """And is forecast with it: with times on a line the fourth call is."""
@@ -304,10 +290,6 @@ def test_an_exception_in_one_band_ends_all(model, band, exact):
 
     with pytest.raises(KeyError, match="the sampler's own"):
         run_all(run, sample)
-
-
-class Cancelled(BaseException):
-    """As ComfyUI's InterruptProcessingException, no Exception in recent versions."""
 
 
 @pytest.mark.parametrize("mute", [False, True])

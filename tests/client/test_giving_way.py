@@ -10,13 +10,10 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.resident_weights import ResidentWeights
 from parallel_backend.placement.model_sizes import RankWeights
 from parallel_backend.wire import messages as m
+from testing.models import nobody
 
 DEVICES = ("cuda:0", "cuda:1", "cuda:0")
 HELD, BLOCK, KEPT, ADDED = (1000, 1000, 500), 50, 30, 20
-
-
-def nobody() -> None:
-    pass
 
 
 class Ranks:

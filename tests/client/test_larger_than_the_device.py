@@ -22,7 +22,7 @@ from parallel_backend.planning.workload import workload_of
 from parallel_backend.rank.stage.lora import Adapters
 from testing import mini
 from testing.emulated_device import EmulatedDevice
-from testing.models import on_ranks
+from testing.models import nobody, on_ranks
 from tests.rank.test_lora import diffs, lora
 from tests.support.pools import Pools
 
@@ -30,10 +30,6 @@ pytestmark = [pytest.mark.threads, pytest.mark.slow]
 
 BUDGET, RATE = 6_600_000, 1e9
 """Bytes of each rank's device, and bytes a second that come there. The model has 13 MB of weights."""
-
-
-def nobody() -> None:
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -206,13 +202,3 @@ def test_no_more_gives_way_than_is_needed_and_others_first(devices, mini_file, o
     model.adapt("a LoRA", deltas, nobody)
     assert asked
     assert model.weight_bytes == [total]  # another program has given it
-
-
-def test_where_weights_may_not_be_streamed_nothing_moves(devices, mini_file, overfull):
-    model = load(devices(40_000_000), mini_file, Degrees(), "none")
-    asked: list[int] = []
-    model._memory.make_room = lambda device, missing: asked.append(missing) or 0
-    model.adapt("a LoRA", lora(load_file(mini_file), rank=8 * RANK), nobody)
-    assert len(asked) == 1  # which was in vain
-    assert set(model.resident.limits) == {ALL}
-    assert model.on_ranks

@@ -22,12 +22,9 @@ from parallel_backend.placement.residency import ALL
 from parallel_backend.quickstart.model import mini_wan
 from parallel_backend.wire import messages as m
 from testing import mini
+from testing.models import nobody
 
 GB = 10**9
-
-
-def nobody() -> None:
-    pass
 
 
 class Guarded:
@@ -174,6 +171,10 @@ def test_where_nothing_is_streamed_the_same_run_is_refused(mini_file, host, offl
         guarded.run(rows)
     assert ("offload auto" in str(refused.value)) == bool(host)
     assert guarded.told == []
+    asked: list[int] = []
+    guarded.guard.make_room = lambda device, missing: asked.append(missing) or missing
+    guarded.run(rows)  # somebody else has made room, of as much as was missing
+    assert 0 < asked[0] <= guarded.weights.total
 
 
 def test_parked_weights_that_have_no_room_are_refused_and_stay_parked(mini_file):

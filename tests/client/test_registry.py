@@ -21,6 +21,7 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.processes.pool import LinksDown, RankError
 from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire import messages as m
+from testing.models import nobody
 from tests.support.fake_cuda import ADA, fake_cuda
 
 DEVICES = ("cpu", "cpu")
@@ -149,10 +150,6 @@ def loaded(registry, monkeypatch):
         return key, registry.model(key, nobody, make_room=make_room, owner=owner)
 
     return load
-
-
-def nobody() -> None:
-    pass
 
 
 def test_nothing_of_models_of_failed_ranks_is_kept_beside_the_next_model(loaded):
@@ -393,16 +390,6 @@ def test_models_that_take_turns_in_a_run_take_from_each_other_once(registry, loa
     loaded("a")
     assert first.make_room("cpu", 10) == 10
     assert second.asked == [10]
-
-
-def test_what_was_used_again_in_one_run_is_used_for_the_first_time_in_the_next(registry, loaded):
-    for name in "ab":
-        loaded(name)
-    registry.begin_run()
-    loaded("a"), loaded("b"), loaded("a")
-    registry.begin_run()
-    loaded("b")
-    assert loaded("a")[1].make_room("cpu", 10) == 10
 
 
 def test_ranks_talk_through_gloo_where_nccl_fails_in_every_way(starts, monkeypatch):

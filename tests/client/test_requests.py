@@ -10,6 +10,7 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.wire import channel
 from testing import mini
+from testing.models import Cancelled, cancel
 
 pytestmark = pytest.mark.threads
 
@@ -86,19 +87,12 @@ def test_a_tensor_changed_in_place_is_sent_again(remote, mini_model):
     assert mini.relative(output, mini.reference(mini_model, x, timestep, tensors)) <= 1e-5
 
 
-class Cancelled(Exception):
-    pass
-
-
 def test_what_a_cancelled_call_leaves_is_nothing_to_the_next_model(remote):
     """Its output arrives when another model listens already, which has sent nothing yet."""
     large = given({"batch": 4, "height": 32, "width": 32, "text": 7})
     model = remote(Degrees(pipe=2), fresh=True)
     expected = model.predict(ModelCall(*large), lambda: None)
 
-    def poll() -> None:
-        raise Cancelled
-
     with pytest.raises(Cancelled):
-        model.predict(ModelCall(*large), poll)
+        model.predict(ModelCall(*large), cancel)
     assert torch.equal(remote(Degrees(pipe=2), fresh=True).predict(ModelCall(*large), lambda: None), expected)

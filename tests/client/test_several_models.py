@@ -15,16 +15,12 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.emulated_device import EmulatedDevice
-from testing.models import on_ranks, whole_call
+from testing.models import nobody, on_ranks, whole_call
 
 pytestmark = pytest.mark.threads
 
 GIVEN = mini.inputs()
 PIPE = Degrees(pipe=2)
-
-
-def nothing() -> None:
-    """A poll that never gives up."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +37,7 @@ def two(pools, mini_file, other_file):
     def load(first: Degrees, second: Degrees) -> list[RemoteTransformer]:
         pool = pools(first.world)
         return [
-            on_ranks(pool, mini.opened(path), degrees, "fp32", "sdpa", nothing, keep_others=keep_others)
+            on_ranks(pool, mini.opened(path), degrees, "fp32", "sdpa", nobody, keep_others=keep_others)
             for path, degrees, keep_others in ((mini_file, first, False), (other_file, second, True))
         ]
 
@@ -62,7 +58,7 @@ def test_models_take_turns_and_answer_as_alone(two, remote, pools, mini_model, o
     models = two(PIPE, second)
     for _ in range(2):
         for model, reference in zip(models, references, strict=True):
-            assert mini.relative(model.predict(ModelCall(*GIVEN), nothing), reference) <= 1e-5
+            assert mini.relative(model.predict(ModelCall(*GIVEN), nobody), reference) <= 1e-5
     posted = []
     for model in (*models, *models):  # none is waited for: their micro-steps mix
         posted.append(whole_call(model, *GIVEN))
@@ -73,27 +69,27 @@ def test_models_take_turns_and_answer_as_alone(two, remote, pools, mini_model, o
 
 def test_what_is_added_to_one_model_or_ended_for_it_is_nothing_to_the_other(two, pools):
     first, second = two(PIPE, PIPE)
-    before = [model.predict(ModelCall(*GIVEN), nothing) for model in (first, second)]
-    second.adapt("a LoRA", [delta(second)], nothing)
-    assert not second.predict(ModelCall(*GIVEN), nothing).equal(before[1])
+    before = [model.predict(ModelCall(*GIVEN), nobody) for model in (first, second)]
+    second.adapt("a LoRA", [delta(second)], nobody)
+    assert not second.predict(ModelCall(*GIVEN), nobody).equal(before[1])
     run = first.open_run()
     second.open_run()
-    assert first.predict(ModelCall(*GIVEN), nothing).equal(before[0])
+    assert first.predict(ModelCall(*GIVEN), nobody).equal(before[0])
     found = first.pool.ask(m.ReadMemory(), m.DeviceMemoryReport).result(timeout=60)
     assert [each.held_bytes for each in found] == [0, 0]  # of no model
     second.unload().result(timeout=60)
     with pytest.raises(RuntimeError, match="unloaded from its ranks"):
-        second.predict(ModelCall(*GIVEN), nothing)
+        second.predict(ModelCall(*GIVEN), nobody)
     assert first.on_ranks
-    first.close_run(run, nothing)
-    assert first.predict(ModelCall(*GIVEN), nothing).equal(before[0])
+    first.close_run(run, nobody)
+    assert first.predict(ModelCall(*GIVEN), nobody).equal(before[0])
 
 
 def test_a_run_that_was_given_up_is_over(two):
     """What a LoRA has added stays during a run alone."""
     model, _ = two(PIPE, PIPE)
     run = model.open_run()
-    model.watch_memory(run, 2, False, nothing)
+    model.watch_memory(run, 2, False, nobody)
     assert model._memory.in_run
     model.discard_run(run)
     assert not model._memory.in_run
@@ -152,7 +148,7 @@ def sampled(registry: Registry, *keys: Setup, steps: int = 2) -> list[torch.Tens
     given, found = mini.inputs(SIZES), []
     for key in keys:
         registry.begin_run()
-        found.append([registry.model(key, nothing).predict(ModelCall(*given), nothing) for _ in range(steps)][-1])
+        found.append([registry.model(key, nobody).predict(ModelCall(*given), nobody) for _ in range(steps)][-1])
     return found
 
 
@@ -191,9 +187,9 @@ def test_models_on_devices_that_overlap_take_turns_without_new_ranks(registries,
         assert all(map(torch.equal, sampled(registry, *keys), expected))
     assert not opened
     assert registry.pool is pool and pool.error is None
-    calls = [whole_call(registry.model(key, nothing), *mini.inputs(SIZES)) for key in (*keys, *keys)]
+    calls = [whole_call(registry.model(key, nobody), *mini.inputs(SIZES)) for key in (*keys, *keys)]
     for key, call in zip((*keys, *keys), calls, strict=True):  # none is waited for: their micro-steps mix
-        registry.model(key, nothing).post(call)
+        registry.model(key, nobody).post(call)
     found = [call.future.result(timeout=60) for call in calls]
     assert all(map(torch.equal, found[:2], found[2:]))
     for key in keys:
@@ -214,16 +210,16 @@ def test_what_is_added_to_an_idle_model_makes_way_for_another_one_and_comes_back
 
     def of_first() -> torch.Tensor:
         registry.begin_run()
-        model = registry.model(keys[0], nothing)
-        model.adapt("additions", deltas, nothing)
+        model = registry.model(keys[0], nobody)
+        model.adapt("additions", deltas, nobody)
         assert min(model.adapter_bytes) > LARGEST // 10
-        return model.predict(ModelCall(*given), nothing)
+        return model.predict(ModelCall(*given), nobody)
 
     expected = of_first()
     (other,) = sampled(registry, keys[1])
     assert torch.equal(other, sampled(registries(), keys[1])[0])
-    assert not any(registry.model(keys[0], nothing).adapter_bytes)
-    second = registry.model(keys[1], nothing)
+    assert not any(registry.model(keys[0], nobody).adapter_bytes)
+    second = registry.model(keys[1], nobody)
     held = zip(second.weight_bytes, second.resident.weights, strict=True)
     assert all(here >= weights.total for here, weights in held)
     assert torch.equal(of_first(), expected)

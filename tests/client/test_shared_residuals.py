@@ -29,6 +29,7 @@ from parallel_backend.processes.pool import RankError
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.shared_memory import make_segment, sharing_possible
+from testing.models import nobody
 from tests.emulated.test_own_class import saved
 from tests.own_class.planted_classes import WIDTH
 from tests.support import fake_cuda
@@ -74,10 +75,6 @@ def remote(pools, controlled) -> Callable[..., RemoteTransformer]:
     return functools.partial(pools.load, controlled.path, own=controlled.own)
 
 
-def nothing() -> None:
-    """A Poll that never gives up."""
-
-
 def maps() -> int:
     """Segments that this process has mapped."""
     gc.collect()
@@ -93,7 +90,7 @@ def outputs(controlled) -> Callable[[RemoteTransformer], list[torch.Tensor]]:
         residuals = {f"{kind}.0": torch.randn(2, 2 * 4 * 6, WIDTH, generator=generator) for kind in KINDS}
         return ModelCall(controlled.given.x, controlled.given.timestep, controlled.tensors, residuals=residuals)
 
-    return lambda model: [model.predict(call(seed), nothing) for seed in range(4)]
+    return lambda model: [model.predict(call(seed), nobody) for seed in range(4)]
 
 
 @pytest.mark.parametrize("degrees", MODES, ids=str)
@@ -198,11 +195,11 @@ def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, controlled
     call = ModelCall(given.x, given.timestep, controlled.tensors, residuals=residuals)
     own = replace(controlled.own, folder=as_folder(controlled.own.module, tmp_path))
     model = process_pools.load(controlled.path, Degrees(pipe=2), own, fresh=True)
-    model.predict(call, nothing)
+    model.predict(call, nobody)
     assert maps() > before
     os.kill(model.pool.pids[1], signal.SIGKILL)
     with pytest.raises(RankError):
-        model.predict(call, nothing)
+        model.predict(call, nobody)
     process_pools.end(2)
     del model
     assert maps() == before

@@ -23,15 +23,12 @@ from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 from testing import mini
 from testing.emulated_device import EmulatedCopies, EmulatedDevice
+from testing.models import nobody
 
 pytestmark = [pytest.mark.threads, pytest.mark.slow]
 
 LARGE = EmulatedDevice(100_000_000, 1e9)
 """Holds the model, of 13 MB, and by its estimate any run."""
-
-
-def nobody() -> None:
-    pass
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.comm.recorder import Recorder
 from parallel_backend.wire.timeline_kinds import OUTSIDE, WAIT, WORK
 from testing import mini
+from testing.models import nobody
 
 STEPS = 4
 DISPLACED = Degrees(patch=2, patch_mode="displaced")
@@ -27,20 +28,16 @@ MODES = {
 }
 
 
-def poll() -> None:
-    pass
-
-
 def run(model, bands: int, steps: int = STEPS) -> tuple[Trace, RunReport, tuple[float, float]]:
     """One run's trace, its report, and when it began and was over."""
-    model.close_run(model.open_run(), poll)  # what earlier tests did is in the first report
+    model.close_run(model.open_run(), nobody)  # what earlier tests did is in the first report
     x, _, tensors = mini.inputs()
     started = time.perf_counter()
     model.begin_timeline()
     stats = sample_in_bands(model, x, linear_sigmas(steps), Prompt(tensors, {}, 1.0), bands, 1)[1]
     stopped = time.perf_counter()
     report = RunReport(model.degrees, bands, steps, stopped - started, None, None, tuple(stats))
-    return read_trace(model, poll), report, (started, stopped)
+    return read_trace(model, nobody), report, (started, stopped)
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -80,7 +77,7 @@ def test_only_the_last_run_is_shown(remote):
 
     def sample(steps: int) -> list[int]:
         sample_whole(model, x, linear_sigmas(steps), prompt)
-        return [len(rank.work) for rank in read_trace(model, poll).ranks]
+        return [len(rank.work) for rank in read_trace(model, nobody).ranks]
 
     model.begin_timeline()
     assert sample(3) == [6, 6]
@@ -88,19 +85,19 @@ def test_only_the_last_run_is_shown(remote):
     began = time.perf_counter()
     model.begin_timeline()
     assert sample(1) == [2, 2]
-    assert read_trace(model, poll).zero >= began  # not even the end of a send from before
+    assert read_trace(model, nobody).zero >= began  # not even the end of a send from before
 
 
 def test_where_nothing_has_run_it_says_so(remote):
     model = remote(Degrees(pipe=2), fresh=True)
     with pytest.raises(ValueError, match=r"^after: nothing has run .* First run a sampler"):
-        read_trace(model, poll)
+        read_trace(model, nobody)
     x, timestep, tensors = mini.inputs()
-    model.predict(ModelCall(x, timestep, tensors), poll)
-    assert len(read_trace(model, poll).ranks) == 2
+    model.predict(ModelCall(x, timestep, tensors), nobody)
+    assert len(read_trace(model, nobody).ranks) == 2
     model.begin_timeline()
     with pytest.raises(ValueError, match=r"^after: "):
-        read_trace(model, poll)
+        read_trace(model, nobody)
 
 
 class Short(Recorder):

@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from scripts.comfyui_server import ComfyUIServer
+from tests.client.test_unload import write_random
 from tests.comfyui.test_server import LOADER, SAMPLER, pixels, small
 from tests.comfyui.websocket import Events
-from tests.system.test_memory import write_random
 
 pytestmark = pytest.mark.comfyui
 

@@ -46,13 +46,6 @@ def test_there_is_a_device_for_each_rank(count):
         check_devices(Degrees(ulysses=2), ("cpu",) * count)
 
 
-def test_ulysses_runs_on_one_kind_of_device():
-    check_devices(Degrees(ulysses=2), ("ray:cuda", "ray:cuda"))
-    check_devices(Degrees(ring=2), ("cuda:0", "cpu"))
-    with pytest.raises(ValueError, match=r"^devices names GPUs and CPUs \(ray:cuda, ray:cpu\), and ulysses_degree is 2"):
-        check_devices(Degrees(ulysses=2), ("ray:cuda", "ray:cpu"))
-
-
 def test_ranks_are_processes_and_so_not_any_number():
     check_ranks(Degrees(ring=MOST_RANKS))
     with pytest.raises(ValueError, match=f"makes {MOST_RANKS + 1} ranks. At most {MOST_RANKS} are possible"):

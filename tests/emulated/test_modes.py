@@ -12,7 +12,10 @@ from tests.campaigns.transport.cases import Case, all_of_them
 pytestmark = pytest.mark.threads
 
 QUICK = ("product ring2", "product patch2", "product pipe2-ulysses2")
-DEFAULT = "product tensor2", "product batch2", "transfers in fp8", "naive patches", "transfers of changes", "cancel patch2"
+DEFAULT = (
+    *("product tensor2", "product batch2", "transfers in fp8", "naive patches", "transfers of changes", "cancel patch2"),
+    "VAE bands on 2",
+)
 """Each kind of transfer and of group; what is left is the same transfers in other products."""
 
 

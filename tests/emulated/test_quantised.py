@@ -1,6 +1,6 @@
-"""Files in ComfyUI's quantised formats on emulated devices: in fp32 what CPU ranks give.
+"""Files in packed and in ComfyUI's quantised formats on emulated devices: in fp32 what CPU ranks give.
 
-In bf16 a card multiplies in the format itself: every mode is as far from the plain model as one rank on such a card.
+In bf16 a card multiplies in ComfyUI's formats: every mode is as far from the plain model as one rank on such a card.
 """
 
 import contextlib
@@ -17,11 +17,14 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from testing import mini
-from tests.campaigns.transport.cases import nothing
+from tests.campaigns.transport.cases import nobody
+from tests.checkpoints import test_formats
+from tests.checkpoints.test_formats import whole  # noqa: F401 (fixtures)
 from tests.rank.test_quantised_ranks import INPUTS, KINDS, RATIO, files, plain, plain_file  # noqa: F401 (fixtures)
 from tests.support.cpu_and_gpu import Both, both_kinds
 
 pytestmark = pytest.mark.threads
+packed = test_formats.files
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +38,9 @@ def both() -> Iterator[Both]:
         yield made
 
 
-def on(path, degrees: Degrees, dtype: str):
+def on(path, degrees: Degrees, dtype: str, given=INPUTS):
     def run(load: Callable[..., RemoteTransformer], _pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        return [load(mini.opened(path), degrees, dtype=dtype).predict(ModelCall(*INPUTS), nothing)]
+        return [load(mini.opened(path), degrees, dtype=dtype).predict(ModelCall(*given), nobody)]
 
     return run
 
@@ -52,3 +55,9 @@ def test_a_format(both: Both, plain, files, kind, degrees):  # noqa: F811
     both.check(on(path, degrees, "fp32"))
     (alone,), (found,) = (both.on_gpu(on(path, each, "bf16")) for each in (Degrees(), degrees))
     assert mini.relative(found.float(), plain) == pytest.approx(mini.relative(alone.float(), plain), rel=RATIO)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["GGUF Q8_0", pytest.param("scaled, new, by row", marks=pytest.mark.full)])
+def test_a_packed_format(both: Both, packed, what):
+    both.check(on(packed(what)[0], Degrees(pipe=2), "fp32", mini.inputs(test_formats.CONFIG)))

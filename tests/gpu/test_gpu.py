@@ -90,17 +90,6 @@ def ranks(mini_file) -> Iterator[Ranks]:
         ranks.close()
 
 
-@pytest.fixture(scope="module")
-def given():
-    return mini.inputs()
-
-
-@pytest.fixture(scope="module")
-def expected(mini_model, given) -> torch.Tensor:
-    """The class's forward on the CPU."""
-    return mini.reference(mini_model, *given)
-
-
 def banded(model: RemoteTransformer, given) -> torch.Tensor:
     """With one warm-up step."""
     x, _, tensors = given

@@ -85,11 +85,19 @@ def test_a_deeper_model_has_the_same_plan():
         (own(), asked(form="another")),
         (own(), asked(tensor=4)),
         (own(), asked(options=frozenset({"sigmas", "unknown"}))),
+        (own(), asked(options=frozenset({"callbacks"}))),
+        (own(), asked(times=(1.0, 0.0))),
         (own(), asked(numbers={"words": 40, "scale": 4})),
     ],
 )
 def test_nothing_else_is_served(the_class, call):
     assert not PLAN.serves(the_class.kind, json.loads(the_class.arguments), call)
+
+
+def test_a_plan_of_some_batches_serves_no_other():
+    plan = dataclasses.replace(PLAN, entries=(1, 2))
+    served = [plan.serves(OWN.kind, json.loads(OWN.arguments), asked(entries=entries)) for entries in (1, 2, 3)]
+    assert served == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.own_class.cuts.row_attention import attention_by_rows, kept_with
+from parallel_backend.own_class.cuts.attention_calls import attention_by_rows, kept_with
 from tests.own_class.planted_tokens import Mixing, TwoStreams
 
 SIZE = 7
@@ -20,7 +20,8 @@ class Windows:
     def windows(self, numbers):
         return numbers // self.size
 
-    def __call__(self, attend, q_BQHD, k_BKHD, v_BKHD, queries_Q, keys_K):
+    def __call__(self, attend, rows):
+        q_BQHD, k_BKHD, v_BKHD, queries_Q, keys_K = rows
         out, numbers = torch.zeros_like(q_BQHD), (queries_Q, keys_K)
         for window in self.windows(queries_Q).unique().tolist():
             queries, keys = (kept_with(each, window, partial(self.rows, each, window, out.device)) for each in numbers)

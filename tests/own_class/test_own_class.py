@@ -5,8 +5,15 @@ import torch
 
 from parallel_backend.core.spans import Span
 from parallel_backend.own_class.built.building import build
-from parallel_backend.own_class.calls.call_arguments import from_tensors, structure_of, timestep_of, to_tensors
-from parallel_backend.own_class.calls.call_form import LATENTS, in_form, unpack
+from parallel_backend.own_class.calls.call_arguments import (
+    LATENTS,
+    from_tensors,
+    in_form,
+    structure_of,
+    timestep_of,
+    to_tensors,
+    unpack,
+)
 from parallel_backend.own_class.calls.tried_calls import Call, draw_weights, smaller
 from parallel_backend.own_class.cuts import stages
 from parallel_backend.own_class.cuts.stages import StageBlocks, crossing
@@ -240,7 +247,7 @@ def two_stages(name: str, fault: str, given: Call) -> tuple[torch.Tensor, torch.
         for span in (Span(0, 2), Span(2, 4)):
             stage = StageBlocks(model, blocks, span, link)
             out = given.run(stage.call)
-            stage.remove()
+            stage.close()
     return whole, out
 
 

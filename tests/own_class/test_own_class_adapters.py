@@ -14,13 +14,13 @@ from parallel_backend.own_class.adapters.adapters import (
     Indexed,
     pixart_attention,
     pixart_cross_attention,
-    sent,
 )
 from parallel_backend.own_class.adapters.animate2_forms import SameFrame
+from parallel_backend.own_class.adapters.ltx_forms import ltx2_arguments
 from parallel_backend.own_class.adapters.minimax_forms import (
     minimax_h3_segments,
 )
-from parallel_backend.own_class.adapters.seedvr_forms import CONDITION, InWindows, check_condition, places_of
+from parallel_backend.own_class.adapters.seedvr_forms import CONDITION, InWindows, places_of, seedvr2_arguments
 from parallel_backend.own_class.adapters.wan_forms import (
     MOTION,
     name_of_face,
@@ -30,7 +30,7 @@ from parallel_backend.own_class.adapters.wan_forms import (
 )
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.tried_calls import draw_weights
-from parallel_backend.own_class.cuts.row_attention import attention_by_rows
+from parallel_backend.own_class.cuts.attention_calls import Rows, attention_by_rows
 from tests.own_class.planted_tokens import optimized_attention
 from tests.support.planted_comfyui import planted
 
@@ -43,7 +43,7 @@ def test_a_frame_sees_the_video_and_its_frame_of_the_pose(lacking):
     queries, keys = (torch.randperm(12, generator=g) for _ in range(2))
     queries, keys = queries[:7], torch.stack([row for row in keys if int(row) // 3 not in lacking])
     attend = functools.partial(attention, None)
-    found = SameFrame(3, 0.5)(attend, q[:, queries], k[:, keys], v[:, keys], queries, keys)
+    found = SameFrame(3, 0.5)(attend, Rows(q[:, queries], k[:, keys], v[:, keys], queries, keys))
     pose, same = (keys >= 3).expand(len(queries), -1), queries[:, None] // 3 == keys // 3
     both = (
         torch.cat((k[:, keys, :, :4], k[:, keys, :, 4:]), dim=1),
@@ -151,7 +151,8 @@ def ltx2_call(strengths=(1.0, 1.0), **more):
     mask[:, :, 0], mask[:, :, 5, :, ::2] = 0.0, -1.0
     guides = [{"pre_filter_count": 6, "strength": each, "pixel_mask": None} for each in strengths]
     given = {"denoise_mask": mask, "keyframe_idxs": torch.zeros(1, 3, 12, 2), "guide_attention_entries": guides, **more}
-    return sent("LTXAV", given, SimpleNamespace(_downsample_mask_to_latent=lambda mask, *_shape: mask.flatten()[None]))
+    native = SimpleNamespace(_downsample_mask_to_latent=lambda mask, *_shape: mask.flatten()[None])
+    return ltx2_arguments(given, native, ())
 
 
 def test_guides_of_ltx2_are_told_by_tokens():
@@ -164,7 +165,7 @@ def test_guides_of_ltx2_are_told_by_tokens():
     assert masked["guide_weights"][0, 6:].tolist() == pytest.approx([1, 0.2, 1, 1, 0.4, 1])
     mask = torch.ones(1, 1, 4, 2, 3)
     mask[:, :, 0] = 0.0
-    assert sent("LTXAV", {"denoise_mask": mask, "frame_rate": 25}, None) == {"frame_rate": 25}, "times tell it"
+    assert ltx2_arguments({"denoise_mask": mask, "frame_rate": 25}, None, ()) == {"frame_rate": 25}, "times tell it"
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_rows_of_any_order_attend_in_windows_as_the_whole_video_does(queries):
         return nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors)).transpose(1, 2)
 
     numbers, keys = torch.tensor(list(queries)), torch.randperm(32, generator=g)
-    found = WINDOWS(attend, q[:, numbers], k[:, keys], v[:, keys], numbers, keys)
+    found = WINDOWS(attend, Rows(q[:, numbers], k[:, keys], v[:, keys], numbers, keys))
     assert torch.allclose(found, expected[:, numbers], atol=1e-6)
 
 
@@ -299,7 +300,7 @@ def test_places_are_those_in_a_window_behind_the_text_or_around_its_middle():
 )
 def test_a_video_that_seedvr2_cannot_make_sharper_is_refused(sizes, given, why):
     with pytest.raises(ValueError, match=why):
-        check_condition(sizes, {} if given is None else {CONDITION: torch.zeros(1, 17, *given)})
+        seedvr2_arguments({} if given is None else {CONDITION: torch.zeros(1, 17, *given)}, None, sizes)
 
 
 @pytest.mark.usefixtures("comfyui")

@@ -10,8 +10,7 @@ from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.own_class.built.built_class import built_class
-from parallel_backend.own_class.calls.call_arguments import to_tensors
-from parallel_backend.own_class.calls.call_form import LATENTS
+from parallel_backend.own_class.calls.call_arguments import LATENTS, to_tensors
 from parallel_backend.own_class.calls.tried_calls import Call
 from parallel_backend.own_class.cuts.band_tokens import BandTokens, class_numbers, numbers
 from parallel_backend.own_class.trials.trial import trial

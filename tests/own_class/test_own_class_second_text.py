@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from parallel_backend.own_class.cuts.normalized_guidance import normalized
-from parallel_backend.own_class.trials.guided_trial import SETTINGS, Guidance
-from parallel_backend.own_class.trials.second_text_trial import trial_of_second_text
+from parallel_backend.own_class.cuts.guided_attention import normalized
+from parallel_backend.own_class.trials.change_trial import Shown
+from parallel_backend.own_class.trials.guided_trial import SETTINGS, TrialOfSecondText
 from parallel_backend.own_class.trials.trial import trial
 from tests.own_class.test_own_class import call
 from tests.support.planted_comfyui import planted
@@ -28,18 +28,18 @@ def node(module, second):
     return forward
 
 
-def led_away(name: str, tensor: int = 1, cut: bool = True, settings: torch.Tensor = OF_ENTRIES) -> Guidance:
+def led_away(name: str, tensor: int = 1, cut: bool = True, settings: torch.Tensor = OF_ENTRIES) -> Shown:
     """`cut`: tokens are cut in the proof."""
     proof = trial(planted(name), call(), TIMES, sequence=cut, bands=cut, tensor=tensor)
     assert (proof.stages, proof.batch) == ("", "")
     assert not cut or (proof.sequence, proof.bands) == ("", "")
     assert not proof.tensor or tensor == 1
-    return trial_of_second_text(planted(name), proof, call(), TIMES, settings, node, tensor)
+    return TrialOfSecondText(planted(name), proof, call(), TIMES, tensor, settings=settings, node=node).shown()
 
 
 def test_a_second_text_that_ranks_look_at_as_the_node_does_is_proven():
-    assert led_away("Looks") == Guidance(has_effect=True)
-    assert led_away("Looks", tensor=2) == Guidance(has_effect=True)
+    assert led_away("Looks") == Shown(has_effect=True)
+    assert led_away("Looks", tensor=2) == Shown(has_effect=True)
 
 
 GIVES = "ranks that guide it give another result"

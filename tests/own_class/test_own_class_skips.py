@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel_backend.own_class.trials.skip_trial import Skips, trial_of_skips
+from parallel_backend.own_class.trials.change_trial import Shown, TrialOfSkips
 from parallel_backend.own_class.trials.trial import trial
 from tests.own_class.test_own_class_bands import call
 from tests.support.planted_comfyui import planted
@@ -13,15 +13,15 @@ KINDS = "double_block", "single_block"
 TIMES = 900.0, 1.0
 
 
-def skips(name: str) -> Skips:
+def skips(name: str) -> Shown:
     proof = trial(planted(name), call(), TIMES, bands=True)
     assert (proof.stages, proof.sequence, proof.bands) == ("", "", "")
-    return trial_of_skips(planted(name), proof, call(), TIMES, KINDS)
+    return TrialOfSkips(planted(name), proof, call(), TIMES, kinds=KINDS).shown()
 
 
 def test_blocks_that_ranks_skip_as_the_class_does_are_proven():
-    assert skips("Skippable") == Skips({"double_block": "streams", "single_block": "blocks"})
-    assert skips("OneList") == Skips({"double_block": "streams"}), "of the others the class asks for none"
+    assert skips("Skippable") == Shown(lists={"double_block": "streams", "single_block": "blocks"})
+    assert skips("OneList") == Shown(lists={"double_block": "streams"}), "of the others the class asks for none"
 
 
 GIVES = "blocks that return their arguments give another result"

@@ -23,7 +23,7 @@ def call(batch: int = 2) -> Call:
 
 def found(name: str, tensor: int = 1):
     """The proof, and the widths of the trials that it took."""
-    with mock.patch.object(trials, "_found", wraps=trials._found) as tried:
+    with mock.patch.object(trials, "short_model", wraps=trials.short_model) as tried:
         proof = trial(own(name), call(), TIMES, bands=True, tensor=tensor)
     return proof, ["num_heads" not in each.args[0].arguments for each in tried.call_args_list]
 

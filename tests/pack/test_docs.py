@@ -62,8 +62,8 @@ def test_the_chinese_readme_says_the_same():
     )
     for alike in (r"`([^`]+)`", r"\b\d+\.\d+\b", r"^(#+) ", r"^ +((?:bash|python) .*?)(?:  .*)?$"):
         assert sorted(re.findall(alike, english, re.MULTILINE)) == sorted(re.findall(alike, chinese, re.MULTILINE)), alike
-    models = re.findall(r"[A-Z][\w-]+(?:\.\d)?", english[english.index("- **Images") : english.index("Each of these")])
-    assert {model for model in models if model not in chinese} == {"Images", "Videos"}
+    models = re.findall(r"[A-Z][\w-]+(?:\.\d)?", english[english.index("**Models**") : english.index("Other transformers")])
+    assert {model for model in models if model not in chinese} == {"Models"}
 
 
 def maker(page: Path) -> str | None:

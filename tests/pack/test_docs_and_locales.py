@@ -145,7 +145,12 @@ def test_no_page_and_no_entry_is_left_over():
     assert all(list(locale(language)) == NODES for language in LANGUAGES)
 
 
-COMMANDS = {"run_on_several_gpus": ("ID", "TITLE"), "take_out": ("TAKE_OUT",) * 2, "explain_workflow": ("EXPLAIN",) * 2}
+COMMANDS = {
+    "run_on_several_gpus": ("ID", "TITLE"),
+    "take_out": ("TAKE_OUT",) * 2,
+    "explain_workflow": ("EXPLAIN",) * 2,
+    "move_in": ("MOVE_IN",) * 2,
+}
 """Script of a command of the menu -> names of its constants: the command's id, and its title, which may have an ending."""
 
 

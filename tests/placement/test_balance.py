@@ -8,6 +8,9 @@ from parallel_backend.client.sampling import Prompt, euler, linear_sigmas, sampl
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
 from parallel_backend.placement.balance import ALIKE, check_stage_split, divide
+from parallel_backend.placement.expected_request import expected_request
+from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY, bytes_by_block, bytes_outside_blocks, memory_of
+from parallel_backend.placement.model_sizes import block_lists, model_sizes
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.diagnosis import Probed
 from testing import mini
@@ -78,6 +81,22 @@ def test_patch_shares_follow_speed():
         Degrees(patch=3, patch_mode="displaced"), LISTS, SIZES, [probed(r, s) for r, s in enumerate((1.0, 2.0, 4.0))]
     )
     assert found.patch_shares == pytest.approx((4 / 7, 2 / 7, 1 / 7))
+
+
+def test_a_stage_leaves_room_for_what_the_run_keeps(tmp_path):
+    """Flux on cards of 24 and 16 GB, equally fast: by weights alone the second one could have half of the blocks."""
+    flux = mini.opened(mini.save_header(tmp_path / "flux1-dev.safetensors"), height=128, width=128, text=512)
+    degrees, sizes = Degrees(pipe=2), model_sizes(flux, "bf16", "cuda:0")
+    expected = expected_request(flux, (1, 16, 128, 128), 1, 512, KV_COPIES, 4)
+    blocks = {"double_blocks": (2.0, 0.6), "single_blocks": (1.0, 0.3)}
+    probes = [Probed(rank, blocks, (0.1, 0.1), free) for rank, free in enumerate((23 * 10**9, 15 * 10**9))]
+    kept, around = bytes_by_block(sizes, degrees, (expected,)), bytes_outside_blocks(sizes, degrees, expected)
+
+    def needs(of_blocks: list[int], other_bytes: int | None = None) -> int:
+        found = divide(degrees, block_lists(flux), of_blocks, probes, other_bytes=other_bytes)
+        return memory_of(sizes, degrees, found.stage_blocks, 1, (expected,)).total
+
+    assert needs(kept, around) <= USABLE_MEMORY * 15 * 10**9 < needs(list(sizes.block_bytes))
 
 
 @pytest.mark.parametrize("text", ["auto", "even", " Auto "])

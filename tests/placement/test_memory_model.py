@@ -4,10 +4,8 @@ with figures and a way out, before anything is sent."""
 import gc
 import itertools
 import sys
-import weakref
 from dataclasses import replace
 
-import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -28,13 +26,9 @@ from parallel_backend.placement.memory_advice import Capacity, changes
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import Request, bytes_by_block, memory_of
 from parallel_backend.placement.model_sizes import model_sizes
-from parallel_backend.processes import local as launch
-from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.wire import messages as m
 from testing import mini
-from testing.models import conditioning_of, on_ranks
-from tests.campaigns.faults.census import settle
-from tests.support import failing_rank
+from testing.models import conditioning_of, nobody
 from tests.support.one_rank import OneRank
 
 pytestmark = pytest.mark.threads
@@ -44,10 +38,6 @@ GIB = 1 << 30
 BELOW, ABOVE = 0.4, 1.25
 """Measured activations over the estimate. Above 1 a run that is thought to fit may not; far below, one is warned about that
 would."""
-
-
-def nobody() -> None:
-    pass
 
 
 # Keys and values, to the byte.
@@ -330,70 +320,3 @@ def test_a_run_that_cannot_fit_is_refused_and_the_next_one_works(remote, mini_mo
     found = model.predict(ModelCall(x, timestep, tensors), nobody)
     assert mini.relative(found, mini.reference(mini_model, x, timestep, tensors)) < 1e-5
     assert not model._memory._runs
-
-
-def test_weights_that_do_not_fit_are_refused_before_they_are_sent(pools, mini_file, monkeypatch):
-    pool = pools(2)
-    pools.forget(2)
-    monkeypatch.setattr(MemoryGuard, "_device_memories", lambda self, poll: (DeviceMemory("cpu", (0, 1), 1000, 1000, None),))
-    sent = Messages(pool, monkeypatch).asked
-    with pytest.raises(ValueError, match=r"model_name: the weights of tiny\.safetensors take"):
-        on_ranks(pool, mini.opened(mini_file), Degrees(pipe=2), "fp32", "sdpa", nobody, "even")
-    assert m.Load not in sent
-
-
-def test_the_ranks_are_asked_once_for_a_run(remote, monkeypatch):
-    model = remote(Degrees(pipe=2))
-    x, timestep, tensors = mini.inputs()
-    longer = tensors | {"context": tensors["context"].repeat(1, 2, 1)}
-    asked = Messages(model.pool, monkeypatch).asked
-    count = lambda: asked.count(m.ReadMemory)  # noqa: E731
-    model.begin_timeline()
-    for given_ in (tensors, longer, tensors):
-        model.predict(ModelCall(x, timestep, given_), nobody)
-    assert count() == 1
-    model.begin_timeline()
-    model.predict(ModelCall(x, timestep, tensors), nobody)
-    assert count() == 2
-    sample_in_bands(model, x, linear_sigmas(4), Prompt(tensors, longer, 1.0), 2, 1)
-    assert count() == 3
-
-
-# Out of memory all the same.
-
-
-def still_there(references: list[weakref.ref]) -> list[str]:
-    gc.collect()
-    return [str(reference) for reference in references if reference() is not None]
-
-
-@pytest.mark.processes
-def test_out_of_memory_says_what_would_fit_and_leaves_nothing_behind(mini_file, monkeypatch):
-    monkeypatch.setattr(launch, "rank_entry", lambda: failing_rank.out_of_memory)
-    pool = Pool(("cpu", "cpu"))
-    try:
-        model = on_ranks(pool, mini.opened(mini_file), Degrees(pipe=2), "fp32", "sdpa", nobody)
-        x, _, tensors = mini.inputs()
-        calls = []
-        post = model.post
-        monkeypatch.setattr(model, "post", lambda call: (calls.append(weakref.ref(call)), post(call)))
-        kept = [weakref.ref(x), *(weakref.ref(tensor) for tensor in tensors.values())]
-        try:
-            sample_in_bands(model, x, linear_sigmas(5), Prompt(tensors, {}, 1.0), 2, 1)
-        except RankError as error:
-            text = str(error)
-        assert text.startswith("Parallel DiT: rank 1 (cpu) failed in micro-step ")
-        assert "OutOfMemoryError" in text.splitlines()[0]
-        assert text.splitlines()[1].startswith("The run was expected to take: cpu ")
-        assert "of weights" in text
-        assert "It would fit with " in text
-        for pid in pool.pids:
-            assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        del x, tensors
-        assert calls
-        assert settle(lambda: still_there(calls + kept), 5.0) == []  # a thread may just be on its way out
-        assert not model._posting._conditionings
-        with pytest.raises(RankError, match="The run was expected to take"):  # the model stays unusable, and says why
-            model.open_run()
-    finally:
-        pool.close()

@@ -145,12 +145,6 @@ def test_four_gpus_with_slow_links():
     assert "0-1 0.3 GB/s, 100 us" in text
 
 
-def test_one_gpu_stays_alone():
-    found = plan(costs(workload(), machine([1.0])))
-    assert len(found.predictions) == 1
-    assert "advice: stay on one GPU (cuda:0)" in describe(found)
-
-
 def test_gpus_that_gain_nothing_stay_alone():
     """Links so slow that nothing pays, and a picture so small that patches do not either."""
     crawl = Link(0.5, 1e6)
@@ -253,17 +247,6 @@ def test_traffic_weights_and_buffers_are_those_of_real_runs(planned, pools, mini
     (prediction,) = (found for found in planned.predictions if found.mode == mode)
     check_run(planned.costs, prediction, stats, model, 4)
     pools.forget(2)
-
-
-FOUR = [
-    Mode(Degrees(pipe=4), 4),
-    Mode(Degrees(pipe=2, ulysses=2), 4),
-    Mode(Degrees(pipe=2, ring=2), 2),
-    Mode(Degrees(batch=2, pipe=2), 2),
-    Mode(Degrees(ring=2, ulysses=2)),
-    Mode(Degrees(tensor=2, ulysses=2)),
-    Mode(Degrees(patch=2, ring=2, patch_mode="displaced")),
-]
 
 
 @pytest.fixture(scope="module")

@@ -29,14 +29,13 @@ from parallel_backend.planning.calibrated_costs import (
     StepKind,
     through,
 )
-from parallel_backend.planning.calibration import calibrate, calibration_of, contexts, lasting
+from parallel_backend.planning.calibration import calibration_of, contexts, lasting
 from parallel_backend.planning.calibration_file import cached
 from parallel_backend.planning.machine import Device, Machine
 from parallel_backend.planning.modes import Mode, possible
 from parallel_backend.planning.planner import Plan, choose
 from parallel_backend.planning.prediction import Prediction, cut_model
-from parallel_backend.planning.report import describe
-from parallel_backend.planning.workload import Workload, workload_of
+from parallel_backend.planning.workload import Workload
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, Probed
 from parallel_backend.wire.messages import LinksProbed
 from testing import mini
@@ -238,17 +237,6 @@ def test_every_candidate_uses_all_devices_and_holds_no_more_than_the_model(world
             assert min(counts) >= 0
 
 
-@settings(max_examples=20)
-@given(worlds, workloads, st.integers(1, 60), st.integers(1, 60))
-def test_more_memory_never_removes_a_mode(world, what, memory, more):
-    def fitting(room: int) -> set[str]:
-        on = devices(world, memory=room * GB // 4)
-        modes = [Mode(Degrees(ulysses=world)), Mode(Degrees(tensor=world)), Mode(Degrees(), device=0)]
-        return {str(mode) for mode in modes if not predict(on, what, mode).lacks}
-
-    assert fitting(memory) <= fitting(memory + more)
-
-
 @given(st.floats(0, 1e-3), st.floats(1e-9, 1e-3), st.sampled_from([0.0, 1e-5, 1e-4]))
 def test_a_block_is_found_from_two_lengths(fixed, token, pairs):
     cost = BlockCost(fixed, token, pairs)
@@ -349,34 +337,6 @@ def test_copies_that_hide_cost_nothing_and_none_are_made_where_all_fits():
 
 
 # Calibrations.
-
-
-def tiny_workload(mini_file) -> Workload:
-    what = workload_of(mini.opened(mini_file, text=8), "fp32", "cpu", (1, 16, 16, 12), 2, 4, 8)
-    return replace(what, trials=mini.trials())
-
-
-@pytest.fixture(scope="module")
-def calibrated(pools, mini_file) -> Calibration:
-    pools.forget(2)
-    found = calibrate(pools(2), mini.opened(mini_file, text=8), "fp32", lambda: None)
-    pools.forget(2)
-    return found
-
-
-def test_two_ranks_are_calibrated(calibrated, mini_file):
-    assert calibrated.machine.names == ("cpu", "cpu")
-    for costs in calibrated.costs:
-        assert set(costs.blocks) == {"double_blocks", "single_blocks"}
-        # Modulation has one row for all tokens.
-        assert all(cost.token > 0 and cost.pairs == pytest.approx(1 / (6 * 128), rel=0.03) for cost in costs.blocks.values())
-    assert all(device.memory is None for device in calibrated.machine.devices)
-    assert calibrated.machine.links.link(1, 0).bandwidth > 0
-    assert calibrated.machine.links.crowding >= 1
-    found = plan(calibrated, tiny_workload(mini_file))
-    assert {each.mode for each in found.predictions} > set(possible(tiny_workload(mini_file), 2)[0])
-    assert all(0 < each.seconds < math.inf for each in found.predictions)
-    assert "ulysses_degree 2 (exact)" in describe(found)
 
 
 def test_a_gpu_keeps_some_memory_for_its_processes(mini_file):
@@ -506,6 +466,3 @@ def test_a_plan_is_kept_with_the_model_on_the_ranks(tmp_path):
     on_ranks(loaded)
     model.on_ranks = False
     assert registry.planned(left) is None
-
-
-# The command line.

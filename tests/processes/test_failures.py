@@ -1,5 +1,6 @@
 """What happens when a rank, a request or ComfyUI itself ends at the wrong moment."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -18,25 +19,11 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from testing import mini
-from testing.models import on_ranks
+from testing.models import Cancelled, cancel, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 5.0
 """Seconds within which an error, or the end of a process, is promised."""
-
-
-class Cancelled(BaseException):
-    """As ComfyUI's InterruptProcessingException, no Exception in recent versions."""
-
-
-@pytest.fixture(scope="module")
-def given():
-    return mini.inputs()
-
-
-@pytest.fixture(scope="module")
-def expected(mini_model, given):
-    return mini.reference(mini_model, *given)
 
 
 def many_steps(model, given, poll=lambda: None):
@@ -82,21 +69,6 @@ def test_a_killed_rank_is_named_and_the_next_pool_works(remote, given, expected)
     lose_a_rank(remote, given, expected, r"rank 1 \(cpu\) was killed by signal 9")
 
 
-def test_a_rank_killed_during_a_call_is_named(pools, remote, given):
-    """The other rank of a Ulysses pair fails in its all-to-all: still the killed one is named, not the one that noticed."""
-    model = remote(Degrees(ulysses=2))
-    stop = threading.Event()
-
-    def kill():
-        stop.wait(0.3)
-        os.kill(model.pool.pids[1], signal.SIGKILL)
-
-    threading.Thread(target=kill, daemon=True).start()
-    with pytest.raises(RankError, match=r"rank 1 \(cpu\) was killed by signal 9"):
-        while True:
-            model.predict(ModelCall(*given), lambda: None)
-
-
 def test_an_error_inside_the_model_comes_back_with_rank_and_traceback(remote, given):
     x, timestep, tensors = given
     model = remote(Degrees(pipe=2))
@@ -121,10 +93,6 @@ def test_a_file_that_vanished_fails_in_loading(pools, mini_model, given, tmp_pat
         on_ranks(pools(2), checkpoint, Degrees(pipe=2), "fp32", "sdpa", lambda: None)
 
 
-def cancel():
-    raise Cancelled
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(pipe=2, ulysses=2)], ids=str)
 def test_cancel_in_a_run_leaves_ranks_that_work(remote, given, expected, degrees):
@@ -142,6 +110,31 @@ def test_cancel_in_a_run_leaves_ranks_that_work(remote, given, expected, degrees
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("band ")]
 
 
+def test_thirty_cancels_leave_nothing(remote, given, expected):
+    """No thread, no open file, and the same output as before."""
+    model = remote(Degrees(pipe=2), fresh=True)
+    x, _, tensors = given
+
+    def state() -> tuple[list[int], list[int], list[str]]:
+        model.predict(ModelCall(*given), lambda: None)  # what was cancelled is over
+        gc.collect()
+        processes = [psutil.Process(), *map(psutil.Process, model.pool.pids)]
+        names = sorted(thread.name for thread in threading.enumerate())
+        return [each.num_fds() for each in processes], [each.num_threads() for each in processes[1:]], names
+
+    def cancelled(number: int) -> None:
+        polls = iter([lambda: None] * (number % 5))
+        with pytest.raises(Cancelled):
+            sample_in_bands(model, x, linear_sigmas(50), Prompt(tensors, tensors, 1.0), 2, 1, lambda: next(polls, cancel)())
+
+    cancelled(0)  # the first one makes what stays
+    before = state()
+    for number in range(30):
+        cancelled(number)
+    assert state() == before
+    assert mini.relative(model.predict(ModelCall(*given), lambda: None), expected) <= 1e-5
+
+
 @pytest.mark.alone
 def test_no_rank_outlives_a_killed_parent(mini_file, tmp_path):
     """With a run under way: the ranks notice that the control connection ended."""
@@ -153,7 +146,7 @@ def test_no_rank_outlives_a_killed_parent(mini_file, tmp_path):
         "from parallel_backend.core.degrees import Degrees\n"
         "from parallel_backend.processes.pool import Pool\n"
         "from testing import mini\n"
-        "from testing.models import on_ranks\n"
+        "from testing.models import Cancelled, cancel, on_ranks\n"
         "pool = Pool(('cpu', 'cpu'))\n"
         f"checkpoint = mini.opened(Path({str(mini_file)!r}))\n"
         "model = on_ranks(pool, checkpoint, Degrees(pipe=2), 'fp32', 'sdpa', lambda: None)\n"

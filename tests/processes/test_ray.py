@@ -76,16 +76,6 @@ def on_ray(cluster, mini_file) -> Iterator[Callable[[Degrees], RemoteTransformer
     close()
 
 
-@pytest.fixture(scope="module")
-def given():
-    return mini.inputs()
-
-
-@pytest.fixture(scope="module")
-def expected(mini_model, given):
-    return mini.reference(mini_model, *given)
-
-
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:

@@ -7,10 +7,7 @@ from unittest import mock
 import pytest
 
 from parallel_backend.processes.pool import wait_for
-
-
-class Cancelled(BaseException):
-    pass
+from testing.models import Cancelled
 
 
 def test_whoever_waits_may_give_up():

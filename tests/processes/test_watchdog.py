@@ -36,17 +36,13 @@ from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.tcp import shutdown
 from testing import mini
 from testing.fork_server import started_by
-from testing.models import on_ranks
+from testing.models import nobody, on_ranks
 from tests.processes.test_failures import wait_until_gone
 from tests.support import acting_rank
 
 SETUP = Setup(Path(), "fp32", ("cpu", "cpu"), Degrees(pipe=2), "auto", own_class=mini_flux())
 NEVER = 1e9
 """Seconds, for limits that a test must not come to."""
-
-
-def nothing() -> None:
-    """A Poll that never gives up."""
 
 
 # The judge.
@@ -107,11 +103,6 @@ def test_a_rank_that_is_not_heard_is_named_after_the_silence():
     count, verdict = played.until(heard=lambda: played.beat(0))
     assert (count, verdict.ranks, verdict.hung) == (20, (1,), False)
     assert verdict.text.startswith("sent no heartbeat for 20 s, last seen in micro-step 12. It was stopped")
-
-
-def test_ranks_at_rest_may_rest_for_ever():
-    played = Played()
-    assert played.until(heard=lambda: [played.beat(rank) for rank in range(2)])[1] is None
 
 
 def test_silence_before_the_first_beat_is_the_starts():
@@ -400,11 +391,6 @@ BOUND = SILENCE + 20.0
 """Seconds from the stop of a rank to its error that tests allow; the machine may be busy with others."""
 
 
-@pytest.fixture(scope="module")
-def given():
-    return mini.inputs()
-
-
 @pytest.fixture
 def orders(tmp_path, monkeypatch):
     """`orders('1 sleep')`: what ranks that are started in this test do from then on."""
@@ -414,7 +400,7 @@ def orders(tmp_path, monkeypatch):
 
 
 def load(pool: Pool, path: Path, degrees: Degrees) -> RemoteTransformer:
-    return on_ranks(pool, mini.opened(path), degrees, "fp32", "sdpa", nothing)
+    return on_ranks(pool, mini.opened(path), degrees, "fp32", "sdpa", nobody)
 
 
 @pytest.mark.processes
@@ -423,7 +409,7 @@ def test_a_stopped_rank_is_named_and_ended(mini_file, given):
         model, since = load(pool, mini_file, Degrees(pipe=2)), time.monotonic()
         os.kill(pool.pids[1], signal.SIGSTOP)
         with pytest.raises(RankError, match=rf"rank 1 \(cpu\) sent no heartbeat for {SILENCE:.0f} s"):
-            model.predict(ModelCall(*given), nothing)
+            model.predict(ModelCall(*given), nobody)
         assert time.monotonic() - since < BOUND
         assert wait_until_gone(pool.pids)
 
@@ -436,7 +422,7 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_stack(mini_file, given, o
         pool.watchdog.stall, pool.watchdog.first, pool.watchdog.factor = 0.5, 2.0, 0.0
         orders("1 sleep")
         with pytest.raises(RankError, match=r"rank 1 \(cpu\) came no further for 2 s, last seen in micro-step 1\.") as error:
-            model.predict(ModelCall(*given), nothing)
+            model.predict(ModelCall(*given), nobody)
         assert "Current thread" in str(error.value) and " in sleep" in str(error.value)
 
 
@@ -447,7 +433,7 @@ def test_what_ranks_say_is_in_their_logs_and_warnings_are_shown(mini_file, given
         first = Pool(("cpu",), logs=logs)
     with contextlib.closing(first) as pool:
         orders("0 speak")
-        load(pool, mini_file, Degrees()).predict(ModelCall(*given), nothing)
+        load(pool, mini_file, Degrees()).predict(ModelCall(*given), nobody)
         (own,) = logs.iterdir()
         log = (own / "rank-0.log").read_text(encoding="utf-8")
         shown = capfd.readouterr().err
@@ -459,7 +445,7 @@ def test_what_ranks_say_is_in_their_logs_and_warnings_are_shown(mini_file, given
         orders("0 end")
         with pytest.raises(RankError) as error:
             pool_model = load(pool, mini_file, Degrees())
-            pool_model.predict(ModelCall(*given), nothing)
+            pool_model.predict(ModelCall(*given), nobody)
     text = str(error.value)
     assert text.startswith("Parallel DiT: rank 0 (cpu) ended with exit code 3")
     assert "\nlast words\n" in text
@@ -474,7 +460,7 @@ def test_a_crash_and_a_lack_of_memory_say_what_is_known(mini_file, given, orders
         model = load(pool, mini_file, Degrees())
         orders("0 crash")
         with pytest.raises(RankError) as error:
-            model.predict(ModelCall(*given), nothing)
+            model.predict(ModelCall(*given), nobody)
         text = str(error.value)
         assert text.startswith("Parallel DiT: rank 0 (cpu) was killed by signal 11")
         assert "Fatal Python error: Segmentation fault" in text and " in crash" in text
@@ -482,7 +468,7 @@ def test_a_crash_and_a_lack_of_memory_say_what_is_known(mini_file, given, orders
     with contextlib.closing(Pool(("cpu",))) as pool:
         orders("0 run_out")
         with pytest.raises(RankError) as error:
-            load(pool, mini_file, Degrees()).predict(ModelCall(*given), nothing)
+            load(pool, mini_file, Degrees()).predict(ModelCall(*given), nobody)
         first, second, *_ = str(error.value).splitlines()
         assert first.startswith("Parallel DiT: rank 0 (cpu) failed in micro-step 1: OutOfMemoryError: CUDA out of memory.")
         assert second.startswith("The run was expected to take: cpu 12.7 MB of weights")

@@ -13,14 +13,12 @@ from parallel_backend.core.attention_kernels import AttentionKernel
 from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
 from testing import mini
+from testing.models import nobody
 from tests.support import attention_packages as packages
 
 pytestmark = pytest.mark.threads
 
 MODES = [Degrees(), Degrees(pipe=2), Degrees(ulysses=2), Degrees(ring=2), Degrees(tensor=2), Degrees(batch=2)]
-
-
-def nothing() -> None: ...
 
 
 @pytest.fixture
@@ -48,14 +46,14 @@ def seen(monkeypatch) -> list[str]:
 @pytest.mark.parametrize("degrees", MODES, ids=str)
 def test_calls_with_and_without_in_turn(pools, mini_file, seen, degrees):
     model, call = pools.mini(mini_file, degrees, fresh=True), ModelCall(*mini.inputs())
-    plain = model.predict(call, nothing)
+    plain = model.predict(call, nobody)
     assert not seen
     for kernel, formats in (("sage", {""}), ("sage.fp8_cuda", {"fp32+fp32"}), ("sage.fp8_cuda++", {"fp32+fp16"})):
-        found = model.predict(replace(call, changes=BlockChanges(attention=kernel)), nothing)
+        found = model.predict(replace(call, changes=BlockChanges(attention=kernel)), nobody)
         assert set(seen) == formats
         assert mini.relative(found, plain) <= 1e-5
         seen.clear()
-    assert torch.equal(model.predict(call, nothing), plain)
+    assert torch.equal(model.predict(call, nobody), plain)
     assert not seen
     pools.forget(degrees.world)
 
@@ -64,7 +62,7 @@ def test_calls_with_and_without_in_turn(pools, mini_file, seen, degrees):
 def test_what_a_rank_cannot_run_is_computed_by_torchs(pools, mini_file, seen, kernel):
     """The device has no such kernel; the installed release has no such function."""
     model, given = pools.mini(mini_file, Degrees(), fresh=True), mini.inputs()
-    plain = model.predict(ModelCall(*given), nothing)
-    assert torch.equal(model.predict(ModelCall(*given, changes=BlockChanges(attention=kernel)), nothing), plain)
+    plain = model.predict(ModelCall(*given), nobody)
+    assert torch.equal(model.predict(ModelCall(*given, changes=BlockChanges(attention=kernel)), nobody), plain)
     assert not seen
     pools.forget(1)

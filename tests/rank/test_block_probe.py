@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.open_model import open_own_class
 from parallel_backend.checkpoints.packed_formats import Fp8, GgufBlocks, Half
 from parallel_backend.client.measurements import probe_of
 from parallel_backend.rank.block_probe import probe
-from parallel_backend.rank.stage.quantised_products import KitchenWeight
 from testing import mini
-from testing.quantised import KINDS, quantise_blocks
 from tests.checkpoints.test_formats import make_gguf
 
 PACKABLE = mini.CONFIG | {"context_width": 64, "pooled_width": 64}
@@ -49,17 +46,3 @@ def test_packed_weights_are_expanded_while_blocks_are_timed(mini_file, mini_mode
     found = timed(path, dtype)
     assert expanded == kinds
     assert all(seconds > 0 for times in found.blocks.values() for seconds in times)
-
-
-@pytest.mark.parametrize("kind", ["int8, rotated by 16", "nvfp4"])
-def test_comfyuis_formats_are_timed_as_they_are_computed(mini_file, tmp_path, monkeypatch, kind):
-    used = set()
-
-    def noting(self, x, bias, linear=KitchenWeight.linear):
-        used.add((self.format, self.multiplies))
-        return linear(self, x, bias)
-
-    monkeypatch.setattr(KitchenWeight, "linear", noting)
-    save_file(quantise_blocks(load_file(mini_file), kind, 16)[0], tmp_path / "model.safetensors")
-    timed(tmp_path / "model.safetensors", "fp32")
-    assert used == {(KINDS[kind][0], kind != "nvfp4")}

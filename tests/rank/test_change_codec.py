@@ -5,14 +5,12 @@ from collections import defaultdict
 import pytest
 import torch
 
-from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.packed_values import CHANGE_BITS, change_bytes
 from parallel_backend.rank.comm.change_codec import ChangeCodec, ChangeGathering, Held
 from testing import mini
-from testing.models import conditioning_of
 from tests.rank.test_transfer_codec import load as load_on
 
 pytestmark = pytest.mark.threads
@@ -131,16 +129,3 @@ def test_every_exact_step_renews_what_changes_are_relative_to(load):
         for steps in (1, 3)
     )
     assert 1e-6 < last < first
-
-
-def test_what_it_keeps_is_in_the_memory_model(load):
-    """Beside what full transfers have under way, the packed changes."""
-    tensors = mini.inputs(batch=1, height=16, width=12, text=8)[2]
-    found = {}
-    for kind in ("full", "residual"):
-        model = load(kind)
-        request = request_of(conditioning_of(model, (8, 6), tensors), model.built, 2, 1)
-        found[kind] = model._memory.memory_check.memory((request,))[0].arriving
-    values = 8 * 2 * (8 + 48) * 8 * 16
-    assert found["full"] == 4 * values
-    assert found["residual"] == 4 * values + change_bytes(values, 16, CHANGE_BITS)

@@ -18,13 +18,12 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core import compile_check as compilers
 from parallel_backend.core.compile_check import check_compile, cpp_compiler
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.spans import Span
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.emulated_device import EmulatedCopies, EmulatedDevice
-from testing.models import on_ranks
+from testing.models import Cancelled, on_ranks
 from tests.checkpoints.test_formats import scaled_new
 from tests.support import tracing_rank
 from tests.support.one_rank import OneRank
@@ -68,33 +67,6 @@ def test_streamed_blocks_share_the_graphs_and_keep_them_when_weights_move(ranks,
         if resident:
             assert torch.equal(streamed.predict(*inputs), expected)
     assert streamed.stage.compiler.graphs == GRAPHS
-
-
-def banded_calls(rank: OneRank, x, timestep, tensors, run: int) -> list[torch.Tensor]:
-    """One exact call and two in three bands, of which the first is higher; the text runs with the first."""
-    rank.engine.open_run(m.OpenRun(run, True))
-    rank.put(x, tensors)
-    size = len(rank.token_order.span)
-    edges = (0, size // 2, size * 3 // 4, size)
-    outs = [rank.step(x, timestep, run)]
-    for step in (1, 2):
-        for start, stop in itertools.pairwise(edges):
-            outs.append(rank.step(x, timestep * (1 - step / 14), run, Span(start, stop), with_text=start == 0))
-    rank.engine.close_run(run)
-    return outs
-
-
-@pytest.mark.slow
-def test_a_run_in_bands_compiles_once_for_each_size_and_the_next_run_nothing(ranks, mini_file, traced):
-    inputs = mini.inputs(height=16, width=16)
-    expected = banded_calls(ranks(mini_file, compile=False), *inputs, run=1)
-    rank = ranks(mini_file)
-    for run, graphs in ((1, 3 * GRAPHS), (2, 3 * GRAPHS)):  # whole, the high band with text, the low ones without
-        outs = banded_calls(rank, *inputs, run=run)
-        assert max(map(mini.relative, outs, expected)) <= TOLERANCE
-        assert rank.stage.compiler.graphs == graphs
-    rank.predict(*mini.inputs(height=12, width=16))
-    assert rank.stage.compiler.graphs == 4 * GRAPHS  # the control: another size is compiled
 
 
 @pytest.mark.slow
@@ -193,9 +165,6 @@ def test_bands_with_old_keys(tracing_pools, pools, mini_file):
 
 
 def test_cancel_does_not_wait_for_the_compiler(mini_file, pools, monkeypatch):
-    class Cancelled(Exception):
-        pass
-
     inputs = mini.inputs()
     expected = pools.mini(mini_file, Degrees()).predict(ModelCall(*inputs), lambda: None)
     # Of ranks to come; those of `pools` are for all tests.

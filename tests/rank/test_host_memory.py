@@ -13,7 +13,6 @@ import torch
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.host_memory import host_store
 from parallel_backend.rank.host_memory.host_store import HostStore
-from testing import mini
 
 CPU = torch.device("cpu")
 SIZES = {f"block {index}": 1000 + 70_000 * (index % 3) for index in range(9)}
@@ -157,32 +156,3 @@ def test_memory_that_the_system_refuses_is_no_end(monkeypatch):
         assert store.holds("block 1")
 
     on_ranks(Degrees(), use, blocks)
-
-
-def test_a_file_that_has_changed_is_not_read(mini_model, tmp_path):
-    """Overwritten with as many bytes, replaced, cut or gone: each by name, also for ranks that open it after the client."""
-    file = mini.save(mini_model, tmp_path / "model.safetensors")
-    checkpoint = mini.opened(file)
-    checkpoint.check_unchanged()
-    content = file.read_bytes()
-    other = file.with_suffix(".other")
-    other.write_bytes(content)
-    changes = {
-        "overwritten": lambda: file.write_bytes(content),
-        "replaced": lambda: os.replace(other, file),
-        "cut": lambda: os.truncate(file, 100),
-        "gone": file.unlink,
-    }
-    for name, change in changes.items():
-        now = file.stat().st_mtime_ns
-        change()
-        if file.exists() and file.stat().st_mtime_ns == now:
-            os.utime(file, ns=(now, now + 1))
-        with pytest.raises(ValueError, match=r"was (overwritten, replaced or cut on|removed from) disk while it was in use"):
-            checkpoint.check_unchanged()
-        if name in ("overwritten", "replaced"):
-            again = mini.opened(file)
-            again.check_unchanged()
-            with pytest.raises(ValueError, match="was overwritten, replaced or cut"):
-                again.check_unchanged(checkpoint.file_state)
-            checkpoint = again

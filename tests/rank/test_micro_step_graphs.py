@@ -1,10 +1,9 @@
-"""Micro-steps that are replays of CUDA graphs give the same bits as all others.
+"""Micro-steps that are replays of CUDA graphs give the same bits as all others, on emulated cards.
 
-On the CPU a stand-in records what a micro-step asks torch for (tests/support/recorded_graphs.py): a replay has what makes a
-CUDA graph go wrong, baked numbers and addresses, and memory that other graphs write to.
+A replay there (tests/support/emulated_gpu/graphs.py) has what makes a CUDA graph go wrong: baked numbers and addresses, and
+memory that other graphs write to.
 """
 
-import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -23,17 +22,17 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core import device_copies
 from parallel_backend.core.attention_kernels import KERNELS
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Offload
 from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.processes.pool import Pool
-from parallel_backend.rank import micro_step_graphs
-from parallel_backend.rank.micro_step_graphs import MicroStepGraphs
+from parallel_backend.rank.micro_step_graphs import CudaCaptures
 from parallel_backend.wire.sampling import RunStats
 from testing import mini
-from testing.emulated_device import EmulatedDevice
-from testing.models import on_ranks
+from testing.models import nobody, on_ranks
 from tests.rank.test_lora import lora
-from tests.support.pools import Pools
-from tests.support.recorded_graphs import RecordedCaptures, in_graph
+from tests.support.cpu_and_gpu import both_kinds
+from tests.support.emulated_gpu.machine import machine
+from tests.support.fake_cuda import HOPPER
 
 pytestmark = [pytest.mark.threads, pytest.mark.slow]
 
@@ -45,23 +44,11 @@ CAPTURED, REPLAYED = 2 * BANDS, BANDS
 take turns in two places."""
 
 
-def nobody() -> None:
-    pass
-
-
 @pytest.fixture(scope="module")
-def expected(pools, mini_file) -> torch.Tensor:
-    """The sample on one rank, without graphs."""
-    return sampled(load(pools(1), mini_file, Degrees(), False))[0]
-
-
-@pytest.fixture(autouse=True)
-def recorded(monkeypatch, pools) -> Iterator[None]:
-    monkeypatch.setitem(micro_step_graphs.CAPTURES, "cpu", RecordedCaptures)
-    monkeypatch.setattr(device_copies, "in_graph", in_graph)
-    yield
-    for ranks in (1, 2):
-        pools.forget(ranks)
+def pools() -> Iterator[Callable[[int], Pool]]:
+    """`pools(n)`: ranks on cards of their own."""
+    with both_kinds(HOPPER, HOPPER, devices=lambda world: ("cuda:0", "cuda:1")[:world]) as both:
+        yield both.gpu
 
 
 def load(
@@ -123,7 +110,9 @@ def both(
 
 @pytest.mark.parametrize(("ranks", "extrapolate", "dtype"), [(1, True, "fp32"), (2, False, "fp32"), (2, True, "bf16")])
 def test_a_run_with_graphs_gives_the_same_bits(ranks, extrapolate, dtype, pools, mini_file):
+    machine.record.forget()
     stats = both(pools(ranks), mini_file, Degrees(pipe=ranks), dtype, extrapolate=extrapolate)
+    assert not machine.record.violations
     # Without extrapolation buffers stay where they are: one graph for each band, and one call less that makes something.
     assert counts(stats) == {(CAPTURED, REPLAYED) if extrapolate else (BANDS, 2 * BANDS)}
 
@@ -191,124 +180,72 @@ def test_what_comes_from_the_host_is_in_no_graph(pools, mini_file):
     assert counts(both(pools(1), mini_file, Degrees(), warm_up=0, residuals=residuals)) == {(0, 0)}
 
 
-def test_blocks_that_wait_for_their_weights_are_in_no_graph(thread_pools, mini_file):
-    held = mini_file.stat().st_size
-    pools = Pools(functools.partial(thread_pools.start, device=EmulatedDevice(held * 3 // 4, 1e9)), silence=300)
-    try:
-        stats = both(pools(1), mini_file, Degrees())
-    finally:
-        pools.close()
+def test_blocks_that_wait_for_their_weights_are_in_no_graph(pools, mini_file):
+    stats = both(pools(1), mini_file, Degrees(), offload=Offload(leave_free=1 << 50))
     assert all(each.streamed_bytes for each in stats)
     assert counts(stats) == {(0, 0)}
 
 
-class Failing(RecordedCaptures):
-    """The first capture does all that the host does in a micro-step, and fails after that."""
-
-    def capture(self, work):
-        super().capture(work)
-        raise RuntimeError("the driver says no\nand more")
+CAPTURE, RUN, ATTEND = CudaCaptures.capture, BuiltClass.run, torch.nn.functional.scaled_dot_product_attention
 
 
-def test_a_capture_that_fails_costs_a_warning(pools, mini_file, expected, monkeypatch, caplog):
-    monkeypatch.setitem(micro_step_graphs.CAPTURES, "cpu", Failing)
-    with caplog.at_level(logging.WARNING):
-        found, stats = sampled(load(pools(1), mini_file, Degrees(), True))
-    assert torch.equal(found, expected)
-    assert counts(stats) == {(0, 0)}
-    (record,) = caplog.records  # once, for the model
-    assert record.getMessage().endswith("because a micro-step was not captured: the driver says no")
+def failing(captures, work):
+    """The capture does all that the host does in a micro-step, and fails after that."""
+    CAPTURE(captures, work)
+    raise RuntimeError("the driver says no\nand more")
 
 
-class Elsewhere(RecordedCaptures):
+def elsewhere(*given, **named):
     """Attention is launched on the default stream."""
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        return ATTEND(*given, **named)
 
-    elsewhere = "scaled_dot_product"
+
+def copying(built, model, step):
+    """The memory that it is from is another's by the time of the replay."""
+    device_copies.to_device(torch.zeros(3), step.timestep.device)
+    return RUN(built, model, step)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_kernel_that_no_capture_sees_ends_the_graphs(ranks, pools, mini_file, monkeypatch, caplog):
-    monkeypatch.setitem(micro_step_graphs.CAPTURES, "cpu", Elsewhere)
-    stats = both(pools(ranks), mini_file, Degrees(pipe=ranks))
+ATTENTION = (torch.nn.functional, "scaled_dot_product_attention", elsewhere)
+ENDS = {
+    "the driver says no": lambda patch: patch.setattr(CudaCaptures, "capture", failing),
+    "a replay gave another output than the micro-step that it repeats": lambda patch: patch.setattr(*ATTENTION),
+    "torch SDPA cannot be captured": lambda patch: patch.setitem(KERNELS, "sdpa", replace(KERNELS["sdpa"], graphs=False)),
+    "a copy from the host": lambda patch: patch.setattr(BuiltClass, "run", copying),
+}
+
+
+@pytest.mark.parametrize("why", ENDS)
+def test_what_ends_the_graphs_costs_a_warning(why, pools, mini_file, monkeypatch, caplog):
+    """Once for the model on each rank; the result is right."""
+    ENDS[why](monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        stats = both(pools(2), mini_file, Degrees(pipe=2))
     assert counts(stats) == {(0, 0)}
-    assert len(caplog.records) == ranks
-    why = "a replay gave another output than the micro-step that it repeats"
-    assert all(record.getMessage().endswith(f"the model runs without, because {why}") for record in caplog.records)
-    assert {each.without_graphs for each in stats} == {why}
-
-
-def test_a_kernel_that_cannot_be_captured_is_not_tried(pools, mini_file, monkeypatch, caplog):
-    row = replace(KERNELS["sdpa"], graphs=False)
-    monkeypatch.setitem(KERNELS, "sdpa", row)
-    stats = both(pools(1), mini_file, Degrees())
-    assert counts(stats) == {(0, 0)}
-    assert [record.getMessage() for record in caplog.records] == [
-        "Parallel DiT: cuda_graphs: the model runs without, because torch SDPA cannot be captured"
-    ]
-    assert {each.without_graphs for each in stats} == {"torch SDPA cannot be captured"}
-
-
-class Asking(RecordedCaptures):
-    """In the middle of each capture another thread has the rank's heart beat, as it does every second."""
-
-    beats: list[Callable[[], None]]
-
-    def capture(self, work):
-        def asked() -> torch.Tensor:
-            output = work()
-            for beat in self.beats:
-                thread = threading.Thread(target=beat)
-                thread.start()
-                thread.join()
-            return output
-
-        return super().capture(asked)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and all("cuda_graphs: the model runs without, because " in each and why in each for each in said)
+    assert all(why in each.without_graphs for each in stats)
 
 
 def test_no_other_thread_asks_the_device_anything_during_a_capture(pools, mini_file, monkeypatch):
-    """On ROCm a query of an event would make the capture invalid. The beats go on, and the marks are asked afterwards."""
-    hearts, queries, beats = [], [], []
-    init = MicroStepGraphs.__init__
+    """As the heart's thread does every second. On ROCm a question of any thread would make the capture invalid."""
+    pool, asking = pools(1), []
 
-    def noted(self, device, block_done, alone, *arguments):
-        hearts.append(alone.__self__)
-        init(self, device, block_done, alone, *arguments)
+    def asked(captures, work):
+        def meanwhile():
+            asking.append(threading.Thread(target=pool.ranks.workers[0].heartbeat.ask))
+            asking[-1].start()
+            asking[-1].join(0.05)
+            return work()
 
-    def query() -> bool:
-        queries.append(capturing[0])
-        if capturing[0]:
-            raise RuntimeError("HIP error: operation not permitted when stream is capturing")
-        return True
+        return CAPTURE(captures, meanwhile)
 
-    def beat() -> None:
-        hearts[-1].mark(query)
-        capturing[0] = True
-        beats.append(hearts[-1].beat(0))
-        capturing[0] = False
-
-    capturing = [False]
-    monkeypatch.setattr(MicroStepGraphs, "__init__", noted)
-    monkeypatch.setattr(Asking, "beats", [beat], raising=False)
-    monkeypatch.setitem(micro_step_graphs.CAPTURES, "cpu", Asking)
-    stats = both(pools(1), mini_file, Degrees())
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(CudaCaptures, "capture", asked)
+    stats = both(pool, mini_file, Degrees())
     assert counts(stats) == {(CAPTURED, REPLAYED)}
-    assert len(beats) > CAPTURED
-    assert {each.doing[:10] for each in beats} == {"micro-step"}
-    assert not any(queries)
-    hearts[-1].ask()
-    assert len(queries) == len(beats)
-
-
-def test_a_copy_from_the_host_is_in_no_graph(pools, mini_file, expected, monkeypatch, caplog):
-    """The memory that it is from is another's by the time of the replay."""
-    run = BuiltClass.run
-
-    def copying(self, model, step):
-        device_copies.to_device(torch.zeros(3), step.timestep.device)
-        return run(self, model, step)
-
-    monkeypatch.setattr(BuiltClass, "run", copying)
-    found, stats = sampled(load(pools(1), mini_file, Degrees(), True))
-    assert torch.equal(found, expected)
-    assert counts(stats) == {(0, 0)}
-    assert "a copy from the host" in caplog.text
+    assert len(asking) > CAPTURED
+    for thread in asking:
+        thread.join(30)
+        assert not thread.is_alive()

@@ -20,16 +20,13 @@ from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.rank.finite_check import FiniteWatch
 from parallel_backend.wire import messages as m
 from testing import mini
+from testing.models import nobody
 
 pytestmark = pytest.mark.threads
 
 NAN, INF = float("nan"), float("inf")
 LAST_BLOCK = "single_blocks.4.linear2.weight"
 """On the second of two stages."""
-
-
-def nobody() -> None:
-    pass
 
 
 # What counts.
@@ -191,17 +188,6 @@ def test_a_lora_that_is_not_finite_is_named(pools, mini_file, mini_model):
     finally:
         model.adapt(None, (), nobody)
     assert mini.relative(model.predict(ModelCall(*given), nobody), mini.reference(mini_model, *given)) < 1e-5
-
-
-def test_fp16_that_overflows_says_what_to_use(pools, mini_file, tmp_path):
-    state = load_file(mini_file)
-    state["img_in.bias"][2] = 1e5
-    path = tmp_path / "large.safetensors"
-    save_file(state, path)
-    with pytest.raises(NotFiniteError, match="weight_dtype fp16 is too small for them: use bf16 or fp32"):
-        pools.mini(path, Degrees(pipe=2), "fp16").predict(ModelCall(*mini.inputs()), nobody)
-    model = pools.mini(path, Degrees(pipe=2), "bf16")
-    assert model.predict(ModelCall(*mini.inputs()), nobody).isfinite().all()
 
 
 @settings(max_examples=15)

@@ -90,20 +90,6 @@ def test_every_mode_is_as_far_from_the_plain_model_as_one_rank(pools, plain, fil
             assert mini.relative(found, alone) < EXACT
 
 
-@pytest.mark.parametrize("kind", QUICK)
-def test_a_part_of_a_file_on_each_rank(pools, files, kind):
-    """Weights over all ranks are as large as the file, but for what every rank has: embeddings of time, norms, biases."""
-    path, _ = files(kind)
-    size, whole = path.stat().st_size, pools.mini(path, Degrees()).weight_bytes[0]
-    assert whole < 1.02 * size
-    checkpoint = mini.opened(path)
-    in_blocks = sum(checkpoint.nbytes(key, "fp32") for key in checkpoint.key_map if "_blocks." in key)
-    # Scales of rows are on both ranks where columns are cut, which shows with so few of them.
-    for degrees, limit in ((Degrees(pipe=2), 1.001), (Degrees(tensor=2), 1.05)):
-        held = pools.mini(path, degrees).weight_bytes
-        assert in_blocks < sum(held) < limit * in_blocks + 2 * (whole - in_blocks)
-
-
 def test_weight_dtype_int8_is_as_close_as_a_file_in_int8(pools, plain, plain_file, files, measured):
     theirs = mini.relative(predict(pools, files("int8, rotated")[0], Degrees()), plain)
     for degrees in (Degrees(), *MODES):

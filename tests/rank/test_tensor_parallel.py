@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnCut
-from parallel_backend.core.validate import check_model
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, cut_side
 from parallel_backend.rank.loaded_stage import LoadedStage
 
@@ -30,16 +29,6 @@ def test_the_ranks_cut_a_side_into_all_of_it_once(parts, ranks):
     assert sorted(i for rank in spans for span in rank for i in range(span.start, span.stop)) == list(range(sum(cut.sizes)))
     for own in spans:
         assert all(len(span) % size == 0 for span, (_, size) in zip(own, parts, strict=True))
-
-
-def test_more_ranks_than_groups_of_heads_are_refused():
-    sizes = {"heads": 9, "blocks": 4, "key_heads": 3}
-    check_model(Degrees(tensor=3), **sizes)
-    check_model(Degrees(tensor=2, ulysses=3), **sizes)
-    with pytest.raises(ValueError, match="tensor_parallel_degree is 4, but this model has 3 groups of attention heads"):
-        check_model(Degrees(tensor=4), **sizes)
-    with pytest.raises(ValueError, match="ulysses_degree is 4, but this model has 9 attention heads, 3 for each"):
-        check_model(Degrees(tensor=2, ulysses=4), **sizes)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -21,6 +21,7 @@ from parallel_backend.rank.vae import banded_layers as banded
 from parallel_backend.rank.vae.part import VAEPart, free_bytes
 from parallel_backend.wire import messages as m
 from testing import mini
+from testing.models import Cancelled, cancel
 from testing.vae_class import PooledVAE, SmallVAE, WideVAE
 from testing.vaes import OnRanks, made_of, randomise, small_vae
 
@@ -127,12 +128,6 @@ def test_too_little_memory_is_said_before_anything_is_computed(remote_decoder):
 
 
 def test_cancel_leaves_ranks_that_work(remote_decoder):
-    class Cancelled(BaseException):
-        pass
-
-    def cancel() -> None:
-        raise Cancelled
-
     decoder, x = remote_decoder(2, autoencoder()), latent(1, 4, 5, 4)
     for name in ("vae", "never seen", "nor this"):
         with pytest.raises(Cancelled):

@@ -1,7 +1,7 @@
 """Weights that come to an emulated device block by block give what weights on the device give, bit for bit."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,19 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.client.call import ModelCall, PostedCall
 from parallel_backend.client.lora import Delta
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.rank import loaded_stage
 from parallel_backend.rank.host_memory import host_store, sharing
-from parallel_backend.rank.stage.store import slots, weight_store
-from parallel_backend.rank.stage.store.weight_store import WeightStore
+from parallel_backend.rank.stage.store import slots
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.emulated_device import EmulatedCopies, EmulatedDevice
 from testing.models import whole_call
 from testing.quantised import quantise_blocks
-from tests.campaigns.transport import cases
-from tests.campaigns.transport.runner import same
 from tests.support.one_rank import OneRank
 from tests.support.pools import Pools
 
@@ -34,7 +29,6 @@ LARGE = 1 << 30
 CONFIG = mini.CONFIG | {"double_blocks": 2, "single_blocks": 6, "context_width": 64, "pooled_width": 64}
 """Of sides that every format can hold."""
 LAST = "single_blocks.5"
-CASES = ("product pipe2", "product tensor2", "product patch2")
 
 
 @pytest.fixture(scope="module")
@@ -43,34 +37,6 @@ def emulated(thread_pools) -> Iterator[Pools]:
     pools = Pools(functools.partial(thread_pools.start, device=EmulatedDevice(LARGE, RATE)), silence=300)
     yield pools
     pools.close()
-
-
-@pytest.fixture
-def streamed(emulated, monkeypatch) -> Callable[[Path, Degrees], RemoteTransformer]:
-    """`streamed(path, degrees)`: a model all of whose blocks take turns in one slot, however few there are."""
-    monkeypatch.setattr(weight_store, "nearest_streamed", lambda sizes, _room, _now: tuple(range(len(sizes))))
-    monkeypatch.setattr(slots, "SLOTS", 1)
-    monkeypatch.setattr(loaded_stage, "WeightStore", lambda copies, host, traffic, _: WeightStore(copies, host, traffic, 1))
-    return functools.partial(emulated.load, fresh=True)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> cases.Files:
-    return cases.Files(tmp_path_factory.mktemp("files"))
-
-
-@pytest.mark.parametrize("case", [case for case in cases.all_of_them() if case.name in CASES], ids=lambda case: case.name)
-def test_modes_of_streamed_weights(case, files, thread_pools, emulated, streamed):
-    """A slot's bytes are another block's by the time that the block after it runs, so nothing reads them too late."""
-
-    def opened(load: Callable[..., RemoteTransformer]) -> Callable[..., RemoteTransformer]:
-        """`load` of a checkpoint, by its class."""
-        return lambda checkpoint, degrees: load(
-            checkpoint.path, degrees, own=mini.for_tensor(checkpoint, degrees.tensor).built.own
-        )
-
-    found = case.run(files, opened(streamed), emulated)
-    assert same(found, case.run(files, opened(thread_pools.load), thread_pools))
 
 
 class Alone(OneRank):

@@ -15,8 +15,6 @@ from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.call_arguments import to_tensors
 from parallel_backend.own_class.calls.tried_calls import Call, draw_weights
 from parallel_backend.own_class.trials.trial import trial
-from parallel_backend.placement.memory_model import Request, memory_of
-from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.rank.words_once import WordsOnce
@@ -119,13 +117,6 @@ def rank(tmp_path):
         yield Rank(tmp_path / "own.safetensors")
 
 
-def test_kept_keys_give_the_same_bit_for_bit_as_keys_of_this_call(rank):
-    rank.computed(1.0)
-    kept = rank.computed(0.8)
-    rank.engine.adapted()
-    assert torch.equal(kept, rank.computed(0.8))
-
-
 def test_a_conditioning_in_the_place_of_another_has_its_own_words(rank):
     before = rank.computed(1.0)
     rank.put(torch.ones(2, WORDS, 16))
@@ -134,17 +125,6 @@ def test_a_conditioning_in_the_place_of_another_has_its_own_words(rank):
     rank.engine.drop_conditioning(1)
     rank.put(rank.call.named["context"])
     assert torch.equal(rank.computed(1.0), before)
-
-
-def test_kept_keys_are_the_bytes_that_were_predicted_and_go_with_the_run(rank):
-    without = rank.engine.run_bytes
-    rank.computed(1.0)
-    sizes, request = model_sizes(rank.checkpoint, "fp32", "cpu"), Request(GRID, 0, WORDS, 2)
-    predicted = memory_of(sizes, Degrees(), (Span(0, 4),), 0, (request,)).buffers
-    assert rank.engine.run_bytes - without == predicted > 0
-    assert predicted == 2 * memory_of(sizes, Degrees(ulysses=2), (Span(0, 4),), 1, (request,)).buffers
-    rank.engine.close_run(0)
-    assert rank.engine.run_bytes == without
 
 
 def test_changed_weights_have_the_words_run_again(rank):

@@ -46,7 +46,6 @@ class Card:
 
 
 PASCAL = Card("NVIDIA GeForce GTX 1080 Ti", (6, 1), 11 * GB)
-PASCAL_SMALL = Card("NVIDIA GeForce GT 1030", (6, 1), 2 * GB)
 VOLTA = Card("Tesla V100-SXM2-16GB", (7, 0), 16 * GB)
 TURING_16 = Card("NVIDIA GeForce GTX 1660 Ti", (7, 5), 6 * GB)
 TURING = Card("NVIDIA GeForce RTX 2080 Ti", (7, 5), 11 * GB)

@@ -49,8 +49,8 @@ def cards(size: int, held: Callable[[torch.device], int]) -> Iterator[Callable[[
 
 @contextmanager
 def spoiled(file: Path) -> Iterator[None]:
-    """Context in which the values of a safetensors file are NaN. Its header, size and time of writing are unchanged, so
-    that a program that reads the file, and overlooks the time of change (testing/change_time.py), computes other results."""
+    """Context in which the values of a safetensors file are NaN. Its header, size and time of writing are unchanged: a
+    program that reads it again, and does not look at its time of change, computes other results."""
     state, kept = file.stat(), file.with_suffix(".kept")
     shutil.copy(file, kept)
     with file.open("r+b") as data:

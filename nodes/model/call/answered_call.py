@@ -14,12 +14,11 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
-from parallel_backend.own_class.adapters.adapters import adapter_of, sent
+from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.adapters.minimax_forms import INSIDE
 from parallel_backend.own_class.built.built_class import built_class
 from parallel_backend.own_class.built.counts import misfit
-from parallel_backend.own_class.calls.call_arguments import OPTIONS, to_tensors
-from parallel_backend.own_class.calls.call_form import LATENTS, in_form, unpack
+from parallel_backend.own_class.calls.call_arguments import LATENTS, OPTIONS, in_form, to_tensors, unpack
 from parallel_backend.own_class.calls.patching import Latents, latents_of
 from parallel_backend.own_class.calls.residuals import CONTROL, for_trial
 from parallel_backend.own_class.calls.tried_calls import (
@@ -53,7 +52,7 @@ from .own_calls import (
     asked,
     by_entry,
     changes_and_options,
-    is_held,
+    has_rows_of,
     joined,
     near,
     on_host,
@@ -160,14 +159,13 @@ def answered(
         residuals |= of_all
     sizes = tuple(latents[0].shape[2:]) if band is None else built.patching.whole(band.run.layout.grid)
     adapter = adapter_of(stub.own.kind)
-    adapter.check(sizes, extra)
     by_method = {name: each for name, each in adapter.computed.items() if extra.get(name) is not None}
     computed = {name: stub.computed(method, extra[name]) for name, method in by_method.items()}
     named = {
         "context": context,
         CONTROL: None,
         OPTIONS: told,
-        **sent(stub.own.kind, extra | computed, stub.native),
+        **adapter.arguments(extra | computed, stub.native, sizes),
         **told_form,
         **({INSIDE: True} if adapter.carries and not is_carried else {}),
     }
@@ -176,7 +174,7 @@ def answered(
     told_latent = () if LATENTS in named else (latents[0].shape[1], *sizes)
     tensors = to_tensors(named, timestep, told_latent)
     others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
-    rest = {name: value for name, value in others.items() if is_held(value)}
+    rest = {name: value for name, value in others.items() if has_rows_of(value)}
     added = {CONTROL: for_trial(residuals)} if residuals else {}
     tried = Call(packed, timestep, named | {OPTIONS: with_tried_blocks(told)} | added, rest)
     proof = proven(stub, tried, sizes) if band is None else _of_band(stub, tried, sizes, tensors, band.wholes)

@@ -17,8 +17,7 @@ from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.built.counts import counted
-from parallel_backend.own_class.calls.call_arguments import OPTIONS, STRUCTURE
-from parallel_backend.own_class.calls.call_form import LATENTS, TIMES
+from parallel_backend.own_class.calls.call_arguments import LATENTS, OPTIONS, STRUCTURE, TIMES
 from parallel_backend.own_class.calls.patching import Latents, Patching, latents_of
 from parallel_backend.own_class.calls.residuals import PATCHES, REPLACED, by_name, side_of
 from parallel_backend.own_class.calls.tried_calls import Call, numbers_of
@@ -40,7 +39,7 @@ OF_UNETS = "comfy.ldm.modules.attention"
 """Module of UNets' blocks, which all classes import for its attention functions."""
 
 
-def is_held(value: Any) -> bool:
+def has_rows_of(value: Any) -> bool:
     """Whether a trial can hold the value: a tensor, or what JSON has."""
     return isinstance(value, torch.Tensor) or is_plain(value)
 

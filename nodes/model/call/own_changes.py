@@ -3,9 +3,8 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -13,12 +12,11 @@ from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.calls.tried_calls import Call, entry_of, numbers_of
-from parallel_backend.own_class.cuts.guided_attention import IMAGE, Guide, Guided
-from parallel_backend.own_class.cuts.second_text import SECOND, SETTINGS, TEXT, WHOLE_HEADS
+from parallel_backend.own_class.cuts.guided_attention import IMAGE, Guide
+from parallel_backend.own_class.cuts.second_text import SECOND, SETTINGS, TEXT
 from parallel_backend.own_class.plans.proof import Proof
-from parallel_backend.own_class.trials.guided_trial import PROMPTS, Guidance, trial_of_guidance
-from parallel_backend.own_class.trials.second_text_trial import trial_of_second_text
-from parallel_backend.own_class.trials.skip_trial import Skips, trial_of_skips
+from parallel_backend.own_class.trials.change_trial import ChangeTrial, Shown, TrialOfSkips
+from parallel_backend.own_class.trials.guided_trial import PROMPTS, TrialOfGuidance, TrialOfSecondText
 
 from ...ui.loading_bar import Elapsed
 from ..patches.reach import Unread, refuse_unread
@@ -28,7 +26,6 @@ from .own_calls import NodeChanges, form, on_host, structure
 OTHER_CALL = "a patch calls the model in another way than the whole latent did in the trial"
 CLOSE = 1e-5
 """Largest difference of two functions, as a share of the largest value."""
-Shown = TypeVar("Shown", Skips, Guidance)
 
 
 class OwnChanges:
@@ -57,37 +54,37 @@ class OwnChanges:
         named: dict[str, Any] = {}
         if keys := asked.skipped:
             kinds = tuple(sorted({kind for kind, _ in keys}))
-            skips = self._found((of_call, kinds), partial(trial_of_skips, kinds=kinds), "skipped blocks", *given)
+            skips = self._found((of_call, kinds), partial(TrialOfSkips, kinds=kinds), "skipped blocks", *given)
             if skips.why:
                 refuse_unread(Unread(f"skipped blocks: {skips.why}", function) for function in keys.values())
             of_list = ((lists[skips.lists[kind]], number) for kind, number in keys if kind in skips.lists)
             fields["skipped"] = tuple(sorted(names[number] for names, number in of_list if number < len(names)))
         if (guidance := asked.guidance) is not None and asked.nag is not None:
             prompts = guidance.positive, guidance.negative
-            trial = partial(trial_of_guidance, prompts=prompts, tensor=tensor)
-            shown = self._found((of_call, prompts, tensor), trial, "NAG", *given)
+            guided = partial(TrialOfGuidance, prompts=prompts, tensor=tensor)
+            shown = self._found((of_call, prompts, tensor), guided, "NAG", *given)
             why = shown.why or ("" if computes(asked.nag, guidance, call) else "its function computes something else")
             if why or asked.skipped:
                 refuse_unread([Unread(f"guided attention: {why or 'blocks are skipped, too'}", asked.nag)])
-            fields["guidance"] = replace(guidance, whole_heads=shown.whole_heads) if shown.has_effect else None
+            fields["guidance"] = guidance if shown.has_effect else None
         if (text := asked.text) is not None:
             tried = tried_guidance(text)
             settings = tried.settings(len(call.x))
             node = partial(forward_of_node, tried)
-            trial = partial(trial_of_second_text, settings=settings, node=node, tensor=tensor)
+            trial = partial(TrialOfSecondText, settings=settings, node=node, tensor=tensor)
             key = of_call, type(text.node), tuple(settings.flatten().tolist()), tensor
             shown = self._found(key, trial, "WanVideoNAG", *given)
             if shown.why or asked.skipped or asked.guidance:
                 why = shown.why or "another node changes the blocks, too"
                 refuse_unread([Unread(f"a second text: {why}", text.function)])
             values = text.of(len(call.x))
-            named[SECOND] = {TEXT: values[0], SETTINGS: values[1], WHOLE_HEADS: shown.whole_heads}
+            named[SECOND] = {TEXT: values[0], SETTINGS: values[1]}
         return fields, named
 
     def _found(
         self,
         key: Any,
-        trial: Callable[..., Shown],
+        trial: Callable[..., ChangeTrial],
         what: str,
         own: OwnClass,
         proof: Proof,
@@ -98,7 +95,7 @@ class OwnChanges:
             if key not in self._known:
                 host = Call(call.x.cpu(), call.timestep.cpu(), on_host(call.named), on_host(call.options))
                 poll = Elapsed(f"trying {what} of {own.name}, ComfyUI's own class")
-                self._known[key] = trial(own, proof, host, times, poll=poll)
+                self._known[key] = trial(own, proof, host, times, poll=poll).shown()
             return self._known[key]
 
 
@@ -112,7 +109,7 @@ def whole_call(call: Call, known: Call | None, sizes: tuple[int, ...], proof: Pr
 def computes(function: Callable[..., torch.Tensor], guidance: NormalizedGuidance, call: Call) -> bool:
     """Whether another node's function computes what ranks do with these settings, for a call of these prompts."""
     g = torch.Generator().manual_seed(0)
-    out_BSC, ours = torch.randn(len(call.x), 5, 8, generator=g), Guide(Guided(guidance))
+    out_BSC, ours = torch.randn(len(call.x), 5, 8, generator=g), Guide(guidance)
     told = {PROMPTS: call.options[PROMPTS]}
     pairs = [[each(out_BSC.clone(), told | more) for each in (function, ours)] for more in ({}, {IMAGE: [2, 5]})]
     return all(bool((theirs - own).abs().max() <= CLOSE * theirs.abs().max()) for theirs, own in pairs)

@@ -14,10 +14,21 @@ from torch import nn
 
 from parallel_backend.core.sparse_attention import Runs
 from parallel_backend.own_class.adapters.animate2_forms import animate2_arguments, animate2_block, animate2_model
-from parallel_backend.own_class.adapters.ltx_forms import LTX2_FORMS, Indexed, ltx_arguments, ltx_model
-from parallel_backend.own_class.adapters.minimax_forms import GATE, minimax_h3_block, minimax_h3_model, minimax_h3_segments
+from parallel_backend.own_class.adapters.ltx_forms import LTX2_FORMS, Indexed, ltx2_arguments, ltx_arguments, ltx_model
+from parallel_backend.own_class.adapters.minimax_forms import (
+    GATE,
+    minimax_h3_arguments,
+    minimax_h3_block,
+    minimax_h3_model,
+    minimax_h3_segments,
+)
 from parallel_backend.own_class.adapters.qwen_forms import qwen_image21_block, qwen_image21_model
-from parallel_backend.own_class.adapters.seedvr_forms import check_condition, seedvr2_attention, seedvr2_block, seedvr2_model
+from parallel_backend.own_class.adapters.seedvr_forms import (
+    seedvr2_arguments,
+    seedvr2_attention,
+    seedvr2_block,
+    seedvr2_model,
+)
 from parallel_backend.own_class.adapters.wan_forms import (
     FREQUENCY,
     name_of_face,
@@ -29,46 +40,46 @@ from parallel_backend.own_class.adapters.wan_forms import (
 )
 from parallel_backend.own_class.cuts.attention_calls import attention_of
 
+Arguments = Callable[[Mapping[str, Any], Any, tuple[int, ...]], dict[str, Any]]
+"""(a call's arguments, the class, sizes of the whole latent) -> those that are sent. ValueError if the class does not take
+them."""
+
 
 @dataclass(frozen=True)
 class Adapter:
-    """`blocks`: name of the list. `forms`: module in a block -> the class that takes the place of its own. Empty: the block
-    itself, whose new class has another `__call__`."""
+    """How a class of ComfyUI's is changed so that ranks can run it."""
 
     blocks: str
+    """Name of its list of blocks."""
     forms: Mapping[str, Callable[..., type[nn.Module]]]
-    unsent: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Argument that is a dictionary -> keys of objects that the class makes anew if they are missing."""
-    idle: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
-    """Argument -> whether its value changes nothing, and is not sent."""
+    """Module in a block -> function that makes a subclass of the module's class, which takes its place. An empty name: the
+    block itself, whose new class has another `__call__`."""
     model: Callable[..., type[nn.Module]] | None = None
     """As `forms`, of the model itself. None: it stays."""
-    arguments: Callable[[Mapping[str, Any], Any], dict[str, Any]] | None = None
-    """(a call's arguments, the class) -> those that `model` takes. None: they are the class's own."""
+    arguments: Arguments = lambda arguments, _native, _sizes: dict(arguments)
+    """Makes of a call's arguments those that are sent to ranks, which `model` takes."""
     stated: tuple[str, ...] = ()
-    """Entries that a file's header has to have: ComfyUI's values in their place are those of no such model."""
+    """Entries that a file's header must have: the values that ComfyUI takes without them fit no model of the class."""
     carries: bool = False
-    """Its `forward` changes latents around its `_forward`. A call inside of wrappers has minimax_forms.INSIDE."""
+    """Its `forward` changes latents around its `_forward`. A call of `_forward` alone has minimax_forms.INSIDE."""
     segments: Callable[..., tuple[Runs, tuple[int, ...]]] = lambda _latents, _arguments, _native: ((), ())
-    """(latents, arguments, the class) -> SparseAttention's `segments` and `grid` of a call. Empty: they are unknown."""
+    """(latents, arguments, the class) -> `segments` and `grid` of SparseAttention for a call. Empty: they are unknown."""
     gate: str = ""
-    """A layer that blocks may have, and that no call of the class reads. Tensor ranks have the part for their heads."""
+    """A layer that blocks may have and that the class never runs: VSA reads it. A tensor rank has the part of its heads."""
     one_entry: bool = False
-    """The class takes a batch of one alone: the client calls it for one entry after the other."""
+    """The class takes one batch entry at a time, so that the client calls it once for each."""
     here: tuple[str, ...] = ()
-    """Modules that only ComfyUI's process runs, for a prompt's text or for `computed`. No rank has their weights."""
+    """Modules that run in ComfyUI's process alone, on a prompt's text or for `computed`. No rank has their weights."""
     computed: Mapping[str, str] = field(default_factory=dict)
-    """Argument of a call -> method of `model` that makes of it, in ComfyUI's process, what ranks get in its place."""
+    """Argument of a call -> method of `model` whose result ranks get in its place. It runs in ComfyUI's process."""
     moves: Callable[[nn.Module], None] | None = None
-    """Puts modules that the class runs between its blocks into these."""
+    """Moves modules that the class runs between its blocks into the blocks."""
     unskipped: str = ""
-    """Why none of its blocks can be skipped: what the class runs all the same. Empty: a trial says it."""
+    """Why other nodes cannot have its blocks skipped. Empty: a trial decides."""
     own_name: Callable[[str], str] = lambda name: name
     """Name of a parameter, moved or not -> the class's own."""
     options: tuple[str, ...] = ()
     """This pack's entries of transformer_options that `model` reads."""
-    check: Callable[[tuple[int, ...], Mapping[str, Any]], None] = lambda _sizes, _arguments: None
-    """(sizes of the whole latent, arguments) of a call. ValueError if the class does not take it."""
     steady: bool = False
     """See OwnLatent. A trial proves it."""
 
@@ -79,7 +90,7 @@ def adapter_of(kind: str) -> Adapter:
 
 
 def adapt(kind: str, model: nn.Module) -> None:
-    """Bring the blocks of a model, of this class of ComfyUI's supported_models, into the form that ranks cut."""
+    """Apply the adapter of a class of ComfyUI's supported_models to a model of it."""
     adapter = adapter_of(kind)
     if adapter.model is not None:
         model.__class__ = adapter.model(type(model))
@@ -92,36 +103,16 @@ def adapt(kind: str, model: nn.Module) -> None:
 
 
 def unstated(kind: str, stated: Mapping[str, Any]) -> str:
-    """An entry that the header of this class's files has to have, and that is not `stated` in one. Empty: there is none."""
+    """An entry that the header of this class's files must have and that `stated` lacks. Empty: there is none."""
     return next((entry for entry in adapter_of(kind).stated if entry not in stated), "")
-
-
-def sent(kind: str, arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
-    """The arguments as they are sent. `native`: the class."""
-    adapter = adapter_of(kind)
-    if adapter.arguments is not None:
-        arguments = adapter.arguments(arguments, native)
-    left_out = adapter.unsent
-    return {
-        name: {key: each for key, each in value.items() if key not in left_out[name]}
-        if name in left_out and isinstance(value, dict)
-        else value
-        for name, value in arguments.items()
-        if name not in adapter.idle or not adapter.idle[name](value)
-    }
-
-
-def without_weights(entries: Any) -> bool:
-    """Whether LTX's guides change no attention: their entries then say only how many tokens each guide has."""
-    return not any(each["strength"] != 1.0 or each.get("pixel_mask") is not None for each in entries or ())
 
 
 @functools.cache
 def qwen_image_block(kind: type[nn.Module]) -> type[nn.Module]:
-    """Qwen-Image's block, with [S] bool in place of a number: which tokens are at time 0. Ranks can cut that by tokens.
+    """Qwen-Image's block: a mask of tokens [S] takes the place of `timestep_zero_index`, so that ranks can cut it by tokens.
 
-    The number is that of the first reference token; it and all tokens behind it are at time 0. transformer_options has the
-    token counts of all references.
+    That index is the number of the first reference token. It and all tokens behind it are at time 0. transformer_options
+    has the token counts of all references.
     """
 
     class ByToken(kind):  # type: ignore[valid-type, misc]
@@ -161,28 +152,27 @@ def krea2_block(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def rows_at_zero(first: int | None, options: Mapping[str, Any], device: torch.device) -> torch.Tensor | None:
-    """[S] bool of all tokens: whether one is the `first` reference's or behind it."""
+    """[S] bool: whether a token has the number `first`, or comes behind it. None: there are no references."""
     if first is None:
         return None
     return torch.arange(first + sum(options["reference_image_num_tokens"]), device=device) >= first
 
 
 def by_token(both: torch.Tensor, at_zero_S: torch.Tensor) -> torch.Tensor:
-    """[2 B, 1, D], of the sampler's time and of time 0 -> [B, S, D]."""
+    """Modulation [2 B, 1, D], of the sampler's time and then of time 0 -> [B, S, D], one for each token."""
     usual, zero = both.chunk(2)
     return torch.where(at_zero_S[:, None], zero, usual)
 
 
 @functools.cache
 def cosmos_predict2_block(kind: type[nn.Module]) -> type[nn.Module]:
-    """Times of frames [B, T, D] become Indexed. A part of the tokens, on axes of one frame and one row, runs as frames of a
-    token each."""
+    """Cosmos Predict 2's block: times of frames [B, T, D] become Indexed, which ranks cut by tokens. A rank's tokens, all in
+    one row of one frame, run as frames of one token each."""
 
     class ByIndex(kind):  # type: ignore[valid-type, misc]
         def __call__(self, x, emb, *others, adaln_lora_B_T_3D=None, **named):
-            if (frames := emb.shape[1]) > 1:
-                tokens = named["rope_emb_L_1_1_D"].shape[1]  # of the whole, in all blocks
-                emb = Indexed(emb, torch.arange(tokens, device=x.device) // (tokens // frames), tokens)
+            if emb.shape[1] > 1:
+                emb = Indexed.of(emb, named["rope_emb_L_1_1_D"].shape[1])  # a row for each token of the whole, in all blocks
             return super().__call__(x, emb, *others, adaln_lora_B_T_3D=adaln_lora_B_T_3D, **named)
 
         def forward(self, x, emb, *others, adaln_lora_B_T_3D=None, **named):
@@ -200,7 +190,7 @@ def cosmos_predict2_block(kind: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def pixart_attention(kind: type[nn.Module]) -> type[nn.Module]:
-    """Heads are as wide as the layers make them, and not as the input says: a tensor rank has fewer of them."""
+    """PixArt's attention: the number of heads comes from the layers, of which a tensor rank has fewer features."""
 
     class ByHeads(kind):  # type: ignore[valid-type, misc]
         def forward(self, x, mask=None, HW=None, block_id=None):
@@ -214,7 +204,7 @@ def pixart_attention(kind: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def pixart_cross_attention(kind: type[nn.Module]) -> type[nn.Module]:
-    """As `pixart_attention`. Text of all entries is in a row."""
+    """As `pixart_attention`, to the text. The class has the text of all batch entries in one row."""
 
     class ByHeads(kind):  # type: ignore[valid-type, misc]
         def forward(self, x, cond, mask=None):
@@ -227,27 +217,26 @@ def pixart_cross_attention(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 UNCHANGED = Adapter("", {})
-GUIDES = {"guide_attention_entries": without_weights}
 WAN = Adapter("blocks", {}, model=wan_model, options=(FREQUENCY,))
 PIXART = Adapter("blocks", {"attn": pixart_attention, "cross_attn": pixart_cross_attention})
 ADAPTERS: Mapping[str, Adapter] = {
     "MiniMaxH3": Adapter(
         "blocks",
         {"": minimax_h3_block},
-        {"minimax_payload": frozenset({"layout"})},
         model=minimax_h3_model,
+        arguments=minimax_h3_arguments,
         carries=True,
         segments=minimax_h3_segments,
         gate=GATE,
         one_entry=True,
         here=("condition_proj", "token_refiner"),
     ),
-    "LTXV": Adapter("transformer_blocks", {}, idle=GUIDES),
+    "LTXV": Adapter("transformer_blocks", {}, arguments=ltx_arguments),
     "LTXAV": Adapter(
         "transformer_blocks",
         LTX2_FORMS,
         model=ltx_model,
-        arguments=ltx_arguments,
+        arguments=ltx2_arguments,
         stated=("rope_type", "causal_temporal_positioning", "use_middle_indices_grid"),
         here=("video_embeddings_connector", "audio_embeddings_connector"),
     ),
@@ -276,7 +265,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         "blocks",
         {"": seedvr2_block, "attn": seedvr2_attention},
         model=seedvr2_model,
-        check=check_condition,
+        arguments=seedvr2_arguments,
     ),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
     "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}, model=qwen_image21_model, steady=True),

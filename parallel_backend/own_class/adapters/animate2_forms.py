@@ -1,7 +1,7 @@
 """Wan Animate 2 in the form that ranks cut: the pose is a second stream of the video's tokens.
 
 A token has the video's channels, and behind them the pose's at the same place, so that every cut of the sequence moves both.
-Frame 0 of the video is the character, where the pose has none: nothing sees what stands in its place.
+Frame 0 of the video is the character. The pose has no such frame: zeros take its place, and nothing attends to them.
 """
 
 import functools
@@ -16,14 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.own_class.cuts.attention_calls import attention_of
-from parallel_backend.own_class.cuts.row_attention import attention_by_rows, kept_with
-from parallel_backend.own_class.cuts.row_rule import Attend
+from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, attention_of, kept_with
 
 BESIDE = "parallel_dit_beside"
-"""Option of its blocks: Beside. Missing: there is no pose, and the video sees the character as it is."""
+"""Entry of transformer_options for its blocks: Beside. Missing: there is no pose, and the character has strength 1."""
 MASK = 4
-"""Channels of the mask that the patch embedding takes between a latent and the known latent."""
+"""Channels of the mask between the latent and the reference latent in the patch embedding's input."""
 
 
 class Stream(NamedTuple):
@@ -36,10 +34,10 @@ class Stream(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What a block gets beside the arguments for the video."""
+    """Further arguments of a block, beside those for the video."""
 
     factors: torch.Tensor | None = None
-    """[1, S, 1, 1]: of the video's values. None: they stay."""
+    """[1, S, 1, 1]: factors of the values in the video's attention. None: all are 1."""
     rule: "SameFrame | None" = None
     """Of the call's attention, if there is a pose."""
     pose: Stream | None = None
@@ -51,20 +49,13 @@ class SameFrame:
     the video's keys, and the pose's of its frame; one of the pose sees all of the pose's."""
 
     tokens: int
-    """Of a frame."""
+    """Tokens of a frame."""
     strength: float
     """Factor of the pose's values that the video sees."""
 
-    def __call__(
-        self,
-        attend: Attend,
-        q_BQHE: torch.Tensor,
-        k_BKHE: torch.Tensor,
-        v_BKHE: torch.Tensor,
-        queries_Q: torch.Tensor,
-        keys_K: torch.Tensor,
-    ) -> torch.Tensor:
+    def __call__(self, attend: AttendAll, rows: Rows) -> torch.Tensor:
         """As RowRule. Not all frames need have keys."""
+        q_BQHE, k_BKHE, v_BKHE, queries_Q, keys_K = rows
         (q, pose_q), (k, pose_k), (v, pose_v) = (x.chunk(2, dim=-1) for x in (q_BQHE, k_BKHE, v_BKHE))
         of_queries, of_keys = (
             kept_with(numbers, (self, q.device), functools.partial(self._by_frame, numbers, q.device))
@@ -72,20 +63,20 @@ class SameFrame:
         )
         out = torch.zeros_like(q_BQHE)
         of_video, of_pose = out.chunk(2, dim=-1)
-        posed = [rows for frame, rows in of_keys.items() if frame]
+        posed = [of_frame for frame, of_frame in of_keys.items() if frame]
         if posed:
-            of_pose.copy_(attend(pose_q, *(torch.cat([x[:, rows] for rows in posed], dim=1) for x in (pose_k, pose_v))))
+            of_pose.copy_(attend(pose_q, *(torch.cat([x[:, each] for each in posed], dim=1) for x in (pose_k, pose_v))))
         count = k.shape[1]
         # The video's keys stay, and behind them come the pose's of one frame after the other, as in ComfyUI's class.
         both_k, both_v = (F.pad(x, (0, 0, 0, 0, 0, self.tokens)) for x in (k, v))
-        for frame, rows in of_queries.items():
+        for frame, own in of_queries.items():
             of_frame = of_keys.get(frame) if frame else None
             stop = count
             if of_frame is not None:
                 added_k, added_v = pose_k[:, of_frame], pose_v[:, of_frame] * self.strength
                 stop += added_k.shape[1]
                 both_k[:, count:stop], both_v[:, count:stop] = added_k, added_v
-            of_video[:, rows] = attend(q[:, rows], both_k[:, :stop], both_v[:, :stop])
+            of_video[:, own] = attend(q[:, own], both_k[:, :stop], both_v[:, :stop])
         return out
 
     def _by_frame(self, numbers: torch.Tensor, device: torch.device) -> dict[int, slice | torch.Tensor]:
@@ -97,7 +88,7 @@ class SameFrame:
 
 
 def in_a_row(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
-    """A slice, of which there is a view, if these rows follow each other."""
+    """These rows as a slice if they follow each other, which saves a copy. Otherwise their numbers [n] on the device."""
     first, count = int(rows[0]), len(rows)
     if torch.equal(rows, torch.arange(first, first + count)):
         return slice(first, first + count)
@@ -106,8 +97,8 @@ def in_a_row(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
 
 @functools.cache
 def animate2_model(kind: type[nn.Module]) -> type[nn.Module]:
-    """Runs the pose in its blocks beside the video, and not in front of each block. `pose_latents` have a frame for each of
-    the latent's (animate2_arguments)."""
+    """Wan Animate 2's model with the pose as a second stream of its blocks. `pose_latents` have as many frames as the latent
+    (animate2_arguments)."""
 
     class WithPose(kind):  # type: ignore[valid-type, misc]
         def forward_orig(
@@ -139,8 +130,8 @@ def animate2_model(kind: type[nn.Module]) -> type[nn.Module]:
                 return forward()
             if pose_latents.shape[2:] != x.shape[2:]:
                 raise ValueError(why_not_posed(pose_latents.shape[2:], x.shape[2:]))
-            own_text, picture = context_pose, clip_fea_pose
-            text = self._text(context if own_text is None else own_text, clip_fea if picture is None else picture)
+            own_text, image = context_pose, clip_fea_pose
+            text = self._text(context if own_text is None else own_text, clip_fea if image is None else image)
             pose = Stream(self._time(t, x.dtype), freqs_pose, *text)
             options[BESIDE] = Beside(factors, SameFrame(tokens, pose_strength), pose)
             posed = pose_latents[:, :, 1:]
@@ -159,19 +150,19 @@ def animate2_model(kind: type[nn.Module]) -> type[nn.Module]:
             return self.rope_encode(t, h, w, transformer_options=beside, **named)
 
         def _time(self, t, dtype):
-            """[B, 1, 6, D]: of time 1 for every entry of t [B]."""
+            """Modulation [B, 1, 6, D] of time 1, for every entry of t [B]."""
             sinusoidal = vars(sys.modules[kind.__module__])["sinusoidal_embedding_1d"]
             e = self.time_embedding(sinusoidal(self.freq_dim, torch.ones_like(t.flatten())).to(dtype))
             return self.time_projection(e.unflatten(0, (len(t), -1))).unflatten(2, (6, self.dim))
 
-        def _text(self, context, picture):
-            """[B, T, D] and how many of its first tokens are a picture's."""
+        def _text(self, context, image):
+            """(text with the image's tokens in front [B, T, D], number of those). None: there is no image."""
             text = self.text_embedding(context)
-            if picture is None:
+            if image is None:
                 return text, None
             if self.img_emb is not None:
-                text = torch.cat((self.img_emb(picture), text), dim=1)
-            return text, picture.shape[-2]
+                text = torch.cat((self.img_emb(image), text), dim=1)
+            return text, image.shape[-2]
 
     return WithPose
 
@@ -209,7 +200,7 @@ def animate2_block(kind: type[nn.Module]) -> type[nn.Module]:
     return OfBoth
 
 
-def animate2_arguments(arguments: Mapping[str, Any], _native: Any) -> dict[str, Any]:
+def animate2_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
     """With a frame for the character in front of the pose's, which then goes with the latent frame by frame."""
     pose = arguments.get("pose_latents")
     return dict(arguments) if pose is None else {**arguments, "pose_latents": F.pad(pose, (0, 0, 0, 0, 1, 0))}

@@ -16,17 +16,17 @@ from torch import nn
 from parallel_backend.core.own_class import PACKAGES
 
 PASSES = "stg_skip_self_attn"
-"""Option of a block: its self-attention gives its values, as if each token saw itself alone."""
-TO_VIDEO, TO_SOUND = SEVERED = "a2v_cross_attn", "v2a_cross_attn"
-"""Options of a call. False: the video does not attend to the sound, or the sound to the video."""
+"""Option of a block: its self-attention returns its values, as if each token attended to itself alone."""
+TO_VIDEO, TO_AUDIO = SEVERED = "a2v_cross_attn", "v2a_cross_attn"
+"""Options of a call. False: the video does not attend to the audio, or the audio not to the video."""
 PROMPT_TABLES = {"v_prompt_timestep": "prompt_scale_shift_table", "a_prompt_timestep": "audio_prompt_scale_shift_table"}
-"""Argument of a block -> its table, which modulates the prompt alone where the argument is None, as in 2.5. The class of
-ComfyUI 0.33 does not run so."""
-FACTORS, OF_SOUND, LEFT_OUT = "parallel_dit_factors", "parallel_dit_factors_of_sound", "parallel_dit_left_out"
+"""Argument of a block -> the block's table that modulates the prompt. In LTX 2.5 the argument is None and the table alone
+counts, which the class of ComfyUI 0.33 cannot run."""
+FACTORS, OF_AUDIO, LEFT_OUT = "parallel_dit_factors", "parallel_dit_factors_of_audio", "parallel_dit_left_out"
 UNSEEN = -30000.0
 """Added to the scores of a key that is left out. Finite in fp16 too, so that a row without other keys gives numbers."""
 EIGHTS = 8
-"""Kernels want head sizes of whole eights."""
+"""Attention kernels take head sizes that are multiples of this."""
 
 
 class Indexed(NamedTuple):
@@ -36,15 +36,21 @@ class Indexed(NamedTuple):
     data_BFD: torch.Tensor
     index_S: torch.Tensor
     tokens: int
-    """Of the whole."""
+    """Number of all tokens, of which a rank's `index_S` has some."""
+
+    @classmethod
+    def of(cls, data_BFD: torch.Tensor, tokens: int) -> "Indexed":
+        """For all `tokens`, frame by frame."""
+        frames = data_BFD.shape[1]
+        return cls(data_BFD, torch.arange(tokens, device=data_BFD.device) // -(-tokens // frames), tokens)
 
 
 class Factors(NamedTuple):
     """What is added to the scores of attention to the video, as factors of queries and keys with a row for each token."""
 
     weights_1N2: torch.Tensor | None
-    """The logarithm of a guide's weight, and 1 for tokens that are no guide's. It weighs attention between guides and the
-    rest of the video in both directions, not among guides."""
+    """[1, N, 2]: (logarithm of a guide's weight, 0) for a guide's token, (0, 1) for others. Attention between guides and the
+    rest of the video is weighed in both directions, attention among guides is not."""
     unseen_1N1: torch.Tensor | None
     """UNSEEN for tokens that are left out, and 0."""
 
@@ -59,8 +65,16 @@ class Factors(NamedTuple):
         return of_queries.to(q.dtype), of_keys.to(k.dtype)
 
 
-def ltx_arguments(arguments: Mapping[str, Any], native: Any) -> dict[str, Any]:
-    """A call's arguments, with what its mask and its guides mean for the blocks in place of them. `native`: the class.
+def ltx_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
+    """A call's arguments of LTX, without guides that change no attention: such entries say only how many tokens each has."""
+    entries = arguments.get("guide_attention_entries") or ()
+    if any(each["strength"] != 1.0 or each.get("pixel_mask") is not None for each in entries):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name != "guide_attention_entries"}
+
+
+def ltx2_arguments(arguments: Mapping[str, Any], native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
+    """A call's arguments of LTX-2, with what its mask and its guides mean for the blocks in their place.
 
     `spatial`: times differ within frames. `guide_weights` [1, K] of the last K tokens, `unseen` [1, N] as in Factors.
     ValueError for guides that do not fit the latent.
@@ -115,7 +129,7 @@ def guide_weights(
 
 @functools.cache
 def ltx_model(kind: type[nn.Module]) -> type[nn.Module]:
-    """Takes what `ltx_arguments` gives."""
+    """Takes what `ltx2_arguments` gives."""
 
     class WithAllTokens(kind):  # type: ignore[valid-type, misc]
         def _process_input(self, x, keyframe_idxs, denoise_mask, spatial=False, **kwargs):
@@ -142,9 +156,9 @@ def ltx_model(kind: type[nn.Module]) -> type[nn.Module]:
             out = super()._process_output(x, embedded_timestep, keyframe_idxs, **kwargs)
             if unseen is None:
                 return out
-            video, *sound = [out] if isinstance(out, torch.Tensor) else out
+            video, *audio = [out] if isinstance(out, torch.Tensor) else out
             video = video * unseen.exp().view(video.shape[2:]).to(video.dtype)
-            return [video, *sound] if sound else video
+            return [video, *audio] if audio else video
 
     return WithAllTokens
 
@@ -162,7 +176,7 @@ def ltx_block(kind: type[nn.Module]) -> type[nn.Module]:
             if self_attention_mask is not None:
                 options[FACTORS] = self_attention_mask
                 if self_attention_mask.unseen_1N1 is not None:
-                    options[OF_SOUND] = self_attention_mask._replace(weights_1N2=None)
+                    options[OF_AUDIO] = self_attention_mask._replace(weights_1N2=None)
             if left_out := {name for name in SEVERED if options.get(name, True) is False}:
                 options |= {LEFT_OUT: left_out, **dict.fromkeys(SEVERED, True)}
             for name, table in PROMPT_TABLES.items():
@@ -186,13 +200,13 @@ def indexed(value: Any) -> Any:
         return value
     if value.patches_per_frame == 1 or value.num_frames == 1:
         return value.data
-    tokens = torch.arange(value.num_frames, device=value.data.device).repeat_interleave(value.patches_per_frame)
-    return Indexed(value.data, tokens, len(tokens))
+    return Indexed.of(value.data, value.num_frames * value.patches_per_frame)
 
 
 @functools.cache
 def ltx_attention(kind: type[nn.Module], factors: str = "", severed: str = "") -> type[nn.Module]:
-    """Attends in each call. `factors`: the option that has its Factors; `severed`: the one that leaves it out."""
+    """LTX-2's attention: it runs in each call, also if guidance leaves it out. `factors`: the option with its Factors;
+    `severed`: the option that leaves it out."""
 
     class Always(kind):  # type: ignore[valid-type, misc]
         def forward(self, x, context=None, mask=None, pe=None, k_pe=None, transformer_options=None):
@@ -243,6 +257,6 @@ LTX2_FORMS: Mapping[str, Callable[..., type[nn.Module]]] = {
     "attn1": functools.partial(ltx_attention, factors=FACTORS),
     "audio_attn1": ltx_attention,
     "audio_to_video_attn": functools.partial(ltx_attention, severed=TO_VIDEO),
-    "video_to_audio_attn": functools.partial(ltx_attention, factors=OF_SOUND, severed=TO_SOUND),
+    "video_to_audio_attn": functools.partial(ltx_attention, factors=OF_AUDIO, severed=TO_AUDIO),
 }
 """Modules of a block of LTX-2, see adapters.Adapter.forms."""

@@ -11,7 +11,7 @@ from torch import nn
 from parallel_backend.core.sparse_attention import REST, SOUND, VIDEO, Runs
 
 INSIDE = "parallel_dit_inside"
-"""Argument of a call inside of wrappers, which is one of `_forward`."""
+"""Argument of a call of the class's `_forward` alone: other nodes' wrappers have run its `forward` already."""
 GATE = "attn.to_gate_compress"
 """Layer of FastH3's blocks, which video sparse attention (VSA) alone reads."""
 KINDS = {"video": VIDEO, "audio": SOUND}
@@ -33,6 +33,14 @@ def minimax_h3_segments(
         layout = made(*sizes, keyframes=payload.get("keyframes"), refs=payload.get("refs"))
     segments = tuple((stop - start, KINDS.get(kind, REST)) for start, stop, kind in layout.segments)
     return segments, (frames, height // 2, width // 2)
+
+
+def minimax_h3_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
+    """A call's arguments without the layout, an object that the class makes itself."""
+    payload = arguments.get("minimax_payload")
+    if not isinstance(payload, dict):
+        return dict(arguments)
+    return {**arguments, "minimax_payload": {key: value for key, value in payload.items() if key != "layout"}}
 
 
 @functools.cache

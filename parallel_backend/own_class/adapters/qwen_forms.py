@@ -1,5 +1,5 @@
-"""Qwen-Image 2.1's model and blocks in the form that ranks cut. Its words are text and reference pictures, in front of the
-latent's tokens, which they do not see."""
+"""Qwen-Image 2.1's model and blocks in the form that ranks cut. Text and reference images come in front of
+the latent's tokens, and do not attend to them."""
 
 import functools
 import inspect
@@ -12,62 +12,54 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel_backend.own_class.cuts.row_attention import attention_by_rows, kept_with
-from parallel_backend.own_class.cuts.row_rule import Attend
+from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, kept_with
 
 
 @dataclass(frozen=True)
 class Causal:
-    """A token of text sees all tokens up to itself, one of a picture all up to the end of its picture.
+    """RowRule: a text token attends to all tokens up to itself, an image token to all up to the end of its image.
 
     `runs`: how many tokens of one kind follow each other, and whether they are text. The last are the latent's."""
 
     runs: tuple[tuple[int, bool], ...]
 
-    def __call__(
-        self,
-        attend: Attend,
-        q_BQHD: torch.Tensor,
-        k_BKHD: torch.Tensor,
-        v_BKHD: torch.Tensor,
-        queries_Q: torch.Tensor,
-        keys_K: torch.Tensor,
-    ) -> torch.Tensor:
+    def __call__(self, attend: AttendAll, rows: Rows) -> torch.Tensor:
+        q_BQHD, k_BKHD, v_BKHD, queries_Q, keys_K = rows
         device, stops = q_BQHD.device, list(itertools.accumulate(count for count, _ in self.runs))
         if int(queries_Q.min()) >= stops[-1] - self.runs[-1][0]:
             return attend(q_BQHD, k_BKHD, v_BKHD)
         out_BQHD = torch.empty_like(q_BQHD)
         for (count, is_text), stop in zip(self.runs, stops, strict=True):
             place = stop - count, stop
-            rows = kept_with(queries_Q, (self, place), functools.partial(_among, queries_Q, *place, device))
-            if not len(rows.numbers):
+            own = kept_with(queries_Q, (self, place), functools.partial(_among, queries_Q, *place, device))
+            if not len(own.numbers):
                 continue
             seen = kept_with(keys_K, (self, stop), functools.partial(_among, keys_K, 0, stop, device))
-            q, k, v = q_BQHD[:, rows.places], k_BKHD[:, seen.places], v_BKHD[:, seen.places]
+            q, k, v = q_BQHD[:, own.places], k_BKHD[:, seen.places], v_BKHD[:, seen.places]
             if not is_text:
-                out_BQHD[:, rows.places] = attend(q, k, v)
+                out_BQHD[:, own.places] = attend(q, k, v)
                 continue
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            of_text = F.scaled_dot_product_attention(q, k, v, seen.numbers <= rows.numbers[:, None])
-            out_BQHD[:, rows.places] = of_text.transpose(1, 2)
+            of_text = F.scaled_dot_product_attention(q, k, v, seen.numbers <= own.numbers[:, None])
+            out_BQHD[:, own.places] = of_text.transpose(1, 2)
         return out_BQHD
 
 
-class Rows(NamedTuple):
+class Picked(NamedTuple):
     """Some of the rows that a rule gets."""
 
     places: slice | torch.Tensor
-    """[n] int64 if they do not follow each other."""
+    """Where they are among the rule's rows: [n] int64 unless they follow each other."""
     numbers: torch.Tensor
-    """[n] int64"""
+    """[n] int64: their numbers among all tokens."""
 
 
-def _among(numbers: torch.Tensor, start: int, stop: int, device: torch.device) -> Rows:
+def _among(numbers: torch.Tensor, start: int, stop: int, device: torch.device) -> Picked:
     """The rows whose numbers are from `start` on and less than `stop`."""
     places = ((numbers >= start) & (numbers < stop)).nonzero()[:, 0]
     first, last = (int(places[0]), int(places[-1])) if len(places) else (0, -1)
     follow = last - first < len(places)
-    return Rows(slice(first, last + 1) if follow else places.to(device), numbers[places].to(device))
+    return Picked(slice(first, last + 1) if follow else places.to(device), numbers[places].to(device))
 
 
 def causal_of(attend: Callable[..., torch.Tensor]) -> Causal:
@@ -78,7 +70,7 @@ def causal_of(attend: Callable[..., torch.Tensor]) -> Causal:
 
 @functools.cache
 def qwen_image21_model(kind: type[nn.Module]) -> type[nn.Module]:
-    """Takes pictures at any places among the words. A call has them in order; a trial has others, and fewer words."""
+    """Takes reference images at any places in the text. A call has them in order; a trial has other places and less text."""
 
     class AtAnyPlaces(kind):  # type: ignore[valid-type, misc]
         def build_sequence(self, x, context, ref_latents, image_slots):

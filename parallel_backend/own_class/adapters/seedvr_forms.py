@@ -17,15 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.own_class.cuts.row_attention import attention_by_rows, kept_with
-from parallel_backend.own_class.cuts.row_rule import Attend
+from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, kept_with
 
 CONDITION = "condition"
 """Argument: the video that is to be made sharper [B, 17, T, H, W], as latents and a mask."""
 
 
-def check_condition(sizes: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
-    """See adapters.Adapter.check."""
+def seedvr2_arguments(arguments: Mapping[str, Any], _native: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """A call's arguments. ValueError, with the node, if the condition is not one for a latent of these sizes."""
     given = arguments.get(CONDITION)
     if given is None:
         raise ValueError(
@@ -42,6 +41,7 @@ def check_condition(sizes: tuple[int, ...], arguments: Mapping[str, Any]) -> Non
             f"latent_image: SeedVR2 needs even numbers of latent rows and columns, not {sizes[1]} x {sizes[2]}. Use the "
             "SeedVR2 Preprocess node."
         )
+    return dict(arguments)
 
 
 def shown(sizes: Sequence[int]) -> str:
@@ -55,11 +55,11 @@ class Grouped(NamedTuple):
     rows: torch.Tensor
     """[n] int64: each window's of the video, then all of the text."""
     counts: tuple[int, ...]
-    """How many of them each window has."""
+    """By window: how many of `rows` it has."""
     video: torch.Tensor
     """[v] int64: those of the video, window by window."""
     text: torch.Tensor
-    """[t] int64"""
+    """[t] int64: those of the text."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,8 @@ class InWindows:
     sides: tuple[tuple[int, ...], ...]
     """Lengths of the windows along frames, rows and columns, in tokens."""
 
-    def __call__(
-        self,
-        attend: Attend,
-        q_BQHD: torch.Tensor,
-        k_BKHD: torch.Tensor,
-        v_BKHD: torch.Tensor,
-        queries_Q: torch.Tensor,
-        keys_K: torch.Tensor,
-    ) -> torch.Tensor:
-        """See RowRule."""
+    def __call__(self, attend: AttendAll, rows: Rows) -> torch.Tensor:
+        q_BQHD, k_BKHD, v_BKHD, queries_Q, keys_K = rows
         queries, keys = (
             kept_with(numbers, (self, q_BQHD.device), functools.partial(self.grouped, numbers, q_BQHD.device))
             for numbers in (queries_Q, keys_K)
@@ -172,8 +164,8 @@ def as_one(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def seedvr2_block(kind: type[nn.Module]) -> type[nn.Module]:
-    """Tokens [B, N, D] of the video and [B, T, D] of the text, and values of the time [B, 6 D], which none repeats for each
-    token."""
+    """SeedVR2's block: tokens [B, N, D] of the video and [B, T, D] of the text, modulation [B, 6 D]. The class repeats the
+    modulation for each token."""
 
     class ByToken(kind):  # type: ignore[valid-type, misc]
         def forward(self, vid, txt, emb, rule, places, txt_places):

@@ -15,11 +15,11 @@ FREQUENCY = "parallel_dit_rope_frequency"
 """Entry of transformer_options: (number, radians) of a frequency of the frames' axis, which RIFLEx replaces (arXiv
 2502.15894)."""
 FACE_SIDE = 512
-"""Of the pictures that Wan Animate's motion encoder takes, in pixels."""
+"""Height and width in pixels of the images that Wan Animate's motion encoder takes."""
 FACES = 4
-"""Of them for each of the latent's frames but the first."""
+"""Such images for each of the latent's frames but the first."""
 EVERY = 5
-"""Blocks from one of its modules for faces to the next."""
+"""Every so many blocks the class has a module that attends to faces."""
 OF_FACE = re.compile(r"^blocks\.(\d+)\.face\.")
 MOTION = "parallel_dit_motion"
 """Option of its blocks: Indexed."""
@@ -27,7 +27,7 @@ MOTION = "parallel_dit_motion"
 
 @functools.cache
 def wan_model(kind: type[nn.Module]) -> type[nn.Module]:
-    """Takes FREQUENCY among its options, where KJNodes' RIFLEx puts another module for positions into the model."""
+    """Takes FREQUENCY among its options. KJNodes' RIFLEx puts another module for positions into the model instead."""
 
     class MayReplace(kind):  # type: ignore[valid-type, misc]
         def rope_encode(self, *sizes, transformer_options, **named):
@@ -58,9 +58,8 @@ def wan_block(kind: type[nn.Module]) -> type[nn.Module]:
 
     class ByIndex(kind):  # type: ignore[valid-type, misc]
         def __call__(self, x, e, freqs, **named):
-            if (frames := e.shape[1]) > 1:
-                tokens = freqs.shape[1]
-                e = Indexed(e, torch.arange(tokens, device=e.device) // -(-tokens // frames), tokens)
+            if e.shape[1] > 1:
+                e = Indexed.of(e, freqs.shape[1])
             return super().__call__(x, e=e, freqs=freqs, **named)
 
         def forward(self, x, e, **named):
@@ -80,7 +79,7 @@ def wan_animate_model(kind: type[nn.Module]) -> type[nn.Module]:
         def face_motion(self, face_pixel_values):
             """[B, 3, f, FACE_SIDE, FACE_SIDE] -> [B, 1 + f / FACES, 5, D]: of the latent's frames, zeros in the first.
 
-            ComfyUI's process runs it. ValueError for pictures of another size."""
+            ComfyUI's process runs it. ValueError for images of another size."""
             if face_pixel_values.shape[-2:] != (FACE_SIDE, FACE_SIDE):
                 height, width = face_pixel_values.shape[-2:]
                 raise ValueError(
@@ -95,9 +94,8 @@ def wan_animate_model(kind: type[nn.Module]) -> type[nn.Module]:
             options = dict(transformer_options or {})
             if face_pixel_values is not None:
                 frames, *sides = (size // by for size, by in zip(x.shape[2:], self.patch_size, strict=True))
-                tokens = frames * math.prod(sides)
                 motion_BFND = F.pad(face_pixel_values, (0, 0, 0, 0, 0, frames - face_pixel_values.shape[1]))
-                options[MOTION] = Indexed(motion_BFND, torch.arange(tokens, device=x.device) // math.prod(sides), tokens)
+                options[MOTION] = Indexed.of(motion_BFND, frames * math.prod(sides))
             return super().forward_orig(x, t, context, transformer_options=options, **named)
 
     return WithMotion

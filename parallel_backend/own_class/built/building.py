@@ -20,7 +20,7 @@ CASTS = {"comfy_cast_weights": False, "weight_function": (), "bias_function": ()
 
 
 class Embedding(nn.Embedding):
-    """ComfyUI's embedding has one argument more."""
+    """Takes `out_dtype`, as ComfyUI's embedding does."""
 
     def forward(self, input: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """Numbers [...] -> [..., width]."""
@@ -29,13 +29,13 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.RMSNorm):
-    """ComfyUI's norm has a bias, which is None."""
+    """Has a bias, which is None, as ComfyUI's norm does."""
 
     bias = None
 
 
 class TorchLayers:
-    """Takes the place of ComfyUI's `operations`: layers without its casts, whose weights ranks hold."""
+    """In place of ComfyUI's `operations`: torch's layers, since ranks need none of ComfyUI's casts of weights."""
 
     Linear, Embedding, RMSNorm = FusedLinear, Embedding, RMSNorm
     Conv1d, Conv2d, Conv3d = nn.Conv1d, nn.Conv2d, nn.Conv3d

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,27 +11,28 @@ import torch
 
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.own_class import COMPANION, WORDS, OwnAttention, OwnClass, OwnCut, OwnLatent
+from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
-from parallel_backend.own_class.built.counts import counted, counts_of
+from parallel_backend.own_class.built.counts import Counts, counted, counts_of
 from parallel_backend.own_class.calls.call_arguments import (
     LATENT,
+    LATENTS,
     OPTIONS,
     STRUCTURE,
     from_tensors,
+    pack,
+    run_call,
     structure_of,
     timestep_of,
+    unpack,
 )
-from parallel_backend.own_class.calls.call_form import LATENTS, pack, unpack
-from parallel_backend.own_class.calls.call_form import run as run_in_form
 from parallel_backend.own_class.calls.patching import Companion, Latents, Patching, latents_of
 from parallel_backend.own_class.calls.residuals import CONTROL, by_kind
-from parallel_backend.own_class.calls.step_inputs import StepInputs
-from parallel_backend.own_class.calls.tried_calls import Call, conditioning, one_entry
+from parallel_backend.own_class.calls.tried_calls import Call, conditioning, one_entry, smaller, with_whole_axes
 from parallel_backend.own_class.cuts.band_tokens import BandTokens, class_numbers
-from parallel_backend.own_class.cuts.guided_attention import GUIDED, Guided, own_sums
-from parallel_backend.own_class.cuts.second_text import ADD_UP, SECOND, WHOLE_HEADS
+from parallel_backend.own_class.cuts.guided_attention import GUIDED
 from parallel_backend.own_class.cuts.stages import StageBlocks
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, LayerCuts
 from parallel_backend.own_class.cuts.token_cut import entries_of
@@ -40,37 +41,62 @@ NAME = "ComfyUI's own class"
 NUMBERS = "numbers"
 """Key of StepInputs.kept."""
 WHOLE_STATES = 3
-"""Hidden states of all of a call's tokens that a rank has at once outside of blocks: what enters the blocks, or what leaves
-them while the class norms and modulates it."""
+"""Tensors of all of a call's hidden states that a rank has at once outside of blocks: the blocks' input, or their output
+while the class norms and modulates it."""
 
 
 def pairs_of(hidden: int) -> float:
-    """BuiltClass.attention_share of a block of width h. Its linear layers have 12 h^2 weights, so 24 h^2 operations for
-    a token. Its attention takes 4 h operations for a query and a key."""
+    """BuiltClass.attention_share of a usual block of width h. Its linear layers have 12 h^2 weights, so 24 h^2 operations
+    for a token. Attention takes 4 h operations for a query and a key."""
     return 1 / (6 * hidden)
 
 
 class StreamKeys(NamedTuple):
-    """The keys of an attention layer."""
+    """Whose keys an attention layer has."""
 
     image: bool
-    """The image's tokens are among them."""
+    """The image's tokens'."""
     streams: tuple[int, ...]
-    """Streams whose other tokens are."""
+    """Those of the other tokens of these streams."""
     head_size: int
 
 
 class Counted(NamedTuple):
-    """A call's tokens, as far as memory and time go."""
+    """How many tokens a call has, to predict its memory and time."""
 
     grid: tuple[int, ...]
-    """The image's, by axis."""
+    """The image's tokens, by axis."""
     text: int
-    """Others."""
+    """Other tokens."""
     streams: tuple[tuple[int, int], ...] = ()
     """(stream, its part of `text`). Empty: unknown."""
     references: int = 0
-    """Tokens of reference pictures, which are not among the others."""
+    """Tokens of reference images, which `text` does not count."""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Inputs of a rank's model in one micro-step. Tensors are on the rank's device and have the rank's b batch entries."""
+
+    x: torch.Tensor
+    """Tokens [b, n, C]: the rank's shard of the band's packed latent, in the order of `token_order`."""
+    x_companion: torch.Tensor
+    """Tokens [b, a, C] of the companion latent, with channels padded to those of `x`. a = 0: the micro-step has none."""
+    timestep: torch.Tensor
+    """The sampler's timestep, float32: [b], or [b, T] with a time for each latent frame, or [b, N, 1] with a time for each
+    token of the whole video."""
+    tensors: dict[str, torch.Tensor]
+    """Conditioning tensors."""
+    grid: tuple[int, ...]
+    """The image's tokens along its axes."""
+    token_order: TokenOrder
+    """The order of the call's image tokens."""
+    image: Span
+    """The rank's image tokens, in that order."""
+    kept: dict[Any, Any]
+    """Cache that all micro-steps with the same tokens and the same conditioning share."""
+    companion_tokens: int = 0
+    """Tokens of the whole companion latent (patching.Companion)."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +105,13 @@ class BuiltClass:
 
     own: OwnClass
     shapes: Mapping[str, tuple[int, ...]]
-    """Of all of the class's tensors."""
+    """Shapes of all of the class's tensors, by name."""
     parameters: frozenset[str]
-    """Names of the class's parameters. Its other tensors are computed where a file lacks them."""
+    """Names of the class's parameters. Its other tensors are computed if a file lacks them."""
     exact: frozenset[str]
     """Parameters and tables that the class keeps in float32 when it is built in another dtype."""
     call: Call | None = None
-    """The call that a trial was made for, see example.py. None: there was none in this process."""
+    """The call that a trial was made for, an example for others. None: there was none in this process."""
 
     @property
     def name(self) -> str:
@@ -99,7 +125,7 @@ class BuiltClass:
 
     @property
     def kind(self) -> str:
-        """The class with its arguments. Models of one kind take alike long."""
+        """The class with its arguments. Models of one kind take equally long."""
         return f"{self.own.name} {self.own.arguments}"
 
     @cached_property
@@ -121,11 +147,11 @@ class BuiltClass:
 
     @property
     def block_names(self) -> list[str]:
-        """In the order in which they run."""
+        """Names of the blocks in the order in which they run."""
         return [block.name for block in self.own.blocks]
 
     def place(self, target: str) -> tuple[str, int] | None:
-        """(list, number in it) of the block that a parameter is in. None: it is in none."""
+        """(list, number in the list) of the block that the parameter `target` is in. None: it is in no block."""
         parts = target.split(".")
         names = (".".join(parts[:count]) for count in range(2, len(parts)))
         return next((self._places[name] for name in names if name in self._places), None)
@@ -137,7 +163,7 @@ class BuiltClass:
 
     @cached_property
     def attention(self) -> tuple[tuple[StreamKeys, ...], ...]:
-        """By block, the keys of each of its attention layers whose tokens are cut. The others keep no keys."""
+        """By block: keys of each attention layer whose tokens are cut. Ranks keep no keys of other layers."""
         latent = None if self.own.latent is None else set(self.own.latent.streams)
 
         def keys(call: OwnAttention) -> StreamKeys:
@@ -158,7 +184,7 @@ class BuiltClass:
 
     @cached_property
     def tensor_plan(self) -> LayerCuts:
-        """Layers that tensor ranks share, as a trial has shown. And one beside the attention whose heads they cut."""
+        """Layers that tensor ranks share, as a trial has shown, and Adapter.gate, which is cut by heads."""
         plan = {f"{block.name}.{cut.layer}": cut for block in self.own.blocks for cut in block.cuts}
         gates = (f"{block.name}.{adapter_of(self.own.kind).gate}" for block in self.own.blocks if block.cuts)
         rows = {gate: self.shapes[f"{gate}.weight"][0] for gate in gates if f"{gate}.weight" in self.parameters}
@@ -173,7 +199,7 @@ class BuiltClass:
         if latent is not None and latent.companion:
             others = () if self.call is None else self.call.latents[1:]
             axes = len(latent.companion.partition(" -> ")[0].split()) - 1
-            # Nobody knows the usual sizes of a second latent but from a call.
+            # The usual sizes of a second latent are known from a call alone.
             companion = Companion(latent.companion, tuple(others[0].shape[1:]) if others else (1,) * axes)
         return Patching(side=side, frames=frames, video=self.own.video, companion=companion)
 
@@ -184,8 +210,8 @@ class BuiltClass:
 
     @property
     def native_values(self) -> dict[str, None]:
-        """The layer that blocks of this file are without, by core.own_class.name_pattern. Other nodes look for it in
-        ComfyUI's native model."""
+        """A layer that this file's blocks lack and other nodes look for in ComfyUI's native model, named as in
+        core.own_class.name_pattern."""
         gate = adapter_of(self.own.kind).gate
         return {} if not gate or any(name.endswith(f"{gate}.weight") for name in self.parameters) else {f"*.{gate}": None}
 
@@ -194,8 +220,8 @@ class BuiltClass:
         return parameter.startswith(tuple(f"{module}." for module in adapter_of(self.own.kind).here))
 
     def attention_share(self, block_list: str) -> float:
-        """In a block of the list: operations of attention for a query and a key, divided by those of a token's layers. Of
-        the call that a trial was made for, or of a usual block."""
+        """Operations of attention for a query and a key, divided by those of a token's linear layers, in a block of the
+        list. They are counted in the call that a trial was made for, or those of a usual block."""
         counts = None if self.call is None else counted(self.own, self.call)
         if counts is None:
             return pairs_of(self.hidden)
@@ -213,9 +239,25 @@ class BuiltClass:
             return {"context": torch.empty(1, prompt, 1, device="meta")}
         return conditioning(one_entry(self.call))
 
+    def timed_calls(self, rows: Sequence[int], columns: int, text: int) -> list[tuple[Call, Counts]]:
+        """Calls to be timed: `call` cut to each of `rows` rows of `columns` tokens and `text` text tokens, with its counts.
+
+        Sizes larger than those of `call` become its own. Empty: there is no call, or the class cannot be counted so."""
+        own, call = self.own, None if self.call is None else one_entry(self.call)
+        if call is None or (whole := counted(own, call)) is None:
+            return []
+        call = with_whole_axes(call, lambda each: counted(own, each) is not None)
+        sizes, side = call.latents[0].shape[2:], self.patching.side
+        if own.latent is None:
+            side = max(1, round(math.sqrt(math.prod(sizes) * self.hidden / whole.states)))
+        frames = (self.patching.frames,) if own.video else ()
+        most = min(max(rows), math.ceil(sizes[-2] / side))
+        cut = [smaller(call, (*frames, side * max(1, most * count // max(rows)), side * columns), text) for count in rows]
+        found = [(each, counts) for each in cut if (counts := counted(own, each)) is not None]
+        return found if len(found) == len(cut) else []
+
     def noise(self, shape: tuple[int, ...]) -> Latents:
-        """Random latents of a model call, of which the first has this shape. Nested latents without proven bands are
-        packed."""
+        """Random latents of a model call, the first with this shape. Nested latents without proven bands are packed."""
         if self.call is not None and LATENTS in self.call.named and self.patching.companion is None:
             return (torch.randn(shape[0], *self.call.x.shape[1:]),)
         return latents_of(self.patching.alongside(torch.randn(shape)))
@@ -252,7 +294,7 @@ class BuiltClass:
         return Counted(grid, max(at_once, default=0), tuple(streams.items()), references)
 
     def _beside_references(self, latent: OwnLatent, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Words, and tokens of a second latent, in the latent's stream."""
+        """Text tokens, and tokens of a second latent, in the latent's stream."""
         words = self.words(tensors) if WORDS in latent.layout else 0
         if COMPANION not in latent.layout:
             return words
@@ -284,9 +326,7 @@ class BuiltClass:
             numbers = _numbers(step)
             stage.tokens.band = BandTokens(self.own.latent, order, step.image, numbers, companions, ahead, is_alone)
         if (guidance := stage.guidance()) is not None:
-            named[OPTIONS][GUIDED] = Guided(guidance, own_sums if guidance.whole_heads else stage.add_up)
-        if (second := named.get(SECOND)) is not None:
-            second[ADD_UP] = own_sums if second[WHOLE_HEADS] else stage.add_up
+            named[OPTIONS][GUIDED] = guidance
         if residuals := stage.residuals():
             named[CONTROL] = by_kind(residuals)
         timestep = timestep_of(step.timestep, structure)
@@ -294,10 +334,10 @@ class BuiltClass:
             # A naive patch has no row of another one with which the class could fill it up.
             sizes = () if stage.tokens is not None and stage.tokens.alone else structure[LATENT][1:]
             latent = patching.unpack(x, sizes or patching.whole(step.grid))
-            out = run_in_form(stage.call, latent, timestep, named)
+            out = run_call(stage.call, latent, timestep, named)
             return step.x[:, :0] if out is None else patching.pack(out)[:, pictures.slice]
         shapes = [(len(x), *shape) for shape in structure[LATENTS]]
-        out = run_in_form(stage.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
+        out = run_call(stage.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
         if out is None:
             return step.x[:, :0]
         tokens = patching.pack_all(tuple(unpack(out, structure[LATENTS])))

@@ -1,4 +1,4 @@
-"""What a call of a class takes: its tokens, and its operations by block. Counted on the meta device, without any values."""
+"""Counts a call's tokens, and its operations by block, on the meta device: no values are computed."""
 
 import functools
 import json
@@ -6,7 +6,9 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +20,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from parallel_backend.core.own_class import OwnBlock, OwnClass
 from parallel_backend.own_class.built.building import build
-from parallel_backend.own_class.calls.block_arguments import tensor_places
-from parallel_backend.own_class.calls.call_arguments import LATENT, STRUCTURE, from_tensors, timestep_of
-from parallel_backend.own_class.calls.call_form import LATENTS, TIMES
-from parallel_backend.own_class.calls.token_rows import token_count
+from parallel_backend.own_class.calls.block_arguments import tensor_places, token_count
+from parallel_backend.own_class.calls.call_arguments import LATENT, LATENTS, STRUCTURE, TIMES, from_tensors, timestep_of
 from parallel_backend.own_class.calls.tried_calls import Call, entry_of
-from parallel_backend.own_class.cuts.attention_calls import AttentionCall, attention_by, attention_call
+from parallel_backend.own_class.cuts.attention_calls import AttentionCall, Rows, attention_by, attention_call
 from parallel_backend.own_class.cuts.second_text import SECOND
-from parallel_backend.own_class.cuts.stages import passing_through
+from parallel_backend.own_class.cuts.stages import pass_through
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ class Work:
     """Operations of a block: multiplications and additions count one each."""
 
     layers: int = 0
-    """All that is no attention, and attention whose keys every rank has whole."""
+    """Of everything but attention, and of attention whose keys every rank has all of."""
     attention: int = 0
-    """Attention of tokens to tokens: it grows with their square."""
+    """Of attention between tokens that ranks cut: they grow with the square of the number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Counts:
     """A call of one batch entry."""
 
     states: int
-    """Values of the hidden states that leave the block with most of them."""
+    """Numbers in the hidden states behind the block that returns most of them."""
     streams: Mapping[int, int]
-    """Stream -> its tokens. Empty if no trial has cut tokens."""
+    """Stream -> number of its tokens. Empty if no trial has cut tokens."""
     blocks: tuple[Work, ...]
     """Of each block, in the order of a call."""
     outside: int
-    """Operations outside of blocks, which every stage and every sequence rank does."""
+    """Operations outside of blocks, which every stage and every sequence rank computes."""
 
     @property
     def shared(self) -> float:
@@ -80,7 +80,7 @@ def _counts_of(
     shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...],
     numbers: tuple[tuple[str, bytes], ...] = (),
 ) -> Counts | None:
-    """`numbers`: values of the first entry of tensors of whole numbers."""
+    """As `counts_of`, from hashable values. `numbers`: bytes of the first entry of tensors of integers."""
     structure = json.loads(text)
     tensors = {name: torch.empty(1, *shape, dtype=dtype, device="meta") for name, shape, dtype in shapes}
     for name, values in numbers:
@@ -116,12 +116,12 @@ MISFITS = (
     *("cannot be multiplied", "same reduction dim", "normalized_shape", "Invalid channel dimensions"),
     "tensor of 0 elements",
 )
-"""Parts of what torch says of a tensor whose size is none of a layer's, and of an empty one."""
+"""Parts of torch's error for a tensor that does not fit a layer, or is empty."""
 
 
 def misfit(own: OwnClass, call: Call) -> str:
-    """What a layer says of a tensor of the call that does not fit it, such as the text of another encoder. Empty: all fit,
-    or the class does not run without values."""
+    """The error of a layer that a tensor of the call does not fit, such as the text of another encoder. Empty: all fit, or
+    the class does not run without values."""
     try:
         with _LOCK:
             _Counting(own, call, with_numbers=True)
@@ -140,7 +140,7 @@ SELECTS = torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.o
 
 
 def _of_all_true(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Indices with numbers in place of masks, which are true everywhere."""
+    """Indices whose masks are replaced by as many numbers, as if they were true everywhere."""
     found: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool:
@@ -151,8 +151,9 @@ def _of_all_true(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | 
 
 
 class _AnyNumbers(TorchDispatchMode):
-    """A number that a class reads off a tensor of floats, such as a time, is 0.5, and what it compares is true. Others would
-    be sizes: an error. Whole numbers that it works out, such as each token's expert, are all 0."""
+    """Values for a class that reads them from tensors without values. A float, such as a time, is 0.5, a bool is true.
+    Reading an integer is an error, since it may be a size. Integers that are compared, such as each token's expert, are all
+    0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ class _AnyNumbers(TorchDispatchMode):
 
 
 class _Counting:
-    """One block of each kind runs. The others return what they get."""
+    """Counts one call. One block of each kind runs; the others return their arguments."""
 
     def __init__(self, own: OwnClass, call: Call, with_numbers: bool):
         self._block: OwnBlock | None = None  # the one that runs
@@ -190,45 +191,40 @@ class _Counting:
         )
         one = replace(one, x=_without_values(one.x), timestep=_without_values(one.timestep), named=named, options={})
         skipped = [block for block in own.blocks if kinds[block.name] != block.name]
-        hooks = [hook for block in own.blocks if kinds[block.name] == block.name for hook in self._watch(model, block)]
-        try:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                passing_through(model, skipped),
-                FlopCounterMode(display=False) as self._flops,
-                _AnyNumbers(),
-                attention_by(self._attend),
-            ):
-                one.run(model, options=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with (
+            ExitStack() as hooks,
+            torch.inference_mode(False),
+            torch.no_grad(),
+            pass_through(model, skipped),
+            FlopCounterMode(display=False) as self._flops,
+            _AnyNumbers(),
+            attention_by(self._attend),
+        ):
+            for block in (block for block in own.blocks if kinds[block.name] == block.name):
+                module = model.get_submodule(block.name)
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, block), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(self._leave, block)))
+            one.run(model, options=False)
         self._outside += self._flops.get_total_flops() - self._inside
         works = tuple(self._found[kinds[block.name]] for block in own.blocks)
         self.counts = Counts(self._states, dict(self._streams), works, self._outside)
 
-    def _watch(self, model: nn.Module, block: OwnBlock) -> Sequence[Any]:
-        module = model.get_submodule(block.name)
+    def _enter(self, block: OwnBlock, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._block, self._attended, self._before = block, 0, self._flops.get_total_flops()
+        self._found[block.name] = Work()
+        leaves = pytree.tree_leaves((args, kwargs))
+        places = tensor_places(leaves)
+        for cut in block.slices:
+            if cut.enters and cut.streams[0] not in self._streams:
+                self._streams[cut.streams[0]] = token_count(leaves[places[cut.tensor]].shape, cut)
 
-        def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._block, self._attended, self._before = block, 0, self._flops.get_total_flops()
-            self._found[block.name] = Work()
-            leaves = pytree.tree_leaves((args, kwargs))
-            places = tensor_places(leaves)
-            for cut in block.slices:
-                if cut.enters and cut.streams[0] not in self._streams:
-                    self._streams[cut.streams[0]] = token_count(leaves[places[cut.tensor]].shape, cut)
-
-        def leave(_module: nn.Module, _args: Any, out: Any) -> None:
-            values = (out,) if isinstance(out, torch.Tensor) else out
-            self._states = max(self._states, sum(each.numel() for each in values if each is not None))
-            work, counted = self._found[block.name], self._flops.get_total_flops() - self._before
-            self._found[block.name] = replace(work, layers=work.layers + counted)
-            self._inside += counted
-            self._block = None
-
-        return module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)
+    def _leave(self, block: OwnBlock, _module: nn.Module, _args: Any, out: Any) -> None:
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        self._states = max(self._states, sum(each.numel() for each in values if each is not None))
+        work, counted = self._found[block.name], self._flops.get_total_flops() - self._before
+        self._found[block.name] = replace(work, layers=work.layers + counted)
+        self._inside += counted
+        self._block = None
 
     def _attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         call = attention_call(function, *args, **kwargs)
@@ -247,7 +243,7 @@ class _Counting:
 
 
 def _operations(call: AttentionCall) -> int:
-    """Of attention: a product of each query with each key that it sees, and one with its values."""
+    """Operations of attention: products of each query with each key that it attends to, and with its values."""
     found: list[int] = []
 
     def attend(q_BqHD: torch.Tensor, k_BkHD: torch.Tensor, v_BkHD: torch.Tensor) -> torch.Tensor:
@@ -258,12 +254,12 @@ def _operations(call: AttentionCall) -> int:
     if call.rule is None:
         attend(*tensors)
     else:
-        call.rule(attend, *tensors, *(torch.arange(x.shape[1]) for x in tensors[:2]))
+        call.rule(attend, Rows(*tensors, *(torch.arange(x.shape[1]) for x in tensors[:2])))
     return sum(found)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether it has whole numbers."""
+    """Whether it has integers."""
     return tensor.dtype in (torch.int32, torch.int64) and tensor.numel() > 0
 
 
@@ -273,7 +269,7 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _on_meta(own: OwnClass) -> tuple[nn.Module, dict[str, str]]:
-    """The model with all of its tensors on the meta device, and by block the first one of its kind."""
+    """(the model with all tensors on the meta device, block -> first block of its kind)."""
     model = build(own)
     first: dict[tuple[Any, ...], str] = {}
     for module in model.modules():

@@ -16,7 +16,7 @@ from parallel_backend.core.own_class import ROOTS
 from parallel_backend.own_class.built.building import CASTS, imported
 
 TORCH = "torch.nn"
-"""The module of all classes that are of no module of ROOTS. Such a class is known by its name alone."""
+"""Module name for classes outside of ROOTS: they must be torch.nn's, and are found there by their names."""
 BASE = frozenset(vars(nn.Module()))
 """What torch keeps in every module."""
 
@@ -25,7 +25,7 @@ Tree = dict[str, Any]
 
 
 def described(module: nn.Module, without: Collection[str] = ()) -> Tree:
-    """The module as data, but for its children `without`. Values that are no data are left out.
+    """The module as data, but for its children `without`. Values that are not data are left out.
 
     ValueError if it has a class that ranks do not build.
     """

@@ -1,16 +1,21 @@
-"""The arguments with which a class calls a block."""
+"""The arguments with which a class calls a block, and their axes of tokens."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from parallel_backend.core.own_class import OwnSlice
+from parallel_backend.own_class.calls.unproven import Unproven
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a block: positional ones, and those by name."""
 
 
 def tensor_places(leaves: Sequence[Any]) -> list[int]:
-    """Where the tensors are among the leaves of a block's arguments."""
+    """Indices of the tensors among the leaves of a block's arguments."""
     return [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
 
@@ -26,3 +31,41 @@ def by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     for place, value in [*enumerate(args), *kwargs.items()]:
         add(str(place), value)
     return found
+
+
+def in_rows(tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
+    """A tensor with axes of tokens, such as [B, frames, rows, columns, D] -> [B, tokens, D]."""
+    return tensor.flatten(cut.axis, cut.axis + cut.axes - 1).movedim(cut.axis, 1)
+
+
+@dataclass(frozen=True)
+class TokenAxes:
+    """Where the tokens are in tensors of as many axes as the one that entered the blocks, and their sizes there."""
+
+    cut: OwnSlice
+    sizes: tuple[int, ...]
+
+    def of_rows(self, rows_BSD: torch.Tensor) -> torch.Tensor:
+        """The inverse of `in_rows`. All tokens get the sizes that entered; a part of them is in one row of one frame."""
+        of_all = rows_BSD.shape[1] == math.prod(self.sizes)
+        sizes = self.sizes if of_all else (*(1,) * (len(self.sizes) - 1), rows_BSD.shape[1])
+        return rows_BSD.movedim(1, self.cut.axis).unflatten(self.cut.axis, sizes)
+
+
+def token_count(shape: Sequence[int], cut: OwnSlice) -> int:
+    """Number of tokens in a tensor of this shape."""
+    return math.prod(shape[cut.axis : cut.axis + cut.axes])
+
+
+def token_axes(shape: Sequence[int], other: Sequence[int], batch: int) -> tuple[int, int]:
+    """(first axis of tokens, how many) of a stream: all but its batch and its channels, which are the last axis.
+
+    `other`: its shape in a call with other numbers of tokens. Unproven if it has no such axes.
+    """
+    axes = len(shape) - 2
+    if axes == 1:
+        return 1, 1
+    for first, of_batch in ((1, 0), (0, axes)):
+        if axes > 1 and shape[of_batch] == other[of_batch] == batch:
+            return first, axes
+    raise Unproven("its blocks get tokens whose batch is neither the first nor the last axis but one")

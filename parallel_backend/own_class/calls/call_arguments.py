@@ -1,30 +1,48 @@
-"""Arguments of a model call <-> conditioning tensors, which are batch first."""
+"""Arguments of a model call on its way to ranks and in a trial.
+
+A call has one latent, one timestep [B], and other arguments by name. Nested latents, such as a video and its audio, are
+packed into one row of values. The other arguments are sent as conditioning tensors, batch first.
+"""
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from parallel_backend.own_class.calls.unproven import Unproven
+
 OPTIONS = "transformer_options"
-"""The argument that is a dictionary, of numbers, words, and lists and dictionaries of them. Tensors in it are shared."""
+"""The argument that is a dictionary of numbers, strings, and lists and dictionaries of them. Batch entries share its
+tensors."""
 SIGMAS = "sigmas", "sample_sigmas"
 """Tensors in OPTIONS: the call's sigma, a row for each entry, and all sigmas of the run."""
-TIMES = "times"
+TIME_DTYPE = "times"
 """Entry of STRUCTURE: name of the timestep's dtype. A class may compute in it, and the ranks get float32."""
 LATENT = "latent"
 """Entry of STRUCTURE: the whole latent's channels, (frames,) rows and columns. Empty: there are several latents, or a call
 tells only how many whole tokens there are."""
 STRUCTURE = "structure"
-"""Conditioning tensor [B, n] int32, the same for all entries: JSON of everything that is no tensor, see `to_tensors`."""
+"""Conditioning tensor [B, n] int32, the same for all entries: JSON of everything but tensors, see `to_tensors`."""
 TENSOR, SHARED, PLAIN, DICT = "tensor", "shared", "plain", "dict"
 """Keys in STRUCTURE of a tensor with a row for each batch entry, of one that all entries share, of OPTIONS, and of another
 dictionary."""
+LATENTS = "parallel_dit_latents"
+"""Argument of a call with nested latents: the shape of each, without the batch."""
+LISTED = "parallel_dit_listed"
+"""Argument of a call whose one latent is in a list."""
+TIMES = "parallel_dit_times"
+"""Argument of a call with several timesteps, one for each latent. A number: so many, all
+equal to the call's timestep. Shapes without the batch: the call's timestep [B, n] has their values side by side, because
+bands take arguments that change from step to step for another prompt."""
 
 
 def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-    """Values are tensors, None, numbers, words, and lists and dictionaries of them. ValueError, with the name, for others.
+    """A call's arguments as conditioning tensors, with STRUCTURE.
+
+    Values are tensors, None, numbers, strings, and lists and dictionaries of them. ValueError, with the name, for others.
 
     `timestep`: [B], which is sent apart. `latent`: see LATENT.
     """
@@ -50,7 +68,7 @@ def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Seq
         raise ValueError(f"model: its call has {name}, a {type(value).__name__}, which cannot be sent to ranks.")
 
     told_all = {name: told(name, value) for name, value in arguments.items()}
-    head = {TIMES: str(timestep.dtype).removeprefix("torch."), LATENT: list(latent)}
+    head = {TIME_DTYPE: str(timestep.dtype).removeprefix("torch."), LATENT: list(latent)}
     structure = json.dumps(head | told_all).encode()
     tensors[STRUCTURE] = torch.tensor(list(structure), dtype=torch.int32).expand(batch, -1).clone()
     return tensors
@@ -73,9 +91,67 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], structure: Mapping[str, An
             return copy.deepcopy(stored.get(PLAIN, {})) | {key: value(each) for key, each in stored[DICT].items()}
         return tensors[stored[TENSOR]] if TENSOR in stored else tensors[stored[SHARED]][0]
 
-    return {name: value(stored) for name, stored in structure.items() if name not in (TIMES, LATENT)}
+    return {name: value(stored) for name, stored in structure.items() if name not in (TIME_DTYPE, LATENT)}
 
 
 def timestep_of(times: torch.Tensor, structure: Mapping[str, Any]) -> torch.Tensor:
     """The timestep in its own dtype."""
-    return times.to(getattr(torch, structure[TIMES]))
+    return times.to(getattr(torch, structure[TIME_DTYPE]))
+
+
+def in_form(
+    x: torch.Tensor | Sequence[torch.Tensor], timestep: torch.Tensor | Sequence[torch.Tensor], axes: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """One latent of `axes` axes, one timestep, and LATENTS, LISTED and TIMES if `x` and `timestep` had another form."""
+    told: dict[str, Any] = {}
+    if not isinstance(x, torch.Tensor) and len(x) == 1:
+        told[LISTED], x = True, x[0]
+    elif not isinstance(x, torch.Tensor):
+        told[LATENTS] = [list(latent.shape[1:]) for latent in x]
+        x = pack(x, axes)
+    if not isinstance(timestep, torch.Tensor):
+        first = timestep[0]
+        alike = first.ndim == 1 and all(each is first or torch.equal(each, first) for each in timestep)
+        told[TIMES] = len(timestep) if alike else [list(each.shape[1:]) for each in timestep]
+        timestep = first if alike else joined(timestep)
+    return x, timestep, told
+
+
+def joined(times: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[B, ...] each -> [B, n]"""
+    return torch.cat([each.reshape(len(each), -1) for each in times], dim=1)
+
+
+def apart(timestep: torch.Tensor, told: int | Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
+    """The timesteps of all latents. `told`: see TIMES."""
+    if isinstance(told, int):
+        return (timestep,) * told
+    parts = timestep.split([math.prod(shape) for shape in told], dim=1)
+    return tuple(part.reshape(len(part), *shape) for part, shape in zip(parts, told, strict=True))
+
+
+def run_call(model: Callable[..., Any], x: torch.Tensor, timestep: torch.Tensor, named: Mapping[str, Any]) -> Any:
+    """The model's output for a call in this form, in it too. None: the model is a stage that is not the last one."""
+    named = dict(named)
+    shapes, times, is_listed = named.pop(LATENTS, None), named.pop(TIMES, None), named.pop(LISTED, False)
+    of_latents = timestep if times is None else apart(timestep, times)
+    given = [x] if is_listed else x if shapes is None else unpack(x, shapes)
+    out = model(given, of_latents, **named)
+    if shapes is None or out is None:
+        return out[0] if isinstance(out, list) and is_listed else out
+    latents = [out] if isinstance(out, torch.Tensor) else list(out)
+    if [list(latent.shape[1:]) for latent in latents] != shapes:
+        raise Unproven("it returns other latents than it gets")
+    return pack(latents, x.ndim)
+
+
+def pack(latents: Sequence[torch.Tensor], axes: int) -> torch.Tensor:
+    """[B, C, ...] each -> [B, 1, ..., 1, N]"""
+    rows = torch.cat([latent.flatten(1) for latent in latents], dim=1)
+    return rows.reshape(len(rows), *(1,) * (axes - 2), -1)
+
+
+def unpack(x: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The inverse of `pack`."""
+    parts = x.flatten(1).split([math.prod(shape) for shape in shapes], dim=1)
+    return [part.reshape(len(x), *shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -13,7 +13,7 @@ from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import class_order
 
 Latents = tuple[torch.Tensor, ...]
-"""A model call's latents: that of the picture or video, then the companion latent, if there is one."""
+"""A model call's latents: that of the image or video, then the companion latent, if there is one."""
 
 
 def latents_of(x: torch.Tensor | Latents) -> Latents:
@@ -28,7 +28,7 @@ def like(x: torch.Tensor | Latents, outputs: Latents) -> torch.Tensor | Latents:
 
 @dataclass(frozen=True)
 class Companion:
-    """A second latent that a model denoises with the first, such as a video's sound (ComfyUI's nested latents).
+    """A second latent that a model denoises with the first, such as a video's audio (ComfyUI's nested latents).
 
     Its tokens are the first of the text stream: sequence ranks split them like text. The first band carries them like text:
     a call computes them once, and its later bands attend to the keys and values of this step.
@@ -36,7 +36,6 @@ class Companion:
 
     pattern: str
     """einops pattern from the latent to its tokens: "b c s t -> b (s t) c"."""
-
     sizes: tuple[int, ...]
     """Usual shape of the companion latent, without the batch."""
 
@@ -90,16 +89,12 @@ class Patching:
 
     side: int = 2
     """Latent rows and columns of a token."""
-
     frames: int = 1
     """Latent frames of a token."""
-
     video: bool = False
     """Latents have a time axis."""
-
     along: str = "rows"
     """Axis that bands cut: "rows", or "frames" of a video."""
-
     companion: Companion | None = None
     """The second latent of a call. None: there is none."""
 
@@ -148,7 +143,7 @@ class Patching:
         return class_order(grid, self.along)
 
     def pack(self, latent: torch.Tensor) -> torch.Tensor:
-        """Latent -> tokens. Sizes that are no multiple of the patch are padded circularly, as in ComfyUI."""
+        """Latent -> tokens. Sizes that are not multiples of the patch are padded circularly, as in ComfyUI."""
         sizes = latent.shape[-3:] if self.video else (1, *latent.shape[-2:])
         latent = latent.reshape(*latent.shape[:2], *sizes)
         patch = (self.frames, self.side, self.side)
@@ -191,10 +186,10 @@ class Patching:
 
     def band(self, latents: Latents, rows: Span) -> Latents:
         """Band of a call's latents. The first band has the whole companion latent, other bands have an empty one."""
-        picture, others = self.rows(latents[0], rows), latents[1:]
+        image, others = self.rows(latents[0], rows), latents[1:]
         if self.companion is not None and rows.start > 0:
             others = tuple(self.companion.none_of(latent) for latent in others)
-        return picture, *others
+        return image, *others
 
     def join(self, bands: Sequence[Latents]) -> Latents:
         """Latents of all bands, in order -> latents of the whole call."""

@@ -1,4 +1,4 @@
-"""A control's residuals, which a class itself adds to its tokens between its blocks, or has functions of a node add."""
+"""Residuals of ControlNets and of Fun controls: the class itself adds them between its blocks, or functions of a node do."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,25 +12,26 @@ from parallel_backend.own_class.calls.unproven import Unproven
 CONTROL = "control"
 """Argument of a call: kind of residuals -> [B, n, hidden] or None for each block, of the latent's n tokens in order."""
 KINDS = "input", "middle", "output"
-"""As ComfyUI names them, of what the class adds itself."""
+"""ComfyUI's names of residuals that the class adds itself."""
 PATCHED = "noise_refiner", "double_block"
 """Kinds of patches of ComfyUI's that add to a block's tokens. The class calls them behind the block."""
 AROUND = "around "
-"""Beginning of the kinds of residuals [B, S, hidden] of all S tokens of a block, before its kind. A function that
-the class calls in place of the block adds them to its output."""
+"""Beginning of the names of kinds whose residuals [B, S, hidden] are for all S tokens of a block. A function that the class
+calls in place of the block adds them to the block's output."""
 REPLACED, BLOCKS = "patches_replace", "dit"
-"""Entry of transformer_options that has the functions in place of blocks, and its entry for transformers."""
+"""Entry of transformer_options with functions that other nodes put in place of blocks, and the entry in it for
+transformers."""
 PATCHES = "patches"
 """Entry of transformer_options that has ComfyUI's patches by kind."""
 TRIED = 4
 """Residuals of a kind in a trial: at least as many as a tried list has blocks, so that all are added."""
 TRIED_ROWS = 13
-"""Rows of a residual of AROUND in a trial, whose tokens get them again and again: nobody knows how many there are."""
+"""Rows of a residual of AROUND in a trial, which are repeated for all tokens: their number is not known yet."""
 SIDES = 1, 2, 4, 8, 16, 32
 
 
 class ReadResiduals(list[Any]):
-    """Residuals of one kind. The class gets `read` of those that it asks for."""
+    """Residuals of one kind. `read` is applied to each one that the class takes."""
 
     def __init__(self, residuals: Sequence[torch.Tensor | None], read: Callable[[torch.Tensor], torch.Tensor]):
         super().__init__(residuals)
@@ -119,7 +120,7 @@ def for_trial(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Ten
 
 
 def by_name(control: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
-    """The residuals of ComfyUI's `get_control` by "<kind>.<index>"."""
+    """The residuals of ComfyUI's `get_control` by names "<kind>.<index>"."""
     return {
         f"{kind}.{index}": residual
         for kind, residuals in control.items()

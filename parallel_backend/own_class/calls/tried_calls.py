@@ -11,23 +11,34 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.own_class.calls.call_arguments import OPTIONS, SIGMAS, from_tensors, structure_of, to_tensors
-from parallel_backend.own_class.calls.call_form import LATENTS, TIMES, apart, joined, pack, run, unpack
+from parallel_backend.own_class.calls.call_arguments import (
+    LATENTS,
+    OPTIONS,
+    SIGMAS,
+    TIMES,
+    apart,
+    from_tensors,
+    joined,
+    pack,
+    run_call,
+    structure_of,
+    to_tensors,
+    unpack,
+)
 from parallel_backend.own_class.calls.residuals import CONTROL, of_other_sizes, with_patches
 
 SIZES = (8, 8), (16, 32)
 """(Most latent rows, columns and frames, most text tokens) of a call in the trial: the first that the class runs with, or
 else those of the call."""
 PIXELS = 1, 8, 16, 0.5
-"""Rows of what goes with a latent, such as a camera's rays for each pixel or a pose of half its size, for each of the
-latent's."""
+"""Rows of a tensor that belongs to a latent for each of the latent's rows, such as of a camera's rays or a pose."""
 NOISE = 1_000_003
-"""Random values of which weights are made: a prime number of them, so that no two rows of a layer are equal."""
+"""Number of random values that weights are filled with. It is prime, so that no two rows of a layer are equal."""
 
 NUMBERED = "stg_self_attn_blocks"
-"""Entry of transformer_options that has numbers of blocks. A trial gives the class those of the blocks that are tried."""
+"""Entry of transformer_options with numbers of blocks. In a trial they are numbers of tried blocks."""
 SOME_BLOCKS = [0, 1], [-1, -1], [-1, 1]
-"""By seed of the call. The first call, by which a cut is learnt, tells no block."""
+"""Numbers in it by seed of the call. Those of the first call, from which a cut is learnt, belong to no block."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +52,18 @@ class Call:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of ComfyUI's transformer_options that ranks do not get."""
     whole_axes: frozenset[tuple[int, int]] = frozenset()
-    """(number of a nested latent, its axis behind the channels): sizes that belong to the class, and not to the call."""
+    """(number of a nested latent, its axis behind the channels): axes whose sizes the class fixes."""
 
     def run(self, model: Callable[..., Any], options: bool = True) -> Any:
         """The output. The model may write into copies alone. Without `options` it gets what ranks get."""
         named = copied(dict(self.named))
         if options:
             named[OPTIONS] = named.get(OPTIONS, {}) | copied(dict(self.options))
-        return run(model, self.x.clone(), self.timestep.clone(), with_patches({OPTIONS: {}} | named))
+        return run_call(model, self.x.clone(), self.timestep.clone(), with_patches({OPTIONS: {}} | named))
 
     @property
     def latents(self) -> list[torch.Tensor]:
-        """The one latent, or the nested ones: views of `x`."""
+        """The call's latents, which are views of `x`."""
         return self.parts(self.x)
 
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -60,7 +71,7 @@ class Call:
         return unpack(x, self.named[LATENTS]) if LATENTS in self.named else [x]
 
     def with_latents(self, latents: Sequence[torch.Tensor]) -> "Call":
-        """The call with other ones, of any sizes."""
+        """The call with other latents, of any sizes."""
         named = dict(self.named)
         if control := named.get(CONTROL):
             named[CONTROL] = of_other_sizes(control, self.latents[0].shape[2:], latents[0].shape[2:])
@@ -71,12 +82,12 @@ class Call:
 
     @property
     def times(self) -> tuple[torch.Tensor, ...]:
-        """The one timestep, or that of each latent."""
+        """The one timestep, or one for each latent."""
         told = self.named.get(TIMES)
         return (self.timestep,) if told is None else apart(self.timestep, told)
 
     def with_times(self, times: Sequence[torch.Tensor]) -> "Call":
-        """The call with other ones, of any sizes."""
+        """The call with other timesteps, of any shapes."""
         if not isinstance(self.named.get(TIMES), list):
             return dataclasses.replace(self, timestep=times[0])
         named = {**self.named, TIMES: [list(each.shape[1:]) for each in times]}
@@ -84,7 +95,7 @@ class Call:
 
     @property
     def longest(self) -> int:
-        """Of the latents' sides that a call can have shorter."""
+        """Longest side of the latents, without `whole_axes`."""
         return max(
             side
             for number, latent in enumerate(self.latents)
@@ -106,7 +117,7 @@ def with_tensors_told(call: Call) -> Call:
 
 
 APART = OPTIONS, LATENTS, TIMES
-"""Arguments whose numbers are none of the call's."""
+"""Arguments that `numbers_of` leaves out."""
 
 
 def numbers_of(call: Call) -> dict[str, int | float]:
@@ -155,7 +166,7 @@ def entry_of(call: Call, entry: int) -> Call:
 
 
 def words_of(call: Call) -> int:
-    """Tokens of text. 0: it has none."""
+    """Number of text tokens. 0: there is no text."""
     context = call.named.get("context")
     return context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else 0
 
@@ -173,19 +184,19 @@ def does_not_run(own: OwnClass, call: Call, error: str) -> ValueError:
 
 
 def copied(value: Any) -> Any:
-    """New containers, and new tensors."""
+    """A copy of all containers and tensors in `value`."""
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
 
 
 def one_entry(call: Call) -> Call:
-    """The call's first entry, in host memory, without what ranks do not get and without a ControlNet."""
+    """The call of the first batch entry in host memory, without ControlNets and options that ranks do not get."""
     one = entry_of(dataclasses.replace(call, named={**call.named, CONTROL: None}), 0)
     named = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(one.named))
     return dataclasses.replace(one, x=one.x.cpu(), timestep=one.timestep.cpu(), named=named, options={})
 
 
 def conditioning(call: Call) -> dict[str, torch.Tensor]:
-    """The conditioning tensors of a call of the whole latent."""
+    """The conditioning tensors that ranks get for a call of the whole latent."""
     return to_tensors(call.named, call.timestep, () if LATENTS in call.named else call.x.shape[1:])
 
 
@@ -310,7 +321,7 @@ def distance(a: Any, b: Any) -> float:
 
 
 def draw_weights(model: nn.Module, seed: int, idle: Sequence[str] = ()) -> None:
-    """Weights on the CPU, in float32, with which values stay near 1. No gate is 0. Modules in `idle` get none."""
+    """Give the model random float32 weights on the CPU, with which activations stay near 1. Modules in `idle` get none."""
     g = torch.Generator().manual_seed(seed)
     noise = torch.randn(NOISE, generator=g)
     for path, module in model.named_modules():
@@ -329,7 +340,7 @@ def draw_weights(model: nn.Module, seed: int, idle: Sequence[str] = ()) -> None:
 
 
 def _fill(values: torch.Tensor, noise: torch.Tensor, g: torch.Generator) -> None:
-    """Fill a contiguous tensor with the noise from a random place on, again and again: it takes a tenth of drawing anew."""
+    """Fill a contiguous tensor with the noise from a random place on, again and again. Drawing takes ten times as long."""
     start = int(torch.randint(len(noise), (), generator=g))
     for part in values.view(-1).split(len(noise)):
         first = noise[start : start + len(part)]
@@ -337,6 +348,6 @@ def _fill(values: torch.Tensor, noise: torch.Tensor, g: torch.Generator) -> None
 
 
 def stored_tables(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers of floats that a file has."""
+    """Buffers of floats that a file stores."""
     found = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_floating_point()}
     return {name: buffer for name, buffer in found.items() if name not in module._non_persistent_buffers_set}

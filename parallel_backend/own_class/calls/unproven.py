@@ -2,7 +2,7 @@
 
 
 class Unproven(Exception):
-    """A call is not what the trial has seen, or the trial has not proven it. The text says what differs."""
+    """The class runs in another way than in its trial, or the trial cannot prove it. The text says what differs."""
 
 
 def first_line(error: Exception) -> str:

@@ -5,21 +5,24 @@ import inspect
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from parallel_backend.core.own_class import PACKAGES, ROOTS
 from parallel_backend.own_class.calls.unproven import Unproven
-from parallel_backend.own_class.cuts.row_rule import RowRule
 
 FUNCTIONS = {package.attention: package.functions for package in PACKAGES}
 """Module -> beginning of the names of its attention functions."""
 REPLACES = "parallel_dit_replaces"
-"""Attribute of a replacement: the function."""
+"""Attribute of a function that stands in for an attention function: the latter."""
+KEPT = "parallel_dit_kept"
+"""Attribute of a tensor of row numbers with the cache of `kept_with`."""
+Kept = TypeVar("Kept")
 Attend = Callable[..., torch.Tensor]
 """(function, *its arguments) -> what the function would return."""
 Traced = Callable[..., torch.Tensor]
@@ -32,7 +35,7 @@ def call_itself(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
 
 
 def is_attention(value: Any) -> bool:
-    """Whether it is one of the functions."""
+    """Whether `value` is an attention function of PACKAGES."""
     functions = FUNCTIONS.get(value.__module__) if inspect.isfunction(value) else None
     return functions is not None and value.__name__.startswith(functions)
 
@@ -135,7 +138,7 @@ class _Replaced:
 
 
 def _taken(given: Any) -> torch.Tensor:
-    """ComfyUI may hand over a container, which gives its tensor up to the one that takes it."""
+    """The tensor itself: ComfyUI may pass a container that hands its tensor over once."""
     return given if isinstance(given, torch.Tensor) else given.take()
 
 
@@ -164,6 +167,27 @@ def replacement_of(name: str) -> Callable[..., torch.Tensor]:
     return _replaced().by_name[name]
 
 
+AttendAll = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""([B, q, H, D], [B, k, H, D], [B, k, H, D]) -> [B, q, H, D]: all of these queries see all of these keys."""
+
+
+class Rows(NamedTuple):
+    """Rows of a call's queries, keys and values: a rank's, or a band's, in any order, of all heads or some."""
+
+    q_BQHD: torch.Tensor
+    k_BKHD: torch.Tensor
+    v_BKHD: torch.Tensor
+    queries_Q: torch.Tensor
+    """int64 in host memory: the number of each query among all tokens of the call's queries, in the class's order."""
+    keys_K: torch.Tensor
+    """The same of the keys."""
+
+
+RowRule = Callable[[AttendAll, Rows], torch.Tensor]
+"""Attention [B, Q, H, D] in which not every query sees every key. The function that it gets computes by the user's kernel. A
+rule is a frozen dataclass, hashable and picklable, of the facts of a call, such as a grid of tokens."""
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """A call of attention, by `function`."""
@@ -185,8 +209,8 @@ class AttentionCall:
 
     @property
     def key_mask(self) -> torch.Tensor | None:
-        """[b, K] bool, the keys that may be seen, b being B or 1. None: all. Unproven for a mask of queries or heads, and
-        for a causal call: ranks have tokens in another order."""
+        """[b, K] bool, the keys that queries attend to; b is B or 1. None: all. Unproven for a mask of queries or heads and
+        for a causal call, because ranks have tokens in another order."""
         if self.arguments.get("is_causal"):
             raise Unproven("its attention is causal")
         if (mask := self.mask) is None:
@@ -208,12 +232,12 @@ class AttentionCall:
         return out_BhQD.transpose(1, 2)
 
     def result(self, out_BQHD: torch.Tensor) -> torch.Tensor:
-        """As the class wants it."""
+        """The output in the form that the class asked for."""
         return out_BQHD.transpose(1, 2) if self.heads_first else out_BQHD.flatten(2)
 
 
 def shares_keys(k_BKHD: torch.Tensor, v_BKHD: torch.Tensor, sharing: int) -> bool:
-    """Whether so many heads in a row have the same keys and values."""
+    """Whether each `sharing` heads in a row have the same keys and values."""
     if k_BKHD.shape[2] % sharing:
         return False
     # Tokens of other bands are NaN.
@@ -246,3 +270,42 @@ def attention_call(
     others = {name: value for name, value in others.items() if name != "enable_gqa"}
     arguments = {"attn_precision": attn_precision} | others
     return AttentionCall(function, q_BQHD, k_BKHD, v_BKHD, mask, skip_output_reshape, arguments, shared > 1, rule)
+
+
+@torch.compiler.disable  # it decides by numbers on the host
+def attention_by_rows(rule: RowRule, q_BQHD: torch.Tensor, k_BKHD: torch.Tensor, v_BKHD: torch.Tensor) -> torch.Tensor:
+    """[B, Q, H, D]. Ranks cut and exchange the call as they do any other one of attention."""
+    tensors = (x.transpose(1, 2) for x in (q_BQHD, k_BKHD, v_BKHD))
+    shapes = {"skip_reshape": True, "skip_output_reshape": True}
+    return attend_now(attention_rows, *tensors, q_BQHD.shape[2], rule=rule, **shapes).transpose(1, 2)
+
+
+def attention_rows(
+    q_BHQD: torch.Tensor,
+    k_BHKD: torch.Tensor,
+    v_BHKD: torch.Tensor,
+    _heads: int,
+    rule: RowRule | None = None,
+    scale: float | None = None,
+    **_shapes: Any,
+) -> torch.Tensor:
+    """[B, H, Q, D] of a call with all tokens, in the form of ComfyUI's functions. None: all queries see all keys."""
+    if rule is None:
+        return F.scaled_dot_product_attention(q_BHQD, k_BHKD, v_BHKD, scale=scale)
+
+    def attend(q_BqHD: torch.Tensor, k_BkHD: torch.Tensor, v_BkHD: torch.Tensor) -> torch.Tensor:
+        q_BHqD, k_BHkD, v_BHkD = (x.transpose(1, 2) for x in (q_BqHD, k_BkHD, v_BkHD))
+        return F.scaled_dot_product_attention(q_BHqD, k_BHkD, v_BHkD).transpose(1, 2)
+
+    tensors = [x.transpose(1, 2) for x in (q_BHQD, k_BHKD, v_BHKD)]
+    numbers = (torch.arange(x.shape[1]) for x in tensors[:2])
+    return rule(attend, Rows(*tensors, *numbers)).transpose(1, 2)
+
+
+def kept_with(numbers: torch.Tensor, key: Hashable, make: Callable[[], Kept]) -> Kept:
+    """The result of `make`, such as rows by group on a device, cached on the tensor `numbers`. A rank gives a rule the same
+    tensor in all layers, and in all calls that are alike."""
+    kept = vars(numbers).setdefault(KEPT, {})
+    if key not in kept:
+        kept[key] = make()
+    return kept[key]

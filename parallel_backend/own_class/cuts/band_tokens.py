@@ -25,12 +25,12 @@ NONE = Span(0, 0)
 
 
 class Run(NamedTuple):
-    """Tokens of a stream that follow each other and are of one kind."""
+    """Consecutive tokens of a stream that are of one kind."""
 
     kind: str
     """One of OwnLatent.layout."""
     rows: Span
-    """Of the stream."""
+    """Its rows of the stream."""
     numbers: Span
     """Among the stream's other tokens. Empty: they are the latent's, or references."""
     shared: Span
@@ -41,12 +41,12 @@ class Part(NamedTuple):
     """A rank's tokens that are the latent's and its references', or that are not."""
 
     rows: Pick
-    """Of the stream."""
+    """Its rows of the stream."""
     of_latent: bool
     place: Span
     """In the order of bands, or among the stream's other tokens."""
     is_kept: bool
-    """Its keys are. False: a row that runs in place of words, since classes cannot tell the sizes of a tensor of no rows."""
+    """Its keys are kept. False: a row stands in for text, since a class cannot tell the sizes of tensors without rows."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class BandTokens:
 
     latent: OwnLatent
     order: TokenOrder
-    """Of bands. Without references if they run with the first band."""
+    """The order of image tokens for bands. It leaves out references that run with the first band."""
     band: Span
-    """Places in it."""
+    """The band's places in `order`."""
     numbers: torch.Tensor | None
-    """Place -> number of a token in the class's order, in which references have the next numbers. None: they are the same,
-    and there are no references."""
+    """[N] int64: place in `order` -> number of a token in the class's order, in which references come last. None: both
+    orders are the same, and there are no references."""
     companion: int = 0
     """Tokens of the second latent."""
     ahead: int = 0
@@ -68,11 +68,11 @@ class BandTokens:
     alone: bool = False
     """A naive patch, which sees no other one: words run with it wherever it begins."""
     words_have_run: bool = False
-    """In an earlier call, see OwnLatent.steady."""
+    """Text has run in an earlier call, see OwnLatent.steady."""
 
     @property
     def has_words(self) -> bool:
-        """Words run with it, or a second latent's tokens."""
+        """Text, or a second latent's tokens, run with this band."""
         return (self.alone or self.band.start == 0) and not self.words_have_run
 
     @property

@@ -1,15 +1,15 @@
-"""Finds out which layers of a class's block tensor ranks can share, by what each rank's heads and inputs are made of.
+"""Finds out which layers of a class's block tensor ranks can share, by gradients of each rank's heads and inputs.
 
-One run of the block is noted in which layers and attention end the gradient. The gradient of a rank's heads, or of its part
-of a layer's input, is then 0 at the features of other layers that the rank does not need. Features that one rank alone needs
-are cut with it, as in Megatron-LM (arXiv 1909.08053). What is found is no proof: feature_trial.py makes it.
+In one run of the block layers and attention are leaves: gradients end there. The gradient of a rank's heads, or of its part
+of a layer's input, is 0 at features of other layers that the rank does not need. Features that one rank alone needs
+are cut with it, as in Megatron-LM (arXiv 1909.08053). feature_trial.py proves what is found here.
 """
 
 import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +28,9 @@ from parallel_backend.own_class.cuts.tensor_plan import CutKind
 ARGUMENT = "argument "
 """Beginning of the names of a block's tensor arguments among the leaves."""
 NORMS = F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm
-"""That no module computes, or one that is no RMSNorm."""
+"""Functions of norms that are called outside of nn.RMSNorm."""
 TOGETHER = 32
-"""Features that stay together if neither ranks nor heads divide a width: formats of weights pack as many."""
+"""Features that stay together if neither ranks nor heads divide a width: formats of weights pack so many."""
 Needs = dict[str, torch.Tensor]
 """Leaf or norm -> bool: the features [width] of a layer, of attention or of a norm, or all values of an argument."""
 
@@ -42,25 +42,25 @@ class BlockRun:
     leaves: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """Outputs of layers and attention, [..., width], and the block's arguments."""
     inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """Of layers that may be cut."""
+    """Inputs of layers that may be cut."""
     norms: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """Outputs of norms, whose features are taken for independent."""
+    """Outputs of norms. Each feature is taken to depend on the same feature of the input alone."""
     unshared: set[str] = field(default_factory=set)
-    """Norms of which ranks cannot share the features: of an RMSNorm they share the sum of squares."""
+    """Norms whose features ranks cannot share. Of an RMSNorm they can, because they add up the sum of squares."""
     heads: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """Queries, keys and values of each call of attention, [B, S, H, D]."""
     outputs: list[torch.Tensor] = field(default_factory=list)
-    """Of the block."""
+    """Outputs of the block."""
 
     def leaf(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """The value, behind a leaf. The class may write into it."""
+        """A copy of the value that is a leaf, in a form that the class may write into."""
         self.leaves.setdefault(name, []).append(value.detach().clone().requires_grad_())
         return self.leaves[name][-1] * 1
 
     def note_layer(
         self, name: str, _layer: nn.Module, given: tuple, more: dict[str, Any], out: torch.Tensor
     ) -> torch.Tensor:
-        """Forward hook of a linear layer. One that gets its input by name is not cut."""
+        """Forward hook of a linear layer. A layer that gets its input by name is not cut."""
         if more or len(given) != 1:
             return out
         self.inputs.setdefault(name, []).append(given[0])
@@ -88,7 +88,7 @@ class BlockRun:
         return self.leaf(name, out.transpose(1, 2).flatten(2)).unflatten(-1, (call.q_BQHD.shape[2], -1)).transpose(1, 2)
 
     def needs(self, values: Iterable[torch.Tensor]) -> Needs:
-        """What these values are made of. Leaves and norms of which they need nothing are not in it."""
+        """Features that these values depend on. Leaves and norms without such features are left out."""
         values = [each for each in values if each.requires_grad]
         named = [(name, each) for noted in (self.leaves, self.norms) for name, calls in noted.items() for each in calls]
         if not values:
@@ -111,8 +111,8 @@ class BlockRun:
 
 
 class Opaque(TorchFunctionMode):
-    """Norms of no module; and operations without a gradient, such as kernels of rotary embedding: along its last axis each
-    of their values is made of all values of the inputs of its shape."""
+    """Handles norms outside of modules, and operations without a gradient, such as kernels of rotary embedding. A value of
+    the latter is taken to depend on the whole last axis of each input of its shape."""
 
     def __init__(self, run: BlockRun):
         super().__init__()
@@ -139,7 +139,7 @@ class Opaque(TorchFunctionMode):
 
 @contextmanager
 def _gradients(run: BlockRun) -> Iterator[None]:
-    """Context of a run whose gradients are asked for. What they need is copied: blocks write into their values."""
+    """Context of a run whose gradients are computed later. Saved values are copied, since blocks write into them."""
     with warnings.catch_warnings():  # torch warns where code reads a single value
         warnings.simplefilter("ignore")
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved), Opaque(run):
@@ -148,23 +148,20 @@ def _gradients(run: BlockRun) -> Iterator[None]:
 
 def run_noted(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BlockRun:
     """The run of a block with these arguments. Errors as the block raises them."""
-    run, hooks = BlockRun(), []
-    for name, module in block.named_modules():
-        if isinstance(module, nn.Linear):
-            hooks.append(module.register_forward_hook(functools.partial(run.note_layer, name), with_kwargs=True))
-        elif isinstance(module, nn.RMSNorm):
-            hooks.append(module.register_forward_hook(functools.partial(run.note_norm, name)))
+    run = BlockRun()
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    try:
-        with _gradients(run), attention_by(run.attend):
-            for at, each in enumerate(leaves):
-                if isinstance(each, torch.Tensor) and each.is_floating_point():
-                    leaves[at] = run.leaf(f"{ARGUMENT}{at}", each)
-            given, named = pytree.tree_unflatten(leaves, structure)
-            out = nn.Module.__call__(block, *given, **named)  # the arguments are noted behind a record's `__call__`
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, _gradients(run), attention_by(run.attend):
+        for name, module in block.named_modules():
+            if isinstance(module, nn.Linear):
+                hook = functools.partial(run.note_layer, name)
+                hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+            elif isinstance(module, nn.RMSNorm):
+                hooks.enter_context(module.register_forward_hook(functools.partial(run.note_norm, name)))
+        for at, each in enumerate(leaves):
+            if isinstance(each, torch.Tensor) and each.is_floating_point():
+                leaves[at] = run.leaf(f"{ARGUMENT}{at}", each)
+        given, named = pytree.tree_unflatten(leaves, structure)
+        out = nn.Module.__call__(block, *given, **named)  # the arguments are noted behind an adapter's `__call__`
     run.outputs = [each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor)]
     return run
 
@@ -181,8 +178,8 @@ class Place:
     """Of each rank."""
 
     def cut(self) -> dict[str, torch.Tensor] | None:
-        """Leaf or norm of which each rank needs its own features alone -> those, bool [ranks, width]. None: several ranks
-        need a leaf's features, and not all of them; or ranks need parts of an argument other than its heads."""
+        """Leaf or norm that can be cut -> features of each rank, bool [ranks, width]; no two ranks need the same. None: some
+        ranks, but not all, need the same features of a leaf, or ranks need parts of an argument other than its heads."""
         found = {}
         for name in dict.fromkeys(name for needs in self.needs for name in needs):
             masks = [needs.get(name) for needs in self.needs]
@@ -203,8 +200,8 @@ class Place:
 
 
 def parts_of(features: torch.Tensor) -> list[tuple[int, int]] | None:
-    """(size, units) of the parts of which each rank has its share, in order, see OwnCut. `features`: bool [ranks, width],
-    those of each rank. None: they are no such shares."""
+    """(size, units) of the parts, in order, that are shared out as OwnCut says. `features`: bool [ranks, width], those of
+    each rank. None: they are shared out in another way."""
     if not bool((features.sum(0) == 1).all()):
         return None
     size = len(features)
@@ -221,14 +218,14 @@ def parts_of(features: torch.Tensor) -> list[tuple[int, int]] | None:
 
 
 def has_heads(needed: torch.Tensor) -> bool:
-    """Whether each rank needs its share along an axis of an argument. `needed`: bool [ranks, *shape]."""
+    """Whether each rank needs its own share along an axis of an argument. `needed`: bool [ranks, *shape]."""
     by_axis = (needed.movedim(axis, 1).flatten(2).any(2) for axis in range(1, needed.ndim - 1))
     return any(len(parts_of(features) or ()) == 1 for features in by_axis)
 
 
 def units_of_heads(run: BlockRun, ranks: int) -> list[int]:
-    """Numbers of units that ranks may share the heads of all of a block's calls of attention in: even shares, then as many
-    units as possible, then fewer, since several heads may share keys. Empty: there are fewer than ranks."""
+    """Choices for the number of units that a block's heads are shared in: even shares first, then as many units as possible,
+    then fewer, since several heads may share keys. Empty: there are fewer heads than ranks."""
     heads = math.gcd(*(tensors[0].shape[2] for tensors in run.heads.values()))
     even = [ranks] if heads % ranks == 0 else []
     return even + [units for units in range(heads, ranks, -1) if heads % units == 0 and units % ranks]
@@ -296,13 +293,13 @@ def _units_of(size: int, ranks: int, of_heads: int, goes_with_heads: bool = Fals
 
 
 def _dropped_of_sums(run: BlockRun, cuts: Mapping[str, Mapping[str, torch.Tensor]]) -> set[str]:
-    """Places that go since a layer has its input cut or its output, and not both. Heads stay, and then the first one."""
+    """Places that are dropped because a layer cannot have both its input and its output cut. Heads are kept first."""
     of_heads = {name for name in cuts if name in run.inputs for heads in run.heads if name in cuts.get(heads, {})}
     return of_heads or {name for name, cut in cuts.items() if any(leaf in cuts and leaf in run.inputs for leaf in cut)}
 
 
 def _whole_values(run: BlockRun, places: Mapping[str, Place]) -> list[torch.Tensor]:
-    """What every rank needs whole."""
+    """Values that every rank needs in full."""
     found = list(run.outputs)
     for name, tensors in (run.heads | run.inputs).items():
         if name not in places:

@@ -1,7 +1,7 @@
 """The arithmetic between a block's products, in as few operations as possible: rotary embeddings, norms, modulation, gates.
 
-Plain code does each of these in two to eight operations, some in float32, so that most of a step's memory traffic on a
-GPU is theirs. In 16 bits on a CUDA device comfy-kitchen's kernels do what ComfyUI's own classes have them do. Elsewhere, and
+Plain code does each of these in two to eight operations, some in float32. They are most of a step's memory traffic on
+a GPU. In 16 bits on a CUDA device comfy-kitchen's kernels do what ComfyUI's own classes have them do. Elsewhere, and
 where a block is compiled, torch's operations do it.
 """
 

@@ -1,4 +1,4 @@
-"""Modules of ComfyUI's classes with fused arithmetic between their products (models/fused.py).
+"""Modules of ComfyUI's classes with fused arithmetic between their products (fused.py).
 
 A module gets a form if its class's source is one of FORMS. Its parameters and layers stay. The class's own arithmetic runs
 if its source is another, or if a call asks for what a form leaves out.
@@ -20,7 +20,7 @@ from parallel_backend.own_class.cuts.attention_calls import attention_of
 
 
 def fuse(model: nn.Module) -> None:
-    """Give the modules of a model, of one of ComfyUI's classes, their forms."""
+    """Put fused forms in place of the classes of a model's modules, see FORMS."""
     for module in model.modules():
         kind: Any = type(module)
         digest, form = FORMS.get(f"{kind.__module__}.{kind.__qualname__}", ("", None))
@@ -36,7 +36,7 @@ def source_digest(kind: type) -> str:
 
 @functools.cache
 def qwen_image_attention(kind: type[nn.Module]) -> type[nn.Module]:
-    """Norms and rotary embedding in one operation, if there is no mask, and no patch of what is between them."""
+    """Norms and rotary embedding in one operation, if there is no mask, and no other node's patch between them."""
 
     class Fused(kind):  # type: ignore[valid-type, misc]
         def forward(self, *args: Any, **named: Any) -> Any:

@@ -5,7 +5,6 @@ that guides the rank's own tokens and heads.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,41 +13,57 @@ from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.spans import Span
 from parallel_backend.own_class.calls.residuals import PATCHES
 from parallel_backend.own_class.calls.unproven import Unproven
-from parallel_backend.own_class.cuts.normalized_guidance import normalized
 from parallel_backend.own_class.cuts.token_cut import TokenCut
 
+LEAST_NORM = 1e-6
+
+
+def normalized(
+    positive: torch.Tensor,
+    negative: torch.Tensor,
+    scale: float | torch.Tensor,
+    tau: float | torch.Tensor,
+    alpha: float | torch.Tensor,
+    add_up: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums,
+) -> torch.Tensor:
+    """Two [b, n, H, D] -> [b, n, H, D], as ComfyUI's NAGuidance computes it (comfy_extras/nodes_nag.py).
+
+    `scale`, `tau`, `alpha`: see NormalizedGuidance; numbers, or [b, 1, 1, 1]. `add_up`: sum over ranks with other heads.
+    """
+    away = positive * scale - negative * (scale - 1)
+    sums = [each.abs().sum(dim=(2, 3), keepdim=True, dtype=torch.float32) for each in (positive, away)]
+    before, after = add_up(torch.stack(sums)).clamp_min(LEAST_NORM)
+    ratio = after / before
+    factor = (ratio.clamp(max=tau) / ratio).to(away.dtype)
+    return away * factor * alpha + positive * (1 - alpha)
+
+
 GUIDED = "parallel_dit_guided"
-"""Entry of transformer_options on ranks and in trials: Guided."""
+"""Entry of transformer_options on ranks and in trials: NormalizedGuidance."""
 OUTPUT = "attn1_output_patch"
-"""Kind of the patches that a class hands its attention over to."""
+"""ComfyUI's kind of patches that get the output of attention."""
 IMAGE = "img_slice"
-"""What the class tells such a function: the first of the image's tokens, and the one behind them."""
+"""Entry in the options of such a patch: (first image token, token behind the last one)."""
 Sum = Callable[[torch.Tensor], torch.Tensor]
+"""Adds up tensors over ranks with other heads."""
 
 
 def own_sums(sums: torch.Tensor) -> torch.Tensor:
-    """Guided.add_up of a rank that has all heads."""
+    """The Sum of a rank that has all heads."""
     return sums
-
-
-@dataclass(frozen=True, eq=False)
-class Guided:
-    """How a call is guided. `add_up`: adds up over ranks with other heads."""
-
-    guidance: NormalizedGuidance
-    add_up: Sum = own_sums
 
 
 class Guide:
     """The function. A stage has one for all calls, as compiled blocks need."""
 
-    def __init__(self, guided: Guided | None = None):
-        self._guided = guided
+    def __init__(self, guidance: NormalizedGuidance | None = None):
+        self._guidance = guidance
+        self._add_up: Sum = own_sums
         self._tokens: TokenCut | None = None
 
-    def options(self, options: Mapping[str, Any], tokens: TokenCut | None) -> dict[str, Any]:
+    def options(self, options: Mapping[str, Any], tokens: TokenCut | None, add_up: Sum) -> dict[str, Any]:
         """What the class gets in place of `options`, which have GUIDED. `tokens`: cuts them in the call that begins."""
-        self._guided, self._tokens = options[GUIDED], tokens
+        self._guidance, self._tokens, self._add_up = options[GUIDED], tokens, add_up
         others = {name: value for name, value in options.items() if name != GUIDED}
         return others | {PATCHES: options.get(PATCHES, {}) | {OUTPUT: [self]}}
 
@@ -56,8 +71,8 @@ class Guide:
     def __call__(self, out_BSC: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
         """Guides the image's tokens in place, of both prompts. If the class does not say which tokens these are, all of the
         positive prompt, as ComfyUI's node does."""
-        assert self._guided is not None, "the class calls it within a call that is guided"
-        guidance, add_up = self._guided.guidance, self._guided.add_up
+        guidance, add_up = self._guidance, self._add_up
+        assert guidance is not None, "the class calls it within a call that is guided"
         positive, negative = guidance.positive.slice, guidance.negative.slice
         if out_BSC.ndim != 3 or len(out_BSC) < max(guidance.positive.stop, guidance.negative.stop):
             raise Unproven("its attention gives another shape than [B, S, C] if it is guided")

@@ -1,14 +1,15 @@
-"""A second text that each block's look at the prompt is led away from (normalized attention guidance, as KJNodes'
-WanVideoNAG has it), in a class whose blocks attend to the prompt in a module of their own.
+"""Normalized attention guidance as in KJNodes' WanVideoNAG: attention to the prompt is moved away from a second text.
 
-The module runs twice: once for the keys and values that it makes of the second text, with a single token of the latent, and
-once as ever. There each call of attention also attends to the second text's, and guides.
+The class's blocks attend to the prompt in a module of their own.
+
+The module runs twice: first with the second text and a single token of the latent, to get its keys and values of that text.
+Then it runs with the call's own arguments, and each call of attention also attends to those keys, and guides.
 """
 
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +18,16 @@ from torch import nn
 
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import Attend, attention_by
-from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
-from parallel_backend.own_class.cuts.normalized_guidance import normalized
+from parallel_backend.own_class.cuts.forwards import put_forwards
+from parallel_backend.own_class.cuts.guided_attention import Sum, normalized
 
 SECOND = "parallel_dit_second_text"
 """Argument of a call, which the class does not get: {TEXT: [B, U, C] as the class gets its own text, or embedded; SETTINGS:
-[B, 3], scale, tau and alpha, which is 0 for entries that are not guided; WHOLE_HEADS: see NormalizedGuidance}. ADD_UP is
-added where it is known: see Guided."""
-TEXT, SETTINGS, WHOLE_HEADS, ADD_UP = "text", "settings", "whole_heads", "add_up"
+[B, 3], scale, tau and alpha, which is 0 for entries that are not guided}."""
+TEXT, SETTINGS = "text", "settings"
 LAYERS = "text_embedding"
 """Name of the model's layers that embed text, as the node has it."""
-LOOK = re.compile(r"blocks\.\d+\.cross_attn")
+PROMPT_ATTENTION = re.compile(r"blocks\.\d+\.cross_attn")
 """Names of the modules in blocks, as the node has them."""
 
 
@@ -38,18 +38,18 @@ class _Given:
     text: torch.Tensor
     """[B, U, hidden], embedded."""
     words: int
-    """Tokens of the class's own text."""
+    """Number of tokens of the class's own text."""
     settings: tuple[torch.Tensor, ...]
     add_up: Sum
     attend: Attend
-    """As the class's calls are computed."""
+    """Computes the class's own calls of attention."""
     attend_whole: Attend
-    """Over keys that every rank has."""
+    """Computes attention to keys that every rank has all of."""
 
 
-def looks(model: nn.Module) -> list[nn.Module]:
+def prompt_attention(model: nn.Module) -> list[nn.Module]:
     """The modules in blocks that attend to the prompt."""
-    return [module for name, module in model.named_modules() if LOOK.fullmatch(name)]
+    return [module for name, module in model.named_modules() if PROMPT_ATTENTION.fullmatch(name)]
 
 
 class SecondText:
@@ -58,38 +58,37 @@ class SecondText:
     def __init__(self, model: nn.Module):
         self._model = model
         self._given: _Given | None = None
-        self._before: list[tuple[nn.Module, Any]] = []
+        self._undo: ExitStack | None = None
 
     @contextmanager
-    def of_call(self, given: Mapping[str, Any], own: torch.Tensor, attend: Attend, attend_whole: Attend) -> Iterator[None]:
-        """Context of a call. `own`: the class's text [B, T, C]."""
-        if not self._before:
-            self._put()
+    def of_call(
+        self, given: Mapping[str, Any], own: torch.Tensor, add_up: Sum, attend: Attend, attend_whole: Attend
+    ) -> Iterator[None]:
+        """Context of a call with a second text `given`, see SECOND. `own`: the class's text [B, T, C]."""
+        if self._undo is None:
+            modules = prompt_attention(self._model)
+            self._undo = put_forwards((each, functools.partial(self._attend_to_prompt, each.forward)) for each in modules)
         text = given[TEXT].to(own.dtype)
         text = self._model.get_submodule(LAYERS)(text) if text.shape[-1] == own.shape[-1] else text
         settings = tuple(each.to(own.dtype) for each in given[SETTINGS][:, :, None, None, None].unbind(1))
-        self._given = _Given(text, own.shape[1], settings, given.get(ADD_UP, own_sums), attend, attend_whole)
+        self._given = _Given(text, own.shape[1], settings, add_up, attend, attend_whole)
         try:
             yield
         finally:
             self._given = None
 
-    def _put(self) -> None:
-        for module in looks(self._model):
-            self._before.append((module, vars(module).get("forward")))
-            vars(module)["forward"] = functools.partial(self._look, module.forward)
-
-    def remove(self) -> None:
+    def close(self) -> None:
         """Make the model again what it was."""
-        for module, forward in self._before:
-            vars(module).pop("forward") if forward is None else vars(module).update(forward=forward)
-        self._before = []
+        if self._undo is not None:
+            self._undo.close()
+        self._undo = None
 
     @torch.compiler.disable  # ranks add up in it
-    def _look(
+    def _attend_to_prompt(
         self, forward: Callable[..., torch.Tensor], x: torch.Tensor, text: torch.Tensor, *more: Any, **named: Any
     ) -> torch.Tensor:
-        """[B, s, hidden] of the latent and the class's text, which may have other tokens before it."""
+        """In place of a module's forward: guided attention [B, s, hidden] of the latent `x` to the class's `text`, which may
+        have other tokens before it."""
         if (given := self._given) is None:
             return forward(x, text, *more, **named)
         noted: list[tuple[torch.Tensor, torch.Tensor]] = []

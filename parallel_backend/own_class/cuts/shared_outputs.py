@@ -1,13 +1,14 @@
-"""Finds the modules whose outputs all bands of a call share: they depend on its time and its prompt alone.
+"""What bands of a call do not compute: outputs that all bands share, and layers of words in bands without words.
 
 The prologue runs whole in each band, and so do a block's modulations, whose weights are read again for each. Once a trial
-has shown that a module gives all bands the same, a rank computes it in the first of a call (rank/stage/module_cache.py).
+has shown that a module gives all bands the same, a rank computes it in a call's first band (rank/stage/module_cache.py).
 """
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnBlock, name_pattern
 from parallel_backend.own_class.calls.unproven import Unproven
+from parallel_backend.own_class.cuts.forwards import put_forwards
 
 PLAIN = type(None), bool, int, float, str
-"""Types of what an output may have beside tensors."""
+"""Types that an output may consist of, beside tensors."""
 
 
 class WatchedOutputs:
-    """Outputs of a model's modules in the runs of bands, of which those are left that were the same in all."""
+    """Watches a model's modules in runs of bands, and keeps those whose outputs were the same in all."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock]):
         self._blocks = blocks
@@ -47,14 +49,13 @@ class WatchedOutputs:
         self._given.clear()
         self._inside.clear()
         self._rows.clear()
-        hooks = [layer.register_forward_pre_hook(self._reading(name)) for name, layer in self._layers.items()]
-        for name, module in self._modules.items():
-            hooks += [module.register_forward_pre_hook(self._entering(name)), module.register_forward_hook(self._left(name))]
-        try:
+        with ExitStack() as hooks:
+            for name, layer in self._layers.items():
+                hooks.enter_context(layer.register_forward_pre_hook(partial(self._note_rows, name)))
+            for name, module in self._modules.items():
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
+                hooks.enter_context(module.register_forward_hook(partial(self._leave, name)))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         for name in list(self._modules):
             outputs, first = self._given.get(name, []), self._kept.get(name, [])
             if not outputs or not all(map(_is_plain, outputs)) or (self._runs and not _equal(outputs, first)):
@@ -66,7 +67,7 @@ class WatchedOutputs:
         self._runs += 1
 
     def attends(self) -> None:
-        """A block attends: what it attends in is shared by none, since ranks count its calls."""
+        """A block attends. Modules around that call are not shared, because ranks count calls of attention."""
         for name in self._inside:
             self._modules.pop(name, None)
 
@@ -84,7 +85,7 @@ class WatchedOutputs:
         return self._of_all_blocks(names)
 
     def idle(self) -> tuple[str, ...]:
-        """Names of the blocks' linear layers that had one row in each band without words, and more in the others."""
+        """Names of the blocks' linear layers that had one row in each band without text, and more rows in the others."""
         return self._of_all_blocks(self._layers) if self._runs > 1 else ()
 
     def _of_all_blocks(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -92,26 +93,21 @@ class WatchedOutputs:
         blocks = Counter(block.name.rpartition(".")[0] for block in self._blocks)
         return tuple(name for name, count in found.items() if "*" not in name or count == blocks[name.partition(".*.")[0]])
 
-    def _reading(self, name: str) -> Callable[..., None]:
-        def note(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            x = args[0]
-            self._rows[name].add(x.shape[1] if x.ndim == 3 else 0)
+    def _note_rows(self, name: str, _layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self._rows[name].add(args[0].shape[1] if args[0].ndim == 3 else 0)
 
-        return note
+    def _enter(self, name: str, *_: Any) -> None:
+        self._inside.append(name)
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._inside.append(name)
-
-    def _left(self, name: str) -> Callable[..., None]:
-        def note(_module: nn.Module, _args: Any, out: Any) -> None:
-            self._inside.remove(name)
-            self._given[name].append(pytree.tree_map_only(torch.Tensor, torch.clone, out))
-
-        return note
+    def _leave(self, name: str, _module: nn.Module, _args: Any, out: Any) -> None:
+        self._inside.remove(name)
+        self._given[name].append(pytree.tree_map_only(torch.Tensor, torch.clone, out))
 
 
 class SharedOutputs:
-    """Gives these modules' outputs in the first run of a call to its other runs. Unproven if the class writes into one."""
+    """Has these modules compute in the first run of a call alone, and return those outputs in its other runs.
+
+    Unproven if the class writes into one of the outputs."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]):
         self.has_words = True
@@ -120,36 +116,26 @@ class SharedOutputs:
         self._calls: Counter[str] = Counter()
         self._modules = modules_of(model, names)
 
-    @contextmanager
-    def of_call(self) -> Iterator[None]:
-        """Context of a call."""
+    def of_call(self) -> ExitStack:
+        """A call begins. Its outputs are shared until the stack is closed."""
         self._kept.clear()
-        for name, module in self._modules.items():
-            module.forward = self._sharing(name, module.forward)
-        try:
-            yield
-        finally:
-            for module in self._modules.values():
-                del module.forward
+        return put_forwards((module, partial(self._shared, name, module.forward)) for name, module in self._modules.items())
 
     def begin(self, has_words: bool) -> None:
-        """A band's run begins."""
+        """A band's run begins: count the modules' calls from 0."""
         self.has_words = has_words
         self._calls.clear()
 
-    def _sharing(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def shared(*args: Any, **kwargs: Any) -> Any:
-            key = name, self._calls[name]
-            self._calls[name] += 1
-            if key not in self._kept:
-                out = forward(*args, **kwargs)
-                self._kept[key] = out, _versions(out)
-            out, versions = self._kept[key]
-            if _versions(out) != versions:
-                raise Unproven(f"its class writes into what {name} returns")
-            return out
-
-        return shared
+    def _shared(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        key = name, self._calls[name]
+        self._calls[name] += 1
+        if key not in self._kept:
+            out = forward(*args, **kwargs)
+            self._kept[key] = out, _versions(out)
+        out, versions = self._kept[key]
+        if _versions(out) != versions:
+            raise Unproven(f"its class writes into what {name} returns")
+        return out
 
 
 def modules_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
@@ -159,7 +145,7 @@ def modules_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def _is_cheap(module: nn.Module) -> bool:
-    """torch's own without weights, such as an activation."""
+    """Whether it is a module of torch's without weights, such as an activation."""
     return type(module).__module__.startswith("torch.") and next(module.parameters(), None) is None
 
 
@@ -169,7 +155,7 @@ def _is_plain(out: Any) -> bool:
 
 
 def _equal(outputs: Any, others: Any) -> bool:
-    """Bit by bit."""
+    """Whether two outputs are equal, bit by bit."""
     (one, form), (two, other_form) = pytree.tree_flatten(outputs), pytree.tree_flatten(others)
     return form == other_form and all(
         (torch.is_tensor(b) and a.dtype == b.dtype and torch.equal(a, b)) if torch.is_tensor(a) else a == b
@@ -187,3 +173,29 @@ def _of_list(name: str, blocks: Sequence[OwnBlock]) -> str:
 
 def _versions(out: Any) -> list[int]:
     return [leaf._version for leaf in pytree.tree_leaves(out) if torch.is_tensor(leaf)]
+
+
+class IdleLayers:
+    """Linear layers that text alone passes: in bands without text they return `value`, and do not read their weights.
+
+    A class cannot tell the sizes of tensors without rows, so that in such bands one row stands in for the text
+    (band_tokens.py). `names`: of the layers, see core.own_class.name_pattern. `has_words`: whether the band has text."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], has_words: Callable[[], bool], value: float):
+        self._layers = list(modules_of(model, names).values())
+        self._has_words, self._value = has_words, value
+        self._made: dict[int, tuple[int, torch.dtype]] = {}  # by layer: its outputs' features and dtype
+
+    def put(self) -> ExitStack:
+        """Put them in the layers' place until the stack is closed."""
+        return put_forwards(
+            (layer, partial(self._forward, number, layer.forward)) for number, layer in enumerate(self._layers)
+        )
+
+    def _forward(self, number: int, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if self._has_words() or number not in self._made:
+            out = forward(x)
+            self._made[number] = out.shape[-1], out.dtype
+            return out
+        features, dtype = self._made[number]
+        return x.new_full((*x.shape[:-1], features), self._value, dtype=dtype)

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from parallel_backend.own_class.calls.call_arguments import OPTIONS
 from parallel_backend.own_class.calls.residuals import CONTROL, ReadResiduals, fitted, with_patches
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import Attend, attention_by, call_itself
+from parallel_backend.own_class.cuts.forwards import put_forwards
 from parallel_backend.own_class.cuts.guided_attention import GUIDED, Guide, Sum, own_sums
 from parallel_backend.own_class.cuts.second_text import SECOND, SecondText
 from parallel_backend.own_class.cuts.token_cut import TokenCut
@@ -41,24 +42,12 @@ class Link(Protocol):
         """The tensors that the stage before sends for the present call, in order."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """The tensor stays as it is until it has been sent."""
+        """Send a tensor to the next stage. It must not change until it has been sent."""
 
 
-@contextmanager
-def passing_through(model: nn.Module, blocks: Sequence[OwnBlock]) -> Iterator[None]:
-    """Context in which these blocks of the model return what they get, and compute nothing."""
-    for block in blocks:
-        pass_through(model, block)
-    try:
-        yield
-    finally:
-        for block in blocks:
-            del model.get_submodule(block.name).forward
-
-
-def pass_through(model: nn.Module, block: OwnBlock) -> None:
-    """As passing_through, for good."""
-    model.get_submodule(block.name).forward = functools.partial(_pass, block)
+def pass_through(model: nn.Module, blocks: Sequence[OwnBlock]) -> ExitStack:
+    """Have these blocks of the model return their arguments, and compute nothing, until the stack is closed."""
+    return put_forwards((model.get_submodule(block.name), functools.partial(_pass, block)) for block in blocks)
 
 
 def _pass(block: OwnBlock, *args: Any, **kwargs: Any) -> Any:
@@ -81,25 +70,22 @@ class StageBlocks:
         self.guidance: Callable[[], NormalizedGuidance | None] = lambda: None
         """Of the present call. None: other nodes' functions guide no attention in it."""
         self.add_up: Sum = own_sums
-        """Adds up over ranks with other heads, where attention is guided."""
+        """Adds up over ranks with other heads, if attention is guided."""
         self.attend: Attend | None = None
         """Computes attention in calls whose tokens are not cut. None: the class's own functions do."""
         self.running = ""
-        """Name of the block that computes. Empty: none does."""
+        """Name of the block that is computing. Empty: none is."""
         self._guide, self._second = Guide(), SecondText(model)
         self._next = 0  # number of the block that runs next
         self._leaves = False  # tokens leave behind the one before it
         self._cut: TokenCut | None = None  # `tokens`, if it cuts the present call
         self._skipped: Collection[str] = ()  # blocks that return what they get
-        self._forwards: dict[str, Callable[..., Any]] = {}  # by block: what it computes
-        self._before: dict[str, Callable[..., Any]] = {}  # by block: a forward that is not its class's
         self._received, self._sent = (crossing(blocks, at) if at < len(blocks) else [] for at in (span.start, span.stop))
         self._values: dict[int, Sequence[torch.Tensor]] = {}  # of this call, by number: what such blocks return
-        for number, block in enumerate(blocks):
-            module = model.get_submodule(block.name)
-            if (forward := vars(module).get("forward")) is not None:
-                self._before[block.name] = forward
-            self._forwards[block.name], module.forward = module.forward, functools.partial(self._run, number)
+        self._forwards = {block.name: model.get_submodule(block.name).forward for block in blocks}
+        """By block: what it computes."""
+        runs = ((model.get_submodule(block.name), functools.partial(self._run, at)) for at, block in enumerate(blocks))
+        self._undo = put_forwards(runs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output on the last stage, None elsewhere. Unproven if blocks do not run as in the trial."""
@@ -111,11 +97,11 @@ class StageBlocks:
             read = {kind: ReadResiduals(each, self._residual) for kind, each in kwargs[CONTROL].items()}
             kwargs = {**with_patches(kwargs, self._residual, self._residual_of_all), CONTROL: read}
         if GUIDED in (options := kwargs.get(OPTIONS) or {}):
-            kwargs = {**kwargs, OPTIONS: self._guide.options(options, self._cut)}
+            kwargs = {**kwargs, OPTIONS: self._guide.options(options, self._cut, self.add_up)}
         attend = self.attend if self._cut is None else self._cut.attend
         second = kwargs.pop(SECOND, None)
         try:
-            with nullcontext() if attend is None else attention_by(attend), self._led_away(second, kwargs):
+            with nullcontext() if attend is None else attention_by(attend), self._with_second_text(second, kwargs):
                 out = self._model(*args, **kwargs)
         except LaterStages:
             return None
@@ -129,37 +115,34 @@ class StageBlocks:
         """Whether words run in the present call."""
         return self.tokens is None or self.tokens.has_words
 
-    def _led_away(self, second: Mapping[str, Any] | None, named: Mapping[str, Any]) -> AbstractContextManager[None]:
+    def _with_second_text(self, second: Mapping[str, Any] | None, named: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Context of a call with a second text, if there is one."""
         if second is None:
             return nullcontext()
         whole = self.attend or call_itself
         cut = (whole, whole) if self._cut is None else (self._cut.attend, self._cut.attend_whole)
-        return self._second.of_call(second, named["context"], *cut)
+        return self._second.of_call(second, named["context"], self.add_up, *cut)
 
     def _residual(self, residual_BND: torch.Tensor) -> torch.Tensor:
-        """Of a residual that the class is about to add: the rows of the tokens that it then has."""
+        """Rows of a residual for the tokens that the class has where it adds the residual."""
         if self._cut is None:
             return residual_BND
         return self._cut.residual(residual_BND, is_cut=self._next > 0 and not self._leaves)
 
     def _residual_of_all(self, residual_BSD: torch.Tensor, tokens: int) -> torch.Tensor:
-        """As `_residual`, of one that is for all `tokens` which the class would then have."""
+        """As `_residual`, for a residual of AROUND. `tokens`: number of tokens of the block."""
         if self._cut is None or self._leaves:
             return fitted(residual_BSD, tokens)
         return self._cut.residual_of_all(residual_BSD)
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Make the model again what it was."""
-        self._second.remove()
-        for block in self.blocks:
-            del self._model.get_submodule(block.name).forward
-        for name, forward in self._before.items():
-            self._model.get_submodule(name).forward = forward
+        self._second.close()
+        self._undo.close()
 
     @contextmanager
     def skipping(self, names: Collection[str]) -> Iterator[None]:
-        """Context in which the blocks of these names return what they get. skip_trial.py shows what a class makes of it."""
+        """Context in which the blocks of these names return what they get. change_trial.py tries them."""
         self._skipped = names
         try:
             yield

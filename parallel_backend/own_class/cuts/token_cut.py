@@ -20,9 +20,8 @@ from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
-from parallel_backend.own_class.calls.block_arguments import Arguments, tensor_places
+from parallel_backend.own_class.calls.block_arguments import Arguments, TokenAxes, in_rows, tensor_places, token_count
 from parallel_backend.own_class.calls.residuals import fitted
-from parallel_backend.own_class.calls.token_rows import TokenAxes, in_rows, token_count
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import Attend, AttentionCall, attention_call, call_itself
 from parallel_backend.own_class.cuts.band_tokens import BandTokens, Pick, numbers, shift
@@ -33,13 +32,13 @@ STAND_IN = Span(0, 1)
 
 
 def list_ends(blocks: Sequence[OwnBlock]) -> list[int]:
-    """Numbers of the blocks that are the last of their lists."""
+    """Numbers of the last block of each list."""
     lists = [block.name.rpartition(".")[0] for block in blocks]
     return [number for number, name in enumerate(lists) if name not in lists[number + 1 :]]
 
 
 def entries_of(blocks: Sequence[OwnBlock]) -> list[set[int]]:
-    """The streams that enter, for each time that tokens do."""
+    """Streams that enter the blocks together: at the first block, and each time after tokens have left."""
     found: list[set[int]] = [set()]
     for block in blocks:
         found[-1] |= {cut.streams[0] for cut in block.slices if cut.enters}
@@ -64,7 +63,7 @@ class TokenCut(ABC):
         self.band: BandTokens | None = None
         """The band that the call computes. None: all tokens."""
         self._stand_ins: set[int] = set()  # streams of this call of which this rank has a stand-in alone
-        self._picks: dict[tuple[tuple[int, ...], int], list[Pick]] = {}  # of this call, by streams and rank
+        self._picks: dict[tuple[tuple[int, ...], int, bool], list[Pick]] = {}  # of this call, by arguments of `picks`
         self._axes: dict[int, TokenAxes] = {}  # of this call, by a tensor's number of axes
         self._coming: Iterator[OwnAttention] | None = None  # calls of attention still to come in the block that runs
         self._latest: OwnAttention | None = None  # that call in the block that runs whose tokens are cut
@@ -74,7 +73,8 @@ class TokenCut(ABC):
 
     @abstractmethod
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
-        """[B, q, H, D] of this rank's queries over all ranks' keys, of which `mask_bK` are seen: bool, in rank order."""
+        """Attention [B, q, H, D] of this rank's queries over all ranks' keys. `mask_bK`: bool in rank order, the keys to
+        see."""
 
     @abstractmethod
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
@@ -195,8 +195,8 @@ class TokenCut(ABC):
         return whole
 
     def residual_of_all(self, residual_BSD: torch.Tensor) -> torch.Tensor:
-        """The rows for this rank's tokens of what is added to all that left the latest block. Unproven if those may be of
-        several streams."""
+        """Rows, for this rank's tokens, of a residual for all tokens of the latest block. Unproven if those are of several
+        streams."""
         left = max((number for number in range(self.number) if self.blocks[number].leaving), default=-1)
         blocks = self.blocks[left + 1 : self.number + 1]
         streams = tuple({cut.streams[0] for block in blocks for cut in block.slices if cut.enters})
@@ -207,7 +207,7 @@ class TokenCut(ABC):
 
     @property
     def block(self) -> OwnBlock:
-        """The one that runs."""
+        """The block that runs."""
         return self.blocks[self.number]
 
     @contextmanager
@@ -222,7 +222,8 @@ class TokenCut(ABC):
             self._coming = self._latest = None
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """In place of the function. Unproven if the tokens are not those of the trial."""
+        """Attention with this rank's tokens, called in place of the class's function. Unproven for other tokens than in the
+        trial."""
         if self._coming is None:  # outside of blocks
             return self.attend_whole(function, *args, **kwargs)
         spec = next(self._coming, None)
@@ -254,9 +255,8 @@ class TokenCut(ABC):
         return self.gather(mask_bK.to(torch.uint8)[..., None], streams)[..., 0].bool()
 
     def which_own(self, tokens: Span, rows: int, device: torch.device) -> torch.Tensor | None:
-        """[rows] bool: which rows of what the latest call of attention has given are these tokens, if the class numbers them
-        among all ranks'. None: it has counted them among the `rows` of this rank, or these are not cut. Unproven for other
-        numbers."""
+        """[rows] bool: which rows of the latest attention output are `tokens`, if the class numbers those among all ranks'
+        tokens. None: it numbers them among the `rows` of this rank, or they are not cut. Unproven for other numbers."""
         if self._latest is None or tokens.stop == rows:
             return None
         streams = self._latest.queries
@@ -273,32 +273,25 @@ class TokenCut(ABC):
         """All ranks' rows, rank by rank."""
         return torch.cat([self.rows(streams, rank, device) for rank in range(self.ranks.size)])
 
-    def picks(self, streams: Sequence[int], rank: int) -> list[Pick]:
-        """As `rows`, without a copy where they follow each other."""
-        key = tuple(streams), rank
+    def picks(self, streams: Sequence[int], rank: int, stand_ins: bool = False) -> list[Pick]:
+        """As `rows`, without a copy if they follow each other. `stand_ins`: with this rank's stand-ins."""
+        key = tuple(streams), rank, stand_ins
         if key not in self._picks:
             found: list[Pick] = []
             start = 0
             for stream in streams:
-                found += [shift(pick, start) for pick in self.parts(stream)[rank]]
+                own = [STAND_IN] if stand_ins and stream in self._stand_ins else self.parts(stream)[rank]
+                found += [shift(pick, start) for pick in own]
                 start += self.tokens[stream]
             self._picks[key] = found
         return self._picks[key]
 
     def _computed(self, streams: Sequence[int]) -> list[Pick]:
-        """This rank's picks, with stand-ins."""
-        if self._stand_ins.isdisjoint(streams):
-            return self.picks(streams, self.index)
-        found: list[Pick] = []
-        start = 0
-        for stream in streams:
-            own = [STAND_IN] if stream in self._stand_ins else self.parts(stream)[self.index]
-            found += [shift(pick, start) for pick in own]
-            start += self.tokens[stream]
-        return found
+        """Rows that this rank computes: its own, and stand-ins."""
+        return self.picks(streams, self.index, stand_ins=True)
 
     def _computed_rows(self, streams: Sequence[int]) -> list[int]:
-        """By stream: this rank's rows, with stand-ins."""
+        """By stream: how many rows this rank computes."""
         return [sum(map(len, self._computed((stream,)))) for stream in streams]
 
     def _real(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
@@ -337,13 +330,18 @@ class TokenCut(ABC):
         It has the tokens of all ranks; if the block has `placed`, only this rank's, and NaN for others. Not `is_known`: all
         values are NaN.
         """
-        values = (out,) if isinstance(out, torch.Tensor) else out
-        make = self._unknown if not is_known else self.at_places if self.block.placed else self.whole
-        whole = [
-            None if value is None else self.of_rows(make(self.rows_of(value), streams), value)
-            for value, streams in zip(values, self.block.placed or self.block.leaving, strict=True)
-        ]
+        values, streams_of = (out,) if isinstance(out, torch.Tensor) else out, self.block.placed or self.block.leaving
+        whole: list[torch.Tensor | None] = []
+        for number, (value, streams) in enumerate(zip(values, streams_of, strict=True)):
+            rows = None if value is None else self.rows_of(value)
+            if rows is not None:
+                rows = self.left(number, rows, streams) if is_known else self._unknown(rows, streams)
+            whole.append(None if rows is None else self.of_rows(rows, value))
         return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
+
+    def left(self, _number: int, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """All tokens in place of this rank's in `value`, the block's returned value of this number."""
+        return self.at_places(value, streams) if self.block.placed else self.whole(value, streams)
 
     def _unknown(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         tokens = sum(self.tokens[stream] for stream in streams)

@@ -5,6 +5,7 @@ import functools
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,15 @@ from parallel_backend.own_class.calls.block_arguments import by_place
 from parallel_backend.own_class.calls.tried_calls import Call
 
 KEPT_BLOCKS = 3
-"""Blocks in the tried model of its only list: the first two and the last."""
+"""Blocks of a model's only list that are tried: the first two and the last."""
 FIRST, LATER = 4, 2
-"""Of a list with two kinds of blocks, how many of both are tried at least."""
+"""Fewest tried blocks of both kinds, in a list with two kinds."""
 FEWEST_BLOCKS = 2
-"""The first and the last."""
+"""Fewest tried blocks of a list: the first and the last."""
 DEPTH = re.compile("depth|layers|blocks")
 """Names of a model's attributes that are numbers of blocks."""
-Likes = Mapping[str, Sequence[int]]
-"""List -> for each of its blocks, the index of the block that is tried in its place, among the list's tried blocks."""
+Representatives = Mapping[str, Sequence[int]]
+"""List -> for each of its blocks, the index, among the list's tried blocks, of the one that is tried in its place."""
 
 
 def block_lists(model: nn.Module) -> dict[str, list[str]]:
@@ -56,7 +57,9 @@ def choices(
         yield shared, sum(sizes[name] for name in shared) / sum(sizes.values())
 
 
-def likes(model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT_BLOCKS) -> dict[str, Sequence[int]]:
+def representatives(
+    model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT_BLOCKS
+) -> dict[str, Sequence[int]]:
     """Chooses the blocks to try: a list's first ones, its last one, and between them the first of each kind.
 
     Blocks are of one kind if their parameters have the same names and shapes. `most`: most tried blocks of a list that has
@@ -78,7 +81,7 @@ def likes(model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT
     return found
 
 
-def ends(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> dict[str, Sequence[int]] | None:
+def representatives_of_two_kinds(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> dict[str, Sequence[int]] | None:
     """As `likes`, for lists whose later blocks are of another kind than the first ones, and may read the first ones' output.
 
     The first FIRST blocks are tried, the first block of the later kind, and the last block. None: a list has fewer blocks of
@@ -99,7 +102,7 @@ def _parameters(block: nn.Module) -> frozenset[tuple[str, torch.Size]]:
     return frozenset((name, parameter.shape) for name, parameter in block.named_parameters())
 
 
-def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Likes) -> dict[str, list[str]]:
+def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Representatives) -> dict[str, list[str]]:
     """Take the blocks that are not tried out of the model's lists. The names of those that it still has.
 
     Numbers of blocks that the model notes become those that it has."""
@@ -123,7 +126,7 @@ def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Likes)
 
 
 @dataclass(frozen=True)
-class Ran:
+class RecordedBlock:
     """What a block did in one call. `reads`: earlier blocks of its list whose output is among its arguments.
 
     `returns`: for each returned value, the arguments that have its shape and dtype; None if the value is None. `alone`: the
@@ -135,57 +138,76 @@ class Ran:
     alone: bool
     reads: frozenset[str]
 
-    def with_another(self, other: "Ran") -> OwnBlock | None:
+    def with_another(self, other: "RecordedBlock") -> OwnBlock | None:
         """The OwnBlock of this block. `other`: the same block in a call of another size.
 
         Each returned value gets an argument that has its shape and dtype in both calls. None: a value has no such argument,
         or the block returns or reads other things in the other call.
         """
-        if (self.name, len(self.returns), self.alone, self.reads) != (
-            other.name,
-            len(other.returns),
-            other.alone,
-            other.reads,
-        ):
+        nothing = frozenset({""})
+        if dataclasses.replace(self, returns=()) != dataclasses.replace(other, returns=()):
             return None
-        places = []
-        for one, two in zip(self.returns, other.returns, strict=True):
-            if (one is None) != (two is None):
-                return None
-            both = {""} if one is None or two is None else one & two
-            if not both:
-                return None
-            places.append(min(both))
-        return OwnBlock(self.name, tuple(places), self.alone)
+        if len(self.returns) != len(other.returns):
+            return None
+        both = [(one or nothing) & (two or nothing) for one, two in zip(self.returns, other.returns, strict=True)]
+        return OwnBlock(self.name, tuple(map(min, both)), self.alone) if all(both) else None
 
 
-Recorded = tuple[list[list[Ran]], dict[str, str]]
-"""The blocks in the order of each call; by list, why a list's blocks cannot have stand-ins."""
+Recorded = tuple[list[list[RecordedBlock]], dict[str, str]]
+"""(for each call its blocks in order, list of blocks -> why its blocks cannot have stand-ins)."""
 
 
 def recorded_blocks(model: nn.Module, lists: Mapping[str, Sequence[str]], calls: Sequence[Call]) -> Recorded:
     """What the blocks of these lists do in these calls. `calls`: two, of different sizes."""
-    orders: list[list[Ran]] = []
     odd: dict[str, str] = {}
+    orders = []
     for call in calls:
-        order: list[Ran] = []
-        outputs: list[tuple[str, Any]] = []
-        note = functools.partial(_note, order, odd, outputs)
-        hooks = [
-            model.get_submodule(name).register_forward_hook(functools.partial(note, name), with_kwargs=True)
-            for blocks in lists.values()
-            for name in blocks
-        ]
-        try:
+        recorder = _Recorder(odd)
+        with ExitStack() as hooks:
+            for name in itertools.chain.from_iterable(lists.values()):
+                hook = functools.partial(recorder.note, name)
+                hooks.enter_context(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
             call.run(model)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        orders.append(order)
+        orders.append(recorder.order)
     return orders, odd
 
 
-def order_of(lists: Mapping[str, Sequence[str]], recorded: list[list[Ran]], odd: Mapping[str, str]) -> list[OwnBlock] | str:
+class _Recorder:
+    """Notes the blocks of a call in `order`. `odd`: see Recorded."""
+
+    def __init__(self, odd: dict[str, str]):
+        self.order: list[RecordedBlock] = []
+        self._odd = odd
+        self._outputs: list[tuple[str, Any]] = []  # (block, tensor that it has returned), to keep the tensors alive
+
+    def note(self, name: str, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Forward hook of a block. A value with the shape and dtype of no argument makes its list odd."""
+        given, own_list = by_place(args, kwargs), name.rpartition(".")[0]
+        of_block = {id(value): other for other, value in self._outputs}
+        read = {of_block[id(value)] for value in given.values() if id(value) in of_block}
+        returns: list[frozenset[str] | None] = []
+        for value in (out,) if isinstance(out, torch.Tensor) else out:
+            if value is None:
+                returns.append(None)
+                continue
+            like = frozenset(place for place, each in given.items() if _alike(value, each))
+            if not like:
+                self._odd.setdefault(own_list, f"its block {name} returns a value that is like none of its arguments")
+                return
+            returns.append(like)
+            self._outputs.append((name, value))
+        reads = frozenset(other for other in read if other.rpartition(".")[0] == own_list)
+        self.order.append(RecordedBlock(name, tuple(returns), isinstance(out, torch.Tensor), reads))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return tensors and (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def order_of(
+    lists: Mapping[str, Sequence[str]], recorded: list[list[RecordedBlock]], odd: Mapping[str, str]
+) -> list[OwnBlock] | str:
     """The blocks of these lists, in the order of the calls. Or why they cannot be shared out."""
     orders = []
     for each in recorded:
@@ -206,8 +228,8 @@ def order_of(lists: Mapping[str, Sequence[str]], recorded: list[list[Ran]], odd:
     return found or next(iter(odd.values()), "it has no list of blocks")
 
 
-def list_of(block: "OwnBlock | Ran") -> str:
-    """Name of its list."""
+def list_of(block: "OwnBlock | RecordedBlock") -> str:
+    """Name of the list that a block is in."""
     return block.name.rpartition(".")[0]
 
 
@@ -232,56 +254,21 @@ def read_by_next(blocks: Sequence[OwnBlock], names: Collection[str]) -> list[Own
     return found
 
 
-def last_readers(order: Sequence[Ran]) -> dict[str, str]:
+def last_readers(order: Sequence[RecordedBlock]) -> dict[str, str]:
     """OwnBlock.until of the blocks that have one."""
     following = {block.name: after.name for block, after in itertools.pairwise(order)}
     until = {name: block.name for block in order for name in block.reads}
     return {name: last for name, last in until.items() if following.get(name) != last}
 
 
-def _note(
-    order: list[Ran],
-    odd: dict[str, str],
-    outputs: list[tuple[str, Any]],
-    name: str,
-    _block: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    out: Any,
-) -> None:
-    """Forward hook. Appends the block's call to `order`, and each returned tensor to `outputs` as (block, tensor).
-
-    If a returned value has the shape and dtype of no argument, `odd[list]` says so, and `order` does not get the call. The
-    blocks of that list cannot have stand-ins.
-    """
-    given = by_place(args, kwargs)
-    of_block = {id(value): other for other, value in outputs}
-    read = {of_block[id(value)] for value in given.values() if id(value) in of_block}
-    reads = frozenset(other for other in read if other.rpartition(".")[0] == name.rpartition(".")[0])
-    returns: list[frozenset[str] | None] = []
-    for value in (out,) if isinstance(out, torch.Tensor) else out:
-        like = frozenset(
-            place
-            for place, each in given.items()
-            if isinstance(value, torch.Tensor)
-            and isinstance(each, torch.Tensor)
-            and (each.shape, each.dtype) == (value.shape, value.dtype)
-        )
-        if value is not None and not like:
-            odd.setdefault(name.rpartition(".")[0], f"its block {name} returns a value that is like none of its arguments")
-            return
-        returns.append(None if value is None else like)
-        if isinstance(value, torch.Tensor):
-            outputs.append((name, value))
-    order.append(Ran(name, tuple(returns), isinstance(out, torch.Tensor), reads))
-
-
 def whole_list(tried: Sequence[OwnBlock], names: Sequence[str], like: Sequence[int]) -> list[OwnBlock]:
-    """All blocks of a list with these names, see Likes."""
+    """All blocks of a list with these names, see Representatives."""
     return [dataclasses.replace(tried[number], name=name) for number, name in zip(like, names, strict=True)]
 
 
-def blocks_of_all(tried: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], like: Likes) -> tuple[OwnBlock, ...]:
+def blocks_of_all(
+    tried: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], like: Representatives
+) -> tuple[OwnBlock, ...]:
     """All blocks of the tried lists, list by list."""
     found: list[OwnBlock] = []
     for at in dict.fromkeys(map(list_of, tried)):
@@ -290,7 +277,7 @@ def blocks_of_all(tried: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]],
 
 
 def tried_blocks(
-    blocks: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]], like: Likes
+    blocks: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]], like: Representatives
 ) -> list[OwnBlock]:
     """Of all blocks of a model those that are tried, with the names that they have in its shorter lists: see `shortened`."""
     names = {lists[at][like[at].index(number)]: name for at, of_list in kept.items() for number, name in enumerate(of_list)}

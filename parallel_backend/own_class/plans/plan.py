@@ -24,16 +24,16 @@ NAME = "plans"
 
 @dataclass(frozen=True)
 class Asked:
-    """A call, and what of the degrees needs a proof."""
+    """A call that needs a proof, and the degrees that the proof is needed for."""
 
     form: str
-    """What is no tensor and no number in the call, and names and axes of its tensors. Not the batch, nor `options`."""
+    """The call's arguments without numbers, `options`, batch and sizes: of tensors their names and numbers of axes."""
     options: frozenset[str]
     """Names of entries of ComfyUI's transformer_options that ranks do not get."""
     times: tuple[float, ...]
-    """The model's, see nodes.model.call.own_calls.near."""
+    """The model's times at which a proof is made, see nodes.model.call.own_calls.near."""
     entries: int
-    """Of the batch."""
+    """Entries of the batch."""
     numbers: Mapping[str, float]
     """The call's plain numbers."""
     sequence: bool
@@ -43,11 +43,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class ListPlan:
-    """A list of blocks: its first, those between, and its last. One: all are alike. Their names are empty.
+    """A list of blocks in a few records without names: its first block, those between, and its last. One: all are equal.
 
-    `starts`: if those between differ, the number of the first block that each of `blocks` but the last is for.
+    `starts`: for each of `blocks` but the last, the number of the first block that it is for. Empty: 0 and 1.
 
-    What tensor ranks share of all in the same way: `cuts` and `divided`, which the blocks here then lack.
+    `cuts`, `divided`: fields of OwnBlock that are the same in all blocks, and empty in `blocks`.
     """
 
     name: str
@@ -56,12 +56,13 @@ class ListPlan:
     divided: tuple[tuple[str, str], ...] = ()
     starts: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
-    """Of a list that is mixed with the first one: for each block the number of the first list's that it runs behind."""
+    """If the list runs mixed with the first list: for each block, the number of the first list's block that it runs
+    after."""
     read: bool = False
-    """What a block returns is read up to the next one of its list, see block_order.read_by_next."""
+    """The next block of the list reads a block's output, and others run between, see block_order.read_by_next."""
 
     def whole(self, names: Sequence[str]) -> list[OwnBlock]:
-        """The blocks of a list with these."""
+        """Records of all blocks of a list with these names."""
         blocks = self.blocks
         if self.cuts or self.divided:
             blocks = tuple(dataclasses.replace(block, cuts=self.cuts, divided=self.divided) for block in blocks)
@@ -72,33 +73,33 @@ class ListPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A proof, and what it holds for."""
+    """A proof, and the calls of a class that it holds for."""
 
     name: str
-    """Of the published model that it was made with."""
+    """Name of the published model that it was made with."""
     kind: str
     """Name of the class of ComfyUI's supported_models."""
     arguments: str
-    """Of the constructor, those that can matter, as JSON, without `depths`."""
+    """JSON of the constructor's arguments that can matter, without `depths`."""
     depths: tuple[str, ...]
-    """Arguments that are numbers of blocks. Any will do."""
+    """Arguments that are numbers of blocks. The plan holds for any numbers."""
     form: str
-    """See Asked, as for the next two."""
+    """This field and the next two: see Asked."""
     options: tuple[str, ...]
     times: tuple[float, ...]
     entries: tuple[int, ...]
-    """Of the batch. Empty: any number."""
+    """Numbers of batch entries. Empty: any number."""
     tensor: tuple[int, ...]
     """Degrees of tensor parallelism. 1: none."""
     numbers: tuple[tuple[str, float], ...]
-    """The call's. Those of proof.numbers may have any value."""
+    """The call's numbers. Those of proof.numbers may have any value."""
     lists: tuple[ListPlan, ...]
-    """In the order of a call."""
+    """In the order in which a call runs them."""
     proof: Proof
     """Without blocks."""
 
     def serves(self, kind: str, arguments: Mapping[str, Any], asked: Asked) -> bool:
-        """Whether it proves all that is asked. `arguments`: of the class's constructor, those that can matter."""
+        """Whether the plan holds for this call. `arguments`: of the class's constructor, those that can matter."""
         numbers = {name: value for name, value in asked.numbers.items() if name not in self.proof.numbers}
         same = (self.kind, self.arguments, self.form, self.times) == (
             kind,
@@ -129,7 +130,7 @@ class Plan:
 
 
 def lists_of(blocks: Sequence[OwnBlock]) -> tuple[ListPlan, ...]:
-    """All blocks of a model, list by list, as its ListPlans."""
+    """The ListPlans of a model with these blocks."""
     found: dict[str, list[OwnBlock]] = {}
     behind: dict[str, list[int]] = {}
     mixed = are_mixed(blocks)
@@ -154,12 +155,12 @@ def lists_of(blocks: Sequence[OwnBlock]) -> tuple[ListPlan, ...]:
 
 
 def without(arguments: Mapping[str, Any], depths: Sequence[str]) -> str:
-    """JSON of a constructor's arguments but for these, in one form."""
+    """JSON of a constructor's arguments without `depths`, with sorted names."""
     return json.dumps({name: value for name, value in arguments.items() if name not in depths}, sort_keys=True)
 
 
 def key_of(own: OwnClass, code: str) -> dict[str, object]:
-    """What a file of plans holds for. `code`: digest of the class's modules."""
+    """Key of a file of plans: the class, and the digest of its modules' code."""
     return {"class": f"{own.module}.{own.name}", "code": code}
 
 
@@ -169,7 +170,7 @@ def path_of(own: OwnClass) -> Path:
 
 
 def read_plans(own: OwnClass, code: str) -> list[Plan] | None:
-    """The class's plans, of which there is a file. None: they are another code's.
+    """The class's plans. None: there is no file, or it was made for other code.
 
     One of kept_file.UNREADABLE for a damaged file.
     """
@@ -178,7 +179,7 @@ def read_plans(own: OwnClass, code: str) -> list[Plan] | None:
 
 
 def to_json(value: Any) -> Any:
-    """A record as a dictionary without what its fields have by default, and so are the records in it."""
+    """A dataclass, and those in it, as dictionaries without fields that have their default."""
     if dataclasses.is_dataclass(value):
         fields = {each.name: (getattr(value, each.name), each.default) for each in dataclasses.fields(value)}
         return {name: to_json(one) for name, (one, default) in fields.items() if one != default}
@@ -186,7 +187,7 @@ def to_json(value: Any) -> Any:
 
 
 def of_json(hint: Any, value: Any) -> Any:
-    """The inverse, for a type of record or field. TypeError, or ValueError, for what has another form."""
+    """The inverse of `to_json`. `hint`: the type. TypeError or ValueError for a value of another form."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is UnionType:
         return None if value is None else of_json(next(each for each in arguments if each is not NoneType), value)

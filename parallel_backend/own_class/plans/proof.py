@@ -22,9 +22,9 @@ class Proof:
     sequence: str
     """Why tokens cut over sequence ranks are not proven, by Ulysses or ring."""
     numbers: tuple[str, ...] = ()
-    """Names of the call's numbers of which other values change nothing in this proof, such as a length of text."""
+    """Names of the call's numbers that may have other values in this proof, such as a length of text."""
     options: tuple[str, ...] = ()
-    """Tensors in ComfyUI's transformer_options that ranks have to get, such as the run's sigmas: the class reads one."""
+    """Tensors in ComfyUI's transformer_options that ranks must get, such as the run's sigmas: the class reads one."""
     latent: OwnLatent | None = None
     """Where the latent's tokens are. None: bands are not proven."""
     bands: str = NOT_TRIED
@@ -33,7 +33,8 @@ class Proof:
     """Why layers shared by tensor ranks are not proven, for the degree that was asked for."""
 
     def check(self, degrees: Degrees, name: str) -> None:
-        """ValueError, with the widget's name, for degrees of the model `name` that are not proven. Bands are no degree."""
+        """ValueError, with the widget's name, for degrees of the model `name` that are not proven. Bands are not a
+        degree."""
         if degrees.pipe > 1 and self.stages:
             raise ValueError(
                 f"pipefusion_degree: {name} cannot be cut into stages: {self.stages}. "
@@ -54,5 +55,5 @@ class Proof:
         return set(numbers) <= set(self.numbers)
 
 
-Tried = tuple[Proof, Sequence[OwnBlock], Sequence[OwnBlock] | str]
-"""The proof, and the tried model's blocks: as they are, and with their tokens cut, or why they cannot be."""
+Tried = tuple[Proof, Sequence[OwnBlock]]
+"""The proof, and the tried model's blocks, with the cut of their tokens if they can be cut."""

@@ -1,16 +1,17 @@
 """Finds out whether a band of the latent's tokens gives what the whole model gives for it.
 
 Where the tokens are, latent_tokens.py finds out. A band is then held against a run of the whole, as a rank is
-(held_against.py): what lies outside of the band is drawn anew in the latent, and is NaN behind the blocks. A second latent,
-such as a video's sound, goes with the first band: to others it is outside.
+(compared_runs.py): outside of the band the latent has other random values, and outputs behind the blocks are NaN. A second
+latent, such as a video's audio, goes with the first band: to others it is outside.
 """
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,31 +23,30 @@ from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.own_class.calls.patching import Patching
 from parallel_backend.own_class.calls.residuals import AROUND, CONTROL
 from parallel_backend.own_class.calls.tried_calls import Call, distance, drawn, smaller
-from parallel_backend.own_class.calls.unproven import Unproven, first_line
+from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.band_tokens import ONE, BandTokens, Part, class_numbers
-from parallel_backend.own_class.cuts.idle_layers import IdleLayers
-from parallel_backend.own_class.cuts.shared_outputs import SharedOutputs, WatchedOutputs
+from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
+from parallel_backend.own_class.cuts.shared_outputs import IdleLayers, SharedOutputs, WatchedOutputs
 from parallel_backend.own_class.cuts.token_cut import HOST
-from parallel_backend.own_class.trials.held_against import TOLERANCE, HeldAgainst, is_part
+from parallel_backend.own_class.trials.compared_runs import ComparedRank, TensorRank, WholeRun
+from parallel_backend.own_class.trials.comparison import TOLERANCE, close, difference, why_not
 from parallel_backend.own_class.trials.latent_tokens import (
     companion_tokens,
-    entering,
     find_latent,
     grid_of,
     reference_tokens,
+    streams_entering,
 )
-from parallel_backend.own_class.trials.noted_attention import TensorRank
 from parallel_backend.own_class.trials.token_trial import WORDS, Runs
-from parallel_backend.own_class.trials.whole_run import WholeRun
 
 ROWS = 3, 3, 5
 """Most frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""
 FEW_ROWS = 3, 3, 3
-"""Of a call of which few bands are tried."""
+"""The same for a call with which only two bands are tried."""
 AXES = {"rows": -2, "frames": -3}
 """Axis of the latent that bands cut."""
 OUTSIDE = 99
-"""Seed of what is drawn outside of a band."""
+"""Seed of the random values outside of a band."""
 
 
 def latent_of(
@@ -56,25 +56,25 @@ def latent_of(
     the cut of their tokens. `steady`: an adapter says so of the class's words (OwnLatent.steady)."""
     if len(actual.latents) > 2:
         return None, "its latent has more than two parts"
-    runs = Runs(model, bare(blocks))
+    runs = Runs(model, blocks)
     try:
-        call = _even(runs, blocks, smaller(actual, *runs.sizes(actual)[0]))
-        latent = find_latent(runs, blocks, call, steady)
-        another = _odd(runs, blocks, actual, latent)
-        latent = _of_both(latent, find_latent(runs, blocks, another, steady))
+        call = _even(runs, smaller(actual, *runs.sizes(actual)[0]))
+        latent = find_latent(runs, call, steady)
+        another = _odd(runs, actual, latent)
+        latent = _of_both(latent, find_latent(runs, another, steady))
         calls = [drawn(call, 1), drawn(another, 2), *(drawn(call, 3, time) for time in times)]
         latent = replace(latent, pads=all(_pads(runs, latent, each) for each in calls[:2]))
-        if not any(next(_bands(runs, blocks, latent, each), None) for each in calls):
+        if not any(next(_bands(runs, latent, each), None) for each in calls):
             return None, "its latent has a single row of tokens"
         if latent.steady:
-            _check_words(runs, blocks, latent, calls[0])
+            _check_words(runs, latent, calls[0])
         watched = WatchedOutputs(model, blocks)
-        why = _why_not(runs, blocks, latent, calls[:1], watched)
+        why = _why_not(runs, latent, calls[:1], watched)
         if not why and not actual.named.get(CONTROL):
             lighter = replace(latent, shared=watched.shared(), idle=watched.idle())
-            if not _why_not(runs, blocks, lighter, calls[1:]):
+            if not _why_not(runs, lighter, calls[1:]):
                 return lighter, ""
-        why = why or _why_not(runs, blocks, latent, calls[1:])
+        why = why or _why_not(runs, latent, calls[1:])
         return (None, why) if why else (latent, "")
     except Unproven as unproven:
         return None, str(unproven)
@@ -83,85 +83,82 @@ def latent_of(
 def why_not_in_bands(
     model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call, time: float | None = None
 ) -> str:
-    """Why bands are not right for calls like `actual`, at this time if one is given. Empty: they are. Two bands are tried,
-    which is less than `latent_of` does."""
-    runs = Runs(model, bare(blocks))
+    """Why bands are not right for calls like `actual`, at this time if one is given. Empty: they are. Only the first and
+    the last band are tried."""
+    runs = Runs(model, blocks)
     try:
-        call = _odd(runs, blocks, actual, latent, FEW_ROWS)
-        _of_both(latent, find_latent(runs, blocks, call, latent.steady))
-        return _why_not(runs, blocks, latent, [drawn(call, 1, time)], few=True)
+        call = _odd(runs, actual, latent, FEW_ROWS)
+        _of_both(latent, find_latent(runs, call, latent.steady))
+        return _why_not(runs, latent, [drawn(call, 1, time)], few=True)
     except Unproven as unproven:
         return str(unproven)
 
 
 def runs_of_bands(
-    model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call
-) -> Iterator[Callable[[TensorRank | None], torch.Tensor]]:
+    model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call, add_up: Sum = own_sums
+) -> Iterator[Callable[[TensorRank | None], list[torch.Tensor]]]:
     """Each band's run of a call like `actual`, for tensor ranks to be tried in. It gives the band's part of the output."""
-    runs = Runs(model, bare(blocks))
-    call = drawn(_odd(runs, blocks, actual, latent), 1)
+    runs = Runs(model, blocks, add_up)
+    call = drawn(_odd(runs, actual, latent), 1)
     whole, outside = runs.noted(call), drawn(call, OUTSIDE).x
-    yield from (functools.partial(each.output, runs, blocks, whole, outside) for each in _bands(runs, blocks, latent, call))
+    yield from (partial(band.output, whole, outside) for band in _bands(runs, latent, call))
 
 
-def bare(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
-    """The blocks without the cut of their tokens."""
-    return [replace(block, slices=(), attention=(), leaving=(), placed=()) for block in blocks]
-
-
-def _even(runs: Runs, blocks: Sequence[OwnBlock], call: Call, less: int = 2) -> Call:
+def _even(runs: Runs, call: Call) -> Call:
     """The call with latent sizes that are multiples of large powers of two, and so of the usual patch sizes.
 
     A class may fill up other sizes. If it does not run with these sizes, smaller powers are taken.
     """
-    powers = [max(1, 1 << max(0, size.bit_length() - less)) if size > 1 else size for size in call.latents[0].shape[2:]]
-    sizes = [size - size % power for size, power in zip(call.latents[0].shape[2:], powers, strict=True)]
-    even = smaller(call, sizes, WORDS)
-    try:
-        entering(runs, blocks, drawn(even, 1))
-    except Unproven:
-        if max(powers) == 1:
-            raise
-        return _even(runs, blocks, call, less + 1)
-    return even
+    sides = call.latents[0].shape[2:]
+    of_powers = (
+        [1 << max(0, side.bit_length() - less) for side in sides] for less in range(2, max(3, max(sides).bit_length() + 1))
+    )
+    sizes = ([side - side % power for side, power in zip(sides, powers, strict=True)] for powers in of_powers)
+    return _first_that_runs(runs, (smaller(call, each, WORDS) for each in sizes))
 
 
-def _odd(runs: Runs, blocks: Sequence[OwnBlock], actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS) -> Call:
-    """With an odd number of the latent's tokens and other words. `most` by axis, or as many as the class needs to run."""
-    sizes = []
+def _odd(runs: Runs, actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS) -> Call:
+    """With an odd number of the latent's tokens and other text. `most` by axis, or as many as the class needs to run."""
     sides = actual.latents[0].shape[2:]
-    for size, by, rows in zip(sides, latent.patch[-len(sides) :], most[-len(sides) :], strict=True):
-        count = max(1, min(rows, size // by))
-        sizes.append(by * (count - 1 + count % 2))
-    call = smaller(actual, sizes, WORDS - 3)
-    try:
-        entering(runs, blocks, drawn(call, 1))
-    except Unproven:
-        if max(most) > max(sides):
-            raise
-        return _odd(runs, blocks, actual, latent, [2 * rows - 1 for rows in most])
-    return call
+    by = latent.patch[-len(sides) :]
+    limits = [most[-len(sides) :]]
+    while max(limits[-1]) <= max(sides):
+        limits.append([2 * rows - 1 for rows in limits[-1]])
+    counts = ([max(1, min(*each)) for each in zip(rows, map(operator.floordiv, sides, by), strict=True)] for rows in limits)
+    sizes = ([size * (count - 1 + count % 2) for size, count in zip(by, of_axes, strict=True)] for of_axes in counts)
+    return _first_that_runs(runs, (smaller(actual, each, WORDS - 3) for each in sizes))
+
+
+def _first_that_runs(runs: Runs, calls: Iterable[Call]) -> Call:
+    """The first call whose streams enter the blocks. Unproven if there is none."""
+    for call in calls:
+        try:
+            streams_entering(runs, drawn(call, 1))
+        except Unproven as unproven:
+            failed = unproven
+        else:
+            return call
+    raise failed
 
 
 def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
-    """What holds for calls of two sizes. Unproven if the tokens are in other places."""
+    """The OwnLatent that holds for calls of two sizes. Unproven if the tokens are in other places."""
     if replace(another, words=latent.words, pads=latent.pads, shared=latent.shared, idle=latent.idle) != latent:
         raise Unproven("its latent's tokens are in other places in calls of two sizes")
     return replace(latent, words=latent.words or another.words)
 
 
-def _check_words(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call) -> None:
+def _check_words(runs: Runs, latent: OwnLatent, call: Call) -> None:
     """Unproven unless the words have the same keys and values with another latent at another time."""
     another = drawn(call, OUTSIDE)
     first, second = (runs.noted(each) for each in (call, replace(call, x=another.x, timestep=another.timestep)))
-    tokens = {stream: value.shape[1] for stream, value in entering(runs, blocks, call).items()}
-    band = next(_bands(runs, blocks, latent, call)).tokens()
-    for block, of_first, of_second in zip(blocks, first.calls, second.calls, strict=True):
+    tokens = {stream: value.shape[1] for stream, value in streams_entering(runs, call).items()}
+    band = next(_bands(runs, latent, call)).tokens
+    for block, of_first, of_second in zip(runs.blocks, first.calls, second.calls, strict=True):
         for spec, one, other in zip(block.attention, of_first, of_second, strict=True):
             words = band.in_buffer(spec.keys, tokens, HOST)[: band.words(spec.keys, tokens)]
-            if not all(
-                torch.equal(a[:, words], b[:, words]) for a, b in zip(one.tensors[1:], other.tensors[1:], strict=True)
-            ):
+            both = zip(one.tensors[1:], other.tensors[1:], strict=True)
+            if not all(torch.equal(a[:, words], b[:, words]) for a, b in both):
                 raise Unproven(f"{block.name} has other keys of words in another call")
 
 
@@ -190,12 +187,7 @@ def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
 
 
 def _why_not(
-    runs: Runs,
-    blocks: Sequence[OwnBlock],
-    latent: OwnLatent,
-    calls: Sequence[Call],
-    watched: WatchedOutputs | None = None,
-    few: bool = False,
+    runs: Runs, latent: OwnLatent, calls: Sequence[Call], watched: WatchedOutputs | None = None, few: bool = False
 ) -> str:
     """What is wrong with the bands of these calls. Empty: nothing.
 
@@ -208,45 +200,45 @@ def _why_not(
         outside = [drawn(call, OUTSIDE).x, *(() if watched is None else [torch.full_like(call.x, math.nan)])]
         if not isinstance(whole.result, torch.Tensor) or whole.result.shape[2:] != call.x.shape[2:]:
             return "its output has another size than its latent"
-        bands = list(_bands(runs, blocks, latent, call))
+        bands = list(_bands(runs, latent, call))
         bands = bands[:: max(1, len(bands) - 1)] if few else bands
         naive = (replace(band, alone=True) for band in bands if not band.has_words and call is calls[-1])
-        if why := next(filter(None, (each.why_not(runs, blocks, whole, outside[0]) for each in naive)), ""):
+        if why := next(filter(None, (band.why_not(whole, outside[0]) for band in naive)), ""):
             return why
-        tried = itertools.product(bands, outside)
         idle = IdleLayers(runs.model, latent.idle, lambda: shared.has_words, math.nan)
-        with idle.in_place(), shared.of_call():
-            for band, each in tried:
+        with idle.put(), shared.of_call():
+            for band, each in itertools.product(bands, outside):
                 shared.begin(band.has_words)
                 with nullcontext() if watched is None else watched.run(shared.has_words):
-                    why = band.why_not(runs, blocks, whole, each, watched)
+                    why = band.why_not(whole, each, watched)
                 if why:
                     return why
     return ""
 
 
-def _bands(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call) -> Iterator["_Band"]:
+def _bands(runs: Runs, latent: OwnLatent, call: Call) -> Iterator["_Band"]:
     """The bands that a trial runs: the call's first, middle and last one, by rows and then by frames.
 
     If the latent is `steady`, also the whole latent as one band whose words have run in an earlier call. An axis with fewer
     than two rows of tokens gives no bands.
     """
     shape = call.latents[0].shape
-    references = reference_tokens(runs, blocks, latent, call)
+    references = reference_tokens(runs, latent, call)
     for along, axis in AXES.items():
         if -axis > len(shape) - 2 or (rows := shape[axis] // latent.patch[axis]) < 2:
             continue
         first, last = max(1, rows // 3), rows - max(1, rows // 3)
         spans = Span(0, first), Span(first, last), Span(last, rows)
-        yield from (_Band(latent, call, along, span, references) for span in spans if len(span))
+        yield from (_Band(runs, latent, call, along, span, references) for span in spans if len(span))
         if latent.steady:
-            yield _Band(latent, call, along, Span(0, rows), references, words_have_run=True)
+            yield _Band(runs, latent, call, along, Span(0, rows), references, words_have_run=True)
 
 
 @dataclass(frozen=True)
 class _Band:
     """`rows` (or frames) of tokens of the call's latent, as a band of its own. The first one has a second latent, too."""
 
+    runs: Runs
     latent: OwnLatent
     call: Call
     along: str
@@ -257,62 +249,33 @@ class _Band:
     """It is a naive patch, which has words and the second latent, too."""
     words_have_run: bool = False
 
-    def why_not(
-        self,
-        runs: Runs,
-        blocks: Sequence[OwnBlock],
-        whole: WholeRun,
-        outside: torch.Tensor,
-        watched: WatchedOutputs | None = None,
-    ) -> str:
+    def why_not(self, whole: WholeRun, outside: torch.Tensor, watched: WatchedOutputs | None = None) -> str:
         """What is wrong with it, with another latent outside of it. Empty: nothing."""
-        try:
-            out = self._result(runs, blocks, whole, outside, watched=watched)
-            far = max(map(distance, self._own(out), self._own(whole.result)))
-        except Unproven as unproven:
-            return f"in a band {unproven}"
-        except Exception as error:  # of any kind: its code is not known
-            return f"it does not run in a band ({first_line(error)})"
-        return "" if far <= TOLERANCE else f"a band gives another result (by {far:.1e} of the largest value)"
+
+        def tried() -> str:
+            both = zip(self.output(whole, outside, None, watched), self._own(whole.result), strict=True)
+            return next(filter(None, (difference("a band gives another result", *each) for each in both)), "")
+
+        return why_not(tried, "it does not run in a band", "in a band ")
 
     def output(
-        self,
-        runs: Runs,
-        blocks: Sequence[OwnBlock],
-        whole: WholeRun,
-        outside: torch.Tensor,
-        tensor_rank: TensorRank | None = None,
-    ) -> torch.Tensor:
-        """[B, n]: its part of the output, with another latent outside of it."""
-        out = self._result(runs, blocks, whole, outside, tensor_rank)
-        return torch.cat([part.flatten(1) for part in self._own(out)], dim=1)
-
-    def _result(
-        self,
-        runs: Runs,
-        blocks: Sequence[OwnBlock],
-        whole: WholeRun,
-        outside: torch.Tensor,
-        tensor_rank: TensorRank | None = None,
-        watched: WatchedOutputs | None = None,
-    ) -> torch.Tensor:
-        """The whole output of its run, of which its part alone is right."""
+        self, whole: WholeRun, outside: torch.Tensor, tensor_rank: TensorRank | None, watched: WatchedOutputs | None = None
+    ) -> list[torch.Tensor]:
+        """Its part of the output, of each latent, with another latent outside of it."""
         x = outside.clone()
         for part, own in zip(self._own(x), self._own(self.call.x), strict=True):
             part.copy_(own)
-        tokens = self.tokens()
-        out = runs.run(
-            replace(self.call, x=x, named=self._named(tokens)), _InBand(blocks, whole, tokens, tensor_rank, watched)
-        )
+        call = replace(self.call, x=x, named=self._named())
+        out = self.runs.run(call, _InBand(self.runs.blocks, whole, self.tokens, tensor_rank, watched))
         if out.shape != whole.result.shape:
             raise Unproven("it has an output of another size")
-        return out
+        return self._own(out)
 
-    def _named(self, tokens: BandTokens) -> Mapping[str, Any]:
+    def _named(self) -> Mapping[str, Any]:
         """The call's arguments, with a control's residuals for the band alone, in the order of bands."""
         if (control := self.call.named.get(CONTROL)) is None:
             return self.call.named
-        rows = tokens.picture_numbers
+        rows = self.tokens.picture_numbers
         of_band = {
             kind: residuals if kind.startswith(AROUND) else [residual[:, rows] for residual in residuals]
             for kind, residuals in control.items()
@@ -320,7 +283,7 @@ class _Band:
         return {**self.call.named, CONTROL: of_band}
 
     def _own(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Its part of each latent in a tensor of the form of the call's `x`: views of it."""
+        """The band's part of each latent in `x`, which has the form of the call's: views of it."""
         latent, *companion = self.call.parts(x)
         axis = AXES[self.along]
         by = self.latent.patch[axis]
@@ -331,7 +294,9 @@ class _Band:
     def has_words(self) -> bool:
         return not self.rows.start and not self.words_have_run
 
+    @property
     def tokens(self) -> BandTokens:
+        """As a rank gets them."""
         grid = grid_of(self.latent, self.call)
         row = math.prod(grid) // grid[AXES[self.along]]
         order = TokenOrder(math.prod(grid), row, self.references, self.along)
@@ -341,8 +306,8 @@ class _Band:
         return BandTokens(self.latent, order, band, numbers, second, ahead, self.alone, self.words_have_run)
 
 
-class _InBand(HeldAgainst):
-    """A band's run that takes from the whole's what other bands would give."""
+class _InBand(ComparedRank):
+    """A band's run in a trial. Keys and values of other bands are taken from the whole model's run."""
 
     def __init__(
         self,
@@ -360,17 +325,17 @@ class _InBand(HeldAgainst):
             self._watched.attends()
         return super().attend(function, *args, **kwargs)
 
-    def is_held(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
+    def has_rows_of(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
         """A row that stands in for words, or for a second latent's tokens, may have any value: its keys are not kept."""
         if not streams:
-            return super().is_held(own, of_whole, streams)
+            return super().has_rows_of(own, of_whole, streams)
         parts = [part for stream in streams for part in self.band_parts(stream)]
         kept = torch.tensor([part.is_kept for part in parts for _ in range(len(part.place))])
         rows = self.rows(streams, self.index)
-        return own.shape[1] == len(rows) and is_part(own[:, kept], of_whole, rows[kept])
+        return own.shape[1] == len(rows) and close(own[:, kept], of_whole[:, rows[kept]], of_whole)
 
     def band_parts(self, stream: int) -> list[Part]:
-        """Its tokens of a stream."""
+        """The band's tokens of a stream."""
         assert self.band is not None
         return self.band.parts(stream, self.tokens, ONE)[0]
 

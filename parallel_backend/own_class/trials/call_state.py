@@ -1,6 +1,7 @@
 """Tries whether calls of a class depend on each other, or on what ranks do not get."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,39 +9,36 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from parallel_backend.own_class.calls.call_arguments import OPTIONS
-from parallel_backend.own_class.calls.call_form import run
+from parallel_backend.own_class.calls.call_arguments import OPTIONS, run_call
 from parallel_backend.own_class.calls.tried_calls import Call, copied, distance, stored_tables
-from parallel_backend.own_class.calls.unproven import first_line
-from parallel_backend.own_class.trials.stage_trial import TOLERANCE, Wholes
+from parallel_backend.own_class.trials.comparison import difference, first_why_not
+from parallel_backend.own_class.trials.stage_trial import WholeOutputs
 
-HELD_DEPTH = 4
-"""Of containers in a module's attributes that are looked into."""
+MOST_DEPTH = 4
+"""Most levels of containers in a module's attribute that are compared."""
 
 
-def why_not_without_options(model: nn.Module, wholes: Wholes) -> str:
+def why_not_without_options(model: nn.Module, wholes: WholeOutputs) -> str:
     """Why the class needs entries of transformer_options that ranks do not get. Empty: it does not."""
-    for call, whole in wholes:
-        try:
-            far = distance(call.run(model, options=False), whole)
-        except Exception as error:  # of any kind, since its code is not known
-            return f"it does not run without ComfyUI's transformer_options ({first_line(error)})"
-        if not far <= TOLERANCE:
-            return f"it gives another result without ComfyUI's transformer_options (by {far:.1e} of the largest value)"
-    return ""
+    without = "without ComfyUI's transformer_options"
+
+    def tried(call: Call, whole: torch.Tensor) -> str:
+        return difference(f"it gives another result {without}", call.run(model, options=False), whole)
+
+    return first_why_not((functools.partial(tried, *each) for each in wholes), f"it does not run {without}")
 
 
-def why_not_apart(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) -> str:
-    """How calls of the class depend on each other. Empty: they do not. The model's weights are changed. `fresh`: another one
-    like it, without weights."""
+def how_calls_depend(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) -> str:
+    """How calls of the class depend on each other. Empty: they do not. The model's weights are changed. `fresh`: another
+    model of the class, without weights."""
     outputs = []
     rewritten: set[str] = set()
     for call in (*calls, calls[0]):
         given = dataclasses.replace(call, x=call.x.clone(), named=copied(call.named), options=copied(call.options))
-        before, arguments = held(model), _written(given)
+        before, arguments = module_state(model), _written(given)
         both = {OPTIONS: given.named.get(OPTIONS, {}) | dict(given.options)}
-        outputs.append(run(model, given.x, call.timestep.clone(), dict(given.named) | both))
-        if changed := [name for name, value in held(model).items() if before.get(name) != value]:
+        outputs.append(run_call(model, given.x, call.timestep.clone(), dict(given.named) | both))
+        if changed := [name for name, value in module_state(model).items() if before.get(name) != value]:
             return f"it keeps {changed[0]} from call to call"
         after = _written(given)
         changed = [name for name, value in arguments.items() if after.get(name) != value]
@@ -62,28 +60,28 @@ def why_not_apart(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) -> 
 
 
 def _stay_alike(model: nn.Module, calls: Sequence[Call]) -> bool:
-    """Whether tensors among the arguments give in each call what they gave before earlier calls wrote into them, as one that
-    puts padding where there is no text."""
+    """Whether outputs stay the same although calls have written into tensors among their arguments. They do if a class
+    writes the same padding in each call."""
     given = [copied(call.named) for call in calls]
     for call in (*calls, *reversed(calls)):
         for first, written in zip(calls, given, strict=True):
             options = {OPTIONS: written.get(OPTIONS, {}) | copied(dict(first.options))}
-            out = run(model, call.x.clone(), call.timestep.clone(), written | options)
+            out = run_call(model, call.x.clone(), call.timestep.clone(), written | options)
             if distance(out, dataclasses.replace(first, x=call.x, timestep=call.timestep).run(model)) > 0:
                 return False
     return True
 
 
-def held(model: nn.Module) -> dict[str, Any]:
-    """What the model's modules hold beside tensors, whose effect on later calls is tried: a number may count calls up to
-    where it matters."""
+def module_state(model: nn.Module) -> dict[str, Any]:
+    """Values of the modules' attributes, to compare before and after a call. Tensors are left out: their effect on later
+    calls is tried. A number may count calls, and have an effect only after many."""
 
     def seen(value: Any, depth: int = 0) -> Any:
         if isinstance(value, torch.Tensor):
             return None
-        if isinstance(value, dict) and depth < HELD_DEPTH:
+        if isinstance(value, dict) and depth < MOST_DEPTH:
             return tuple((key, seen(each, depth + 1)) for key, each in value.items())
-        if isinstance(value, list | tuple) and depth < HELD_DEPTH:
+        if isinstance(value, list | tuple) and depth < MOST_DEPTH:
             return tuple(seen(each, depth + 1) for each in value)
         return value if isinstance(value, int | float | str) else None
 
@@ -96,7 +94,8 @@ def held(model: nn.Module) -> dict[str, Any]:
 
 
 def _written(call: Call) -> dict[str, Any]:
-    """What a call's arguments hold, to compare before and after it. A class may note numbers and words in the options."""
+    """Values and versions of a call's arguments, to compare before and after it. A class may add numbers and strings to the
+    options."""
     options = {key: value for key, value in call.options.items() if not isinstance(value, int | float | str | None)}
     found = {}
     for name, value in ({"x": call.x} | dict(call.named) | options).items():

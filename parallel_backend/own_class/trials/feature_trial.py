@@ -5,11 +5,11 @@ other in one process: where ranks would add up or gather, it goes on with the wh
 up.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,24 +18,23 @@ from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnBlock, OwnCut
 from parallel_backend.core.spans import Span, split_units
-from parallel_backend.own_class.built.headed import axes_of_heads, give_heads
-from parallel_backend.own_class.calls.tried_calls import Call, copied, distance
+from parallel_backend.own_class.calls.tried_calls import Call, copied
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.feature_cut import layers_to_cut, run_noted, units_of_heads
-from parallel_backend.own_class.cuts.tensor_plan import CutKind, cut_side
-from parallel_backend.own_class.plans.block_order import Likes, whole_list
-from parallel_backend.own_class.trials.noted_attention import TensorRank
+from parallel_backend.own_class.cuts.forwards import put_forward
+from parallel_backend.own_class.cuts.tensor_plan import CutKind, axes_of_heads, cut_side, give_heads
+from parallel_backend.own_class.plans.block_order import Representatives, whole_list
+from parallel_backend.own_class.trials.compared_runs import TensorRank
+from parallel_backend.own_class.trials.comparison import close, difference, why_not
 
-TOLERANCE = 1e-5
-"""Largest difference of what ranks make up and the whole's, as a share of the largest value."""
 MOST_SETTINGS = 64
-"""Of attributes that are tried for a block."""
+"""Most choices of attributes and arguments that are tried for a block."""
 
 LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d
-"""Their sizes are those of their weights."""
+"""Layers whose attributes follow from the sizes of their weights."""
 
-Made = dict[str, list[torch.Tensor]]
-"""Layer -> its output at each call; norm -> its input."""
+LayerOutputs = dict[str, list[torch.Tensor]]
+"""Layer -> its output in each call; for norms the input."""
 Divided = tuple[tuple[str, str, int], ...]
 """(module, its attribute, units)."""
 Headed = tuple[tuple[str, int, int, int], ...]
@@ -45,8 +44,8 @@ Run = Callable[[TensorRank | None], Any]
 
 
 @dataclass(frozen=True)
-class Shares:
-    """What ranks share of a module's layers. Names are the module's."""
+class TensorShares:
+    """How tensor ranks share a module's layers. Names are relative to the module."""
 
     cuts: tuple[OwnCut, ...]
     divided: Divided = ()
@@ -54,170 +53,152 @@ class Shares:
     head_units: int = 0
     """See OwnBlock, for these three."""
 
-    def below(self, name: str) -> "Shares":
-        """With the names in a module that has this one by the name."""
+    def below(self, name: str) -> "TensorShares":
+        """With names relative to a module that contains this one as `name`."""
         cuts = tuple(replace(cut, layer=f"{name}.{cut.layer}") for cut in self.cuts)
         divided = tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.divided)
-        return Shares(cuts, divided, tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.headed))
+        return TensorShares(cuts, divided, tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.headed))
 
     def of_block(self, block: OwnBlock) -> OwnBlock:
-        """The block, whose names these are, with what ranks share of it."""
+        """The block with these fields. The module is that block."""
         divided, headed = tuple(each[:2] for each in self.divided), tuple(each[1:3] for each in self.headed)
         units = tuple(each[2] for each in self.divided)
         block = replace(block, cuts=self.cuts, divided=divided, headed=headed)
         return replace(block, units=units if any(units) else (), head_units=self.head_units)
 
 
-@dataclass
-class Ranks:
-    """The ranks' runs of `module`, held against the whole's, which has `made` its values."""
+class _LayerOfRank:
+    """A layer with a tensor rank's part of the weights. `made`: the whole layer's values in each call, see LayerOutputs.
+    `sums`: sums of the ranks' values so far. Unproven if a value of the rank is not a part of the whole's."""
 
-    module: nn.Module
-    shares: Shares
-    count: int
-    made: Made
-    sums: Made = field(default_factory=dict)
-    """Of the ranks' values so far, where they are added up."""
+    def __init__(self, cut: OwnCut, layer: nn.Module, rank: TensorRank, made: list[torch.Tensor], sums: list[torch.Tensor]):
+        self._cut, self._layer, self._rank, self._made, self._sums = cut, layer, rank, made, sums
+        self._next = 0  # number of its next call
 
-    @contextmanager
-    def one(self, rank: int) -> Iterator[None]:
-        """Context in which the module is this rank's. Unproven where a value of its own is no part of the whole's."""
-        with ExitStack() as stack:
-            for cut in self.shares.cuts:
-                layer, calls = self.module.get_submodule(cut.layer), itertools.count()
-                kept = dict(layer._parameters)
-                stack.callback(layer._parameters.update, kept)
-                for name, parameter in kept.items():
-                    if parameter is not None:
-                        layer._parameters[name] = self._shard(cut, name, parameter, rank)
-                if cut.kind == CutKind.NORM.value:
-                    assert isinstance(layer, nn.RMSNorm)
-                    vars(layer)["forward"] = functools.partial(self._norm, cut, layer, rank, calls)
-                    stack.callback(vars(layer).pop, "forward")
-                elif cut.kind != CutKind.COLUMN.value:
-                    hook = layer.register_forward_hook(functools.partial(self._made_up, cut, rank, calls))
-                    stack.callback(hook.remove)
-            for path, attribute, units in self.shares.divided:
-                holder = self.module.get_submodule(path)
-                whole = getattr(holder, attribute)
-                setattr(holder, attribute, len(split_units(Span(0, whole), self.count, units or whole)[rank]))
-                stack.callback(setattr, holder, attribute, whole)
-            for path, tensor, axis, units in self.shares.headed:
-                hook = give_heads(self.module.get_submodule(path), [(tensor, axis, units)], rank, self.count)
-                stack.callback(hook.remove)
-            yield
+    def put(self, stack: ExitStack) -> None:
+        """Put the part in the layer's place until the stack is closed."""
+        kept = dict(self._layer._parameters)
+        stack.callback(self._layer._parameters.update, kept)
+        shards = {name: self._shard(name, parameter) for name, parameter in kept.items() if parameter is not None}
+        self._layer._parameters.update(shards)
+        if self._cut.kind == CutKind.NORM.value:
+            stack.callback(put_forward(self._layer, self._norm))
+        elif self._cut.kind != CutKind.COLUMN.value:
+            stack.enter_context(self._layer.register_forward_hook(self._made_up))
 
-    def check_sums(self) -> None:
-        """Unproven if the ranks' values do not add up to the whole's."""
-        for cut in self.shares.cuts:
-            if cut.kind != CutKind.ROW.value:
-                continue
-            whole, sums = self.made.get(cut.layer, []), self.sums.get(cut.layer, [])
-            if len(whole) != len(sums) or any(not close(a, b) for a, b in zip(sums, whole, strict=True)):
-                raise Unproven(f"the ranks' values of {cut.layer} do not add up to the whole's")
-
-    def _spans(self, cut: OwnCut, size: int, rank: int) -> tuple[Span, ...]:
-        return cut_side(cut, size, rank, self.count)
-
-    def _part(self, cut: OwnCut, x: torch.Tensor, rank: int, dim: int = -1) -> torch.Tensor:
-        spans = self._spans(cut, x.shape[dim], rank)
+    def _part(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        spans = cut_side(self._cut, x.shape[dim], self._rank.index, self._rank.count)
         return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
 
-    def _shard(self, cut: OwnCut, name: str, parameter: nn.Parameter, rank: int) -> nn.Parameter | None:
-        if cut.kind != CutKind.ROW.value:
-            return nn.Parameter(self._part(cut, parameter, rank, 0), requires_grad=False)
-        if name == "bias":  # added once
-            return parameter if rank == 0 else None
-        return nn.Parameter(self._part(cut, parameter, rank, 1), requires_grad=False)
+    def _shard(self, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        is_row = self._cut.kind == CutKind.ROW.value
+        if is_row and name == "bias":  # added once
+            return None if self._rank.index else parameter
+        return nn.Parameter(self._part(parameter, int(is_row)), requires_grad=False)
 
-    def _whole(self, cut: OwnCut, calls: "itertools.count[int]") -> tuple[int, torch.Tensor]:
-        number, made = next(calls), self.made.get(cut.layer, [])
-        if number >= len(made):
-            raise Unproven(f"{cut.layer} is called more often if it is cut")
-        return number, made[number]
+    def _whole(self) -> torch.Tensor:
+        """The whole's value at the present call."""
+        self._next += 1
+        if self._next > len(self._made):
+            raise Unproven(f"{self._cut.layer} is called more often if it is cut")
+        return self._made[self._next - 1]
 
-    def _made_up(
-        self, cut: OwnCut, rank: int, calls: "itertools.count[int]", _layer: nn.Module, _given: tuple, out: torch.Tensor
-    ) -> torch.Tensor:
+    def _check_part(self, own: torch.Tensor, whole: torch.Tensor) -> None:
+        if not close(own, self._part(whole), whole):
+            raise Unproven(f"a rank's values of {self._cut.layer} are not a part of the whole's")
+
+    def _made_up(self, _layer: nn.Module, _given: tuple, out: torch.Tensor) -> torch.Tensor:
         """Forward hook of a layer whose outputs are added up or gathered."""
-        number, whole = self._whole(cut, calls)
-        if cut.kind == CutKind.GATHER.value:
-            if not close(out, self._part(cut, whole, rank), whole):
-                raise Unproven(f"a rank's values of {cut.layer} are not a part of the whole's")
+        whole = self._whole()
+        if self._cut.kind == CutKind.GATHER.value:
+            self._check_part(out, whole)
             return whole.clone()
         if out.shape != whole.shape:
-            raise Unproven(f"a rank's values of {cut.layer} have another shape than the whole's")
-        sums = self.sums.setdefault(cut.layer, [])
-        if number == len(sums):
-            sums.append(torch.zeros_like(whole))
-        sums[number] += out
+            raise Unproven(f"a rank's values of {self._cut.layer} have another shape than the whole's")
+        if self._next > len(self._sums):
+            self._sums.append(torch.zeros_like(whole))
+        self._sums[self._next - 1] += out
         return whole.clone()
 
-    def _norm(
-        self, cut: OwnCut, norm: nn.RMSNorm, rank: int, calls: "itertools.count[int]", x: torch.Tensor
-    ) -> torch.Tensor:
-        """In place of an RMSNorm of which each rank has its features: with the whole's sum of squares."""
-        whole = self._whole(cut, calls)[1]
-        if not close(x, self._part(cut, whole, rank), whole):
-            raise Unproven(f"a rank's values of {cut.layer} are not a part of the whole's")
-        assert norm.eps is not None
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        """Forward of an RMSNorm with the rank's features, and the sum of squares of all."""
+        whole, norm = self._whole(), self._layer
+        self._check_part(x, whole)
+        assert isinstance(norm, nn.RMSNorm) and norm.eps is not None
         return x * torch.rsqrt(whole.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
 
 
-def close(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -> bool:
-    """Whether the two are equal but for rounding, by the largest value of `whole`, or else of `b`."""
-    if a.shape != b.shape or not a.numel():  # a sequence rank may have no token of a stream
-        return a.shape == b.shape
-    return bool((a - b).abs().max() <= TOLERANCE * (b if whole is None else whole).abs().max())
+@contextmanager
+def _of_rank(
+    module: nn.Module, shares: TensorShares, rank: TensorRank, made: LayerOutputs, sums: LayerOutputs
+) -> Iterator[None]:
+    """Context in which the module has this rank's part of its layers. `sums`: of ROW layers, see _LayerOfRank."""
+    with ExitStack() as stack:
+        for cut in shares.cuts:
+            of_layer = made.get(cut.layer, []), sums.setdefault(cut.layer, [])
+            _LayerOfRank(cut, module.get_submodule(cut.layer), rank, *of_layer).put(stack)
+        for path, attribute, units in shares.divided:
+            holder = module.get_submodule(path)
+            whole = getattr(holder, attribute)
+            setattr(holder, attribute, len(split_units(Span(0, whole), rank.count, units or whole)[rank.index]))
+            stack.callback(setattr, holder, attribute, whole)
+        for path, tensor, axis, units in shares.headed:
+            stack.enter_context(give_heads(module.get_submodule(path), [(tensor, axis, units)], rank.index, rank.count))
+        yield
 
 
-def _noting(module: nn.Module, shares: Shares, run: Run) -> tuple[Made, Any]:
-    """What the layers make in a run of the whole, and its result."""
-    made: Made = {}
+def _check_sums(shares: TensorShares, made: LayerOutputs, sums: LayerOutputs) -> None:
+    """Unproven if the ranks' values do not add up to the whole's."""
+    for layer in (cut.layer for cut in shares.cuts if cut.kind == CutKind.ROW.value):
+        whole, of_ranks = made.get(layer, []), sums[layer]
+        if len(whole) != len(of_ranks) or not all(map(close, of_ranks, whole)):
+            raise Unproven(f"the ranks' values of {layer} do not add up to the whole's")
+
+
+def _noting(module: nn.Module, shares: TensorShares, run: Run) -> tuple[LayerOutputs, Any]:
+    """(values of the layers in a run of the whole, result of the run)."""
+    made: LayerOutputs = {}
 
     def note(cut: OwnCut, _layer: nn.Module, given: tuple, out: torch.Tensor) -> None:
         made.setdefault(cut.layer, []).append((given[0] if cut.kind == CutKind.NORM.value else out).clone())
 
-    hooks = [module.get_submodule(cut.layer).register_forward_hook(functools.partial(note, cut)) for cut in shares.cuts]
-    try:
+    with ExitStack() as hooks:
+        for cut in shares.cuts:
+            hooks.enter_context(module.get_submodule(cut.layer).register_forward_hook(partial(note, cut)))
         return made, run(None)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def why_not_shared(module: nn.Module, shares: Shares, run: Run, ranks: int) -> str:
+def why_not_shared(module: nn.Module, shares: TensorShares, run: Run, ranks: int) -> str:
     """Why the ranks of `module` do not compute what it does in `run`. Empty: they do."""
-    try:
+
+    def tried() -> str:
         made, whole = _noting(module, shares, run)
-        of_ranks = Ranks(module, shares, ranks, made)
-        for rank in range(ranks):
-            with of_ranks.one(rank):
-                out = run(TensorRank(rank, ranks))
-            for own, of_whole in zip(_tensors(out), _tensors(whole), strict=True):
-                if own.shape != of_whole.shape or not (far := distance(own, of_whole)) <= TOLERANCE:
-                    far = far if own.shape == of_whole.shape else float("inf")
-                    return f"ranks that share its layers give another result (by {far:.1e} of the largest value)"
-        of_ranks.check_sums()
-    except Unproven as unproven:
-        return str(unproven)
-    except Exception as error:  # of any kind: its code is not known
-        return f"it does not run if its layers are cut ({first_line(error)})"
-    return ""
+        sums: LayerOutputs = {}
+        for rank in (TensorRank(index, ranks) for index in range(ranks)):
+            with _of_rank(module, shares, rank, made, sums):
+                out = run(rank)
+            for each in zip(_tensors(out), _tensors(whole), strict=True):
+                if why := difference("ranks that share its layers give another result", *each):
+                    return why
+        _check_sums(shares, made, sums)
+        return ""
+
+    return why_not(tried, "it does not run if its layers are cut")
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:
     return [each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor)]
 
 
-class Sharing:
-    """What `ranks` tensor ranks share of a tried model's blocks, as these calls have proven."""
+class TensorSharing:
+    """How `ranks` tensor ranks share the layers of a tried model's blocks, found by a call and proven with all `calls`."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: int):
         self._model, self._tried, self._ranks = model, blocks, ranks
-        self._shares: dict[str, Shares] = {}
-        self.why = self._found(_arguments(model, blocks, calls[0])) or next(filter(None, map(self.why_not, calls)), "")
-        """Why nothing is proven. Empty: it is."""
+        self._shares: dict[str, TensorShares] = {}
+        runs = (partial(self._run, call) for call in calls)
+        self.why = self._found(_arguments(model, blocks, calls[0])) or self.why_not(runs)
+        """Why nothing is proven. Empty: something is."""
 
     def _found(self, given: Mapping[str, tuple[tuple, dict[str, Any]]]) -> str:
         for name, arguments in given.items():
@@ -227,20 +208,32 @@ class Sharing:
             self._shares[name] = shares
         return ""
 
-    def why_not(self, call: Call) -> str:
-        """Why what is shared is not right in this call of the whole model. Empty: it is."""
-        return self.why_not_in(lambda _rank: call.run(self._model, options=False))
+    def _run(self, call: Call, _rank: TensorRank | None) -> Any:
+        """With all tokens, in one stage."""
+        return call.run(self._model, options=False)
+
+    def why_not_for(self, call: Call) -> str:
+        """As `why_not_in`, for a run of this call with all tokens."""
+        return self.why_not_in(partial(self._run, call))
+
+    def why_not(self, runs: Iterable[Run]) -> str:
+        """The first reason of `why_not_in` for these runs. Empty: there is none."""
+        try:
+            return next(filter(None, map(self.why_not_in, runs)), "")
+        except Unproven as unproven:  # of a run of the whole, with which ranks would be compared
+            return str(unproven)
 
     def why_not_in(self, run: Run) -> str:
-        """Why what is shared is not right in this run of the model, such as one with a part of its tokens. Empty: it is."""
+        """Why ranks that share layers give another result in this run, such as one with a part of the tokens. Empty: they do
+        not."""
         named = [each.below(name) for name, each in self._shares.items()]
         cuts = tuple(cut for shares in named for cut in shares.cuts)
         divided = tuple(place for shares in named for place in shares.divided)
         headed = tuple(place for shares in named for place in shares.headed)
-        return why_not_shared(self._model, Shares(cuts, divided, headed), run, self._ranks)
+        return why_not_shared(self._model, TensorShares(cuts, divided, headed), run, self._ranks)
 
-    def of_all(self, blocks: tuple[OwnBlock, ...], like: Likes) -> tuple[OwnBlock, ...]:
-        """All `blocks` of the class with what ranks share of them. As they are, if nothing is proven."""
+    def of_all(self, blocks: tuple[OwnBlock, ...], like: Representatives) -> tuple[OwnBlock, ...]:
+        """All `blocks` of the class, with the layers that ranks share. Unchanged if nothing is proven."""
         if self.why:
             return blocks
         shared_by: dict[str, OwnBlock] = {}
@@ -265,20 +258,16 @@ def _arguments(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> dict
     def note(name: str, _block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         found[name] = copied((args, kwargs))
 
-    hooks = [
-        model.get_submodule(block.name).register_forward_pre_hook(functools.partial(note, block.name), with_kwargs=True)
-        for block in blocks
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name in (block.name for block in blocks):
+            hook = model.get_submodule(name).register_forward_pre_hook(partial(note, name), with_kwargs=True)
+            hooks.enter_context(hook)
         call.run(model, options=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
 
 
-def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int) -> Shares | str:
-    """What ranks can share of a block that gets these arguments, or why nothing."""
+def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int) -> TensorShares | str:
+    """The layers that ranks can share in a block that gets these arguments, or why they can share none."""
     try:
         noted = run_noted(block, *given)
         choices = units_of_heads(noted, ranks)
@@ -300,7 +289,7 @@ def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int)
         return nn.Module.__call__(block, *args, **kwargs)
 
     for divided, headed in itertools.islice(_settings(block, amounts, tables), MOST_SETTINGS):
-        shares = Shares(tuple(cuts), divided, tuple((*place, head_units) for place in headed), head_units)
+        shares = TensorShares(tuple(cuts), divided, tuple((*place, head_units) for place in headed), head_units)
         if not (why := why_not_shared(block, shares, run, ranks)):
             return shares
         failures.append(why)
@@ -308,9 +297,9 @@ def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int)
 
 
 def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[int, int]:
-    """Whole numbers of which ranks may have their part -> units, see OwnBlock: features that a class may split a cut
-    layer's side into, of a part or of those that follow each other together, and heads. Of two parts of a size the one in
-    fewer units counts, which are heads."""
+    """Numbers that may have to be divided over ranks -> units, see OwnBlock. They are numbers of features, of a part of a
+    cut layer's side or of consecutive parts, and numbers of heads. Of two parts of one size the one with fewer units
+    counts."""
     parts: set[tuple[int, int]] = set()
     for cut in cuts:
         if cut.kind == CutKind.GATHER.value:
@@ -334,8 +323,8 @@ def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[i
 def _settings(
     block: nn.Module, amounts: Mapping[int, int], tables: Mapping[int, Sequence[tuple[int, int]]]
 ) -> Iterator[tuple[Divided, tuple[tuple[str, int, int], ...]]]:
-    """The attributes and the arguments of which ranks may have their part, as they are tried: all attributes that are of
-    these amounts and none of the `tables`, then one attribute fewer or one axis of tables more, and so on."""
+    """Choices of attributes and arguments to divide over ranks, in the order of trial: all attributes that have one of these
+    `amounts` and none of the `tables`, then one attribute fewer or one axis of tables more, and so on."""
     by_name: dict[tuple[str, int], list[tuple[str, str, int]]] = {}
     for path, module in block.named_modules():
         if not isinstance(module, LAYERS):

@@ -1,11 +1,14 @@
-"""Finds out whether a class hands its attention to a function that guides it (guided_attention.py), and tries whether ranks
-whose classes get ours give what the whole class gives with such a function.
+"""Tries whether ranks guide a class's attention as other nodes' functions do in the whole class.
 
-That ours computes what another node's does is shown apart from it, without a model.
+ComfyUI's NAGuidance gives the class a function for what its attention gives (guided_attention.py). KJNodes' WanVideoNAG
+replaces the modules that attend to the prompt, to lead them away from a second text (second_text.py).
+That our function computes what ComfyUI's does is shown apart from it, without a model.
 """
 
+from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,78 +16,51 @@ import torch
 from torch import nn
 
 from parallel_backend.core.block_changes import NormalizedGuidance
-from parallel_backend.core.own_class import OwnBlock, OwnClass
+from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
 from parallel_backend.own_class.calls.call_arguments import OPTIONS
 from parallel_backend.own_class.calls.residuals import PATCHES
-from parallel_backend.own_class.calls.tried_calls import Call, distance, drawn, entry_of, smaller
+from parallel_backend.own_class.calls.tried_calls import Call, entry_of, words_of
 from parallel_backend.own_class.calls.unproven import Unproven
-from parallel_backend.own_class.cuts.guided_attention import GUIDED, OUTPUT, Guide, Guided, Sum, own_sums
-from parallel_backend.own_class.cuts.stages import StageBlocks
-from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
-from parallel_backend.own_class.trials.band_trial import bare
-from parallel_backend.own_class.trials.call_state import held
-from parallel_backend.own_class.trials.change_trial import trial_of_change
-from parallel_backend.own_class.trials.feature_trial import Run, Sharing, close
-from parallel_backend.own_class.trials.noted_attention import TensorRank
+from parallel_backend.own_class.cuts.forwards import put_forwards
+from parallel_backend.own_class.cuts.guided_attention import GUIDED, OUTPUT, Guide, Sum
+from parallel_backend.own_class.cuts.second_text import LAYERS, SECOND, TEXT, prompt_attention
+from parallel_backend.own_class.cuts.second_text import SETTINGS as TEXT_SETTINGS
+from parallel_backend.own_class.plans.block_order import list_of
+from parallel_backend.own_class.trials.band_trial import runs_of_bands
+from parallel_backend.own_class.trials.call_state import module_state
+from parallel_backend.own_class.trials.change_trial import ChangeTrial, Shown
+from parallel_backend.own_class.trials.compared_runs import TensorRank
+from parallel_backend.own_class.trials.comparison import close, difference
+from parallel_backend.own_class.trials.feature_trial import Run, TensorSharing
 from parallel_backend.own_class.trials.other_calls import is_proven
-from parallel_backend.own_class.trials.product_trial import why_no_products
-from parallel_backend.own_class.trials.short_model import Short
-from parallel_backend.own_class.trials.stage_trial import TOLERANCE, Wholes
-from parallel_backend.own_class.trials.token_trial import Runs
+from parallel_backend.own_class.trials.stage_trial import WholeOutputs, run_in_one
+from parallel_backend.own_class.trials.token_learning import without_token_cut
+from parallel_backend.own_class.trials.token_trial import runs_of_ranks
 
 PROMPTS = "cond_or_uncond"
 """Entry of transformer_options: which prompts a call has."""
 SETTINGS = 5.0, 1.5, 0.5
 """Scale, tau and alpha with which it is tried: each of them counts, and no other value is computed elsewhere."""
 TOGETHER = "both prompts are in one call"
+SEED = 5
+"""Of a second text."""
 
 
-@dataclass(frozen=True)
-class Guidance:
-    """What guidance is shown to be."""
-
-    has_effect: bool = False
-    """The class hands over its attention."""
-    why: str = ""
-    """Why it is not proven. Empty: it is."""
-    whole_heads: bool = False
-    """See NormalizedGuidance."""
-
-
-class _Native:
-    """In the whole class, as another node's function, which guides `prompts` if the class tells it of these. It may tell it
-    of others, or of none: ranks do not hear of that."""
-
-    def __init__(self, guidance: NormalizedGuidance, prompts: Any):
-        self._guide, self._prompts, self.calls = Guide(Guided(guidance)), prompts, 0
-
-    def __call__(self, out_BSC: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-        self.calls += 1
-        return self._guide(out_BSC, options) if options.get(PROMPTS) == self._prompts else out_BSC
-
-
-PARTS, WHOLE = "parts", "whole"
-"""Tensor ranks have parts of the whole's channels, or all of them each."""
-
-
-class HeldSums:
-    """Guided.add_up of tensor ranks that run one after the other: each goes on with the whole's sums, and the ranks' own
-    have to add up to these, or to be these everywhere."""
+class CheckedSums:
+    """Checks the sums of tensor ranks that run one after the other, as their StageBlocks.add_up. Each rank gets the whole
+    model's sums. Its own must add up to them with the other ranks'."""
 
     def __init__(self) -> None:
-        self.ways = {PARTS, WHOLE}
-        """What ranks may have by all runs so far."""
-        self._are_whole = True
         self._whole: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
         self._rank: TensorRank | None = None
         self._next = 0
 
     def begin(self, rank: TensorRank | None) -> None:
-        """A run begins, of this rank, or of the whole that the next ranks are held against."""
+        """A run begins, of this rank, or of the whole that the next ranks are compared with."""
         if rank is None:
-            self._whole, self._sums, self._are_whole = [], [], True
+            self._whole, self._sums = [], []
         self._rank, self._next = rank, 0
 
     def add_up(self, sums: torch.Tensor) -> torch.Tensor:
@@ -97,138 +73,68 @@ class HeldSums:
         if number == len(self._sums):
             self._sums.append(torch.zeros_like(sums))
         self._sums[number] += sums
-        self._are_whole = self._are_whole and close(sums, self._whole[number])
         return self._whole[number].clone()
 
     def why_not(self) -> str:
         """What is wrong with the ranks' sums. Empty: nothing."""
-        add_up = all(map(close, self._sums, self._whole))
-        self.ways -= {*([] if add_up else [PARTS]), *([] if self._are_whole else [WHOLE])}
-        is_whole = len(self._sums) == len(self._whole) and self.ways
-        return "" if is_whole else "the ranks' sums do not add up to the whole's if its attention is guided"
+        add_up = len(self._sums) == len(self._whole) and all(map(close, self._sums, self._whole))
+        return "" if add_up else "the ranks' sums do not add up to the whole's if its attention is guided"
 
 
-class _GuidedSharing(Sharing):
-    """Whose calls are guided with sums by `held`."""
+class _GuidedTensorSharing(TensorSharing):
+    """TensorSharing of guided calls. `sums`: checks them."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], call: Call, ranks: int):
-        self.held = HeldSums()
+        self.sums = CheckedSums()
         super().__init__(model, blocks, [call], ranks)
 
     def why_not_in(self, run: Run) -> str:
         def of_rank(rank: TensorRank | None) -> Any:
-            self.held.begin(rank)
+            self.sums.begin(rank)
             return run(rank)
 
-        why = super().why_not_in(of_rank) or self.held.why_not()
-        self.held.begin(None)  # a whole call may come next
+        why = super().why_not_in(of_rank) or self.sums.why_not()
+        self.sums.begin(None)  # a whole call may come next
         return why
 
 
-def trial_of_guidance(
-    own: OwnClass,
-    proof: Proof,
-    call: Call,
-    times: Sequence[float],
-    prompts: tuple[Span, Span],
-    tensor: int = 1,
-    poll: Callable[[float], None] = lambda _: None,
-) -> Guidance:
-    """What guidance is shown to be, with any settings, for calls like `call`, of which `proof` is, on `tensor` ranks that
-    share layers. `prompts`: positive and negative entries of the call, which has PROMPTS among its options. `poll`: as in
-    `trial`."""
-    guidance = NormalizedGuidance(*SETTINGS, *prompts)
+class _Guiding(ChangeTrial):
+    """A trial of guided attention, by either node."""
 
-    def tried(short: Short, blocks: Sequence[OwnBlock]) -> Guidance:
-        return _tried(short, blocks, proof, times, guidance, tensor)
+    @abstractmethod
+    def on_ranks(self, call: Call) -> Call:
+        """A call as ranks get it."""
 
-    def failed(why: str) -> Guidance:
-        return Guidance(why=f"it does not run guided ({why})")
+    def compared(self, wholes: WholeOutputs) -> Shown:
+        """The result for ranks. `wholes`: `calls`, and the class's guided output for each."""
+        proof, model, actual = self.proof, self.short.model, self.on_ranks(self.short.actual)
+        tried = replace(proof, batch=TOGETHER), without_token_cut(self.blocks) if proof.sequence else self.blocks
+        for (call, whole), time in zip(wholes, [(), *([time] for time in self.times)], strict=True):
+            guided = self.on_ranks(call)
+            alone = () if proof.batch else range(len(call.x))
+            for each, out in [(guided, whole), *((entry_of(guided, at), whole[at : at + 1]) for at in alone)]:
+                if why := difference("ranks that guide it give another result", run_in_one(model, self.blocks, each), out):
+                    return Shown(why)
+            if not is_proven(model, tried, (guided, whole), actual, None, self.calls_of_tokens(actual, time), time):
+                return Shown("ranks give another result if it is guided")
+        if self.tensor == 1 or proof.tensor:
+            return Shown(has_effect=True)
+        sharing = _GuidedTensorSharing(model, self.blocks, wholes[0][0], self.tensor)
+        why = sharing.why or self._why_not_shared(sharing, [call for call, _ in wholes])
+        return Shown(why, has_effect=True)
 
-    return trial_of_change(own, proof, call, tried, failed, poll, tensor)
-
-
-def _tried(
-    short: Short,
-    blocks: Sequence[OwnBlock],
-    proof: Proof,
-    times: Sequence[float],
-    guidance: NormalizedGuidance,
-    tensor: int,
-) -> Guidance:
-    model = short.model
-    calls = [drawn(short.call, 1), *(drawn(short.call, 3, time) for time in times)]
-    before, native = held(model), _Native(guidance, short.call.options[PROMPTS])
-    wholes = [(each, _with(each, native).run(model)) for each in calls]
-    if held(model) != before:
-        return Guidance(why="it keeps something from a guided call")
-    if not native.calls:
-        far = max(distance(whole, each.run(model, options=False)) for each, whole in wholes)
-        return Guidance(why="" if far <= TOLERANCE else "it gives another result with a function, but does not call it")
-    proof = replace(proof, batch=TOGETHER)
-    return guided_on_ranks(short, blocks, proof, times, wholes, partial(_guided, guidance), tensor)
-
-
-def guided_on_ranks(
-    short: Short,
-    blocks: Sequence[OwnBlock],
-    proof: Proof,
-    times: Sequence[float],
-    wholes: Wholes,
-    on_ranks: Callable[[Call, Sum], Call],
-    tensor: int,
-) -> Guidance:
-    """What ranks are shown to give. `wholes`: calls at no time and at the `times`, and what the class gives guided.
-    `on_ranks`: a call as ranks get it, with Guided.add_up."""
-    model, actual = short.model, short.actual
-    cut = list(blocks) if not proof.sequence else NOT_TRIED
-    like, sizes = on_ranks(actual, own_sums), () if proof.sequence else Runs(model, bare(blocks)).sizes(actual)
-    whole_proof = replace(proof, batch=TOGETHER)
-    for (call, whole), time in zip(wholes, (None, *times), strict=True):
-        guided = on_ranks(call, own_sums)
-        alone = () if proof.batch else range(len(call.x))
-        runs = [(guided, whole), *((entry_of(guided, each), whole[each : each + 1]) for each in alone)]
-        if not (far := max(distance(_run(model, blocks, each), out) for each, out in runs)) <= TOLERANCE:
-            return Guidance(why=f"ranks that guide it give another result (by {far:.1e} of the largest value)")
-        at = () if time is None else (time,)
-        tokens = [drawn(smaller(like, *size), 1, *at) for size in sizes]
-        if not is_proven(model, (whole_proof, bare(blocks), cut), (guided, whole), like, None, tokens, at):
-            return Guidance(why="ranks give another result if it is guided")
-    if tensor == 1 or proof.tensor:
-        return Guidance(has_effect=True)
-    sharing = _GuidedSharing(model, bare(blocks), wholes[0][0], tensor)
-    why = _why_not_shared(sharing, short, blocks, proof, [call for call, _ in wholes], on_ranks)
-    return Guidance(has_effect=True, why=why, whole_heads=PARTS not in sharing.held.ways)
-
-
-def _why_not_shared(
-    sharing: _GuidedSharing,
-    short: Short,
-    blocks: Sequence[OwnBlock],
-    proof: Proof,
-    calls: Sequence[Call],
-    on_ranks: Callable[[Call, Sum], Call],
-) -> str:
-    """Why ranks that share layers, alone and with a part of the tokens each, are not right. Empty: they are."""
-    model, add_up = short.model, sharing.held.add_up
-    found = sharing.of_all(tuple(blocks), {name: range(len(names)) for name, names in _by_list(blocks).items()})
-    if sharing.why or any(_layers(a) != _layers(b) for a, b in zip(found, blocks, strict=True)):
-        return sharing.why or "its layers are shared in another way than in the trial"
-    for call in calls:
-        if why := sharing.why_not_in(partial(_run_of_rank, model, blocks, on_ranks(call, add_up))):
+    def _why_not_shared(self, sharing: _GuidedTensorSharing, calls: Sequence[Call]) -> str:
+        """Why ranks that share layers give another result, alone or with a part of the tokens each. Empty: they do not."""
+        model, blocks, latent, add_up = self.short.model, self.blocks, self.proof.latent, sharing.sums.add_up
+        numbers = {name: range(count) for name, count in Counter(map(list_of, blocks)).items()}
+        if any(_layers(a) != _layers(b) for a, b in zip(sharing.of_all(tuple(blocks), numbers), blocks, strict=True)):
+            return "its layers are shared in another way than in the trial"
+        actual = self.on_ranks(self.short.actual)
+        runs = (partial(_run_of_rank, model, blocks, self.on_ranks(call), add_up) for call in calls)
+        if (why := sharing.why_not(runs)) or self.proof.sequence:
             return why
-    if proof.sequence:
-        return ""
-    like = on_ranks(short.actual, add_up)
-    of_ranks, of_bands = why_no_products(sharing, model, bare(blocks), blocks, proof.latent, like, sequence=True)
-    return of_ranks or of_bands
-
-
-def _by_list(blocks: Sequence[OwnBlock]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for block in blocks:
-        found.setdefault(block.name.rpartition(".")[0], []).append(block.name)
-    return found
+        in_bands = () if latent is None else runs_of_bands(model, blocks, latent, actual, add_up)
+        return sharing.why_not(runs_of_ranks(model, blocks, actual, add_up)) or sharing.why_not(in_bands)
 
 
 def _layers(block: OwnBlock) -> tuple[Any, ...]:
@@ -236,24 +142,73 @@ def _layers(block: OwnBlock) -> tuple[Any, ...]:
     return [(cut.layer, cut.kind) for cut in block.cuts], block.divided, block.headed
 
 
-def _with(call: Call, native: _Native) -> Call:
-    """The call with a function that ranks do not get."""
-    return replace(call, options={**call.options, PATCHES: {OUTPUT: [native]}})
+def _run_of_rank(model: nn.Module, blocks: Sequence[OwnBlock], call: Call, add_up: Sum, _rank: TensorRank | None) -> Any:
+    return run_in_one(model, blocks, call, None, add_up)
 
 
-def _guided(guidance: NormalizedGuidance, call: Call, add_up: Sum) -> Call:
-    """The call as ranks get it."""
-    return replace(call, named={**call.named, OPTIONS: {**call.named.get(OPTIONS, {}), GUIDED: Guided(guidance, add_up)}})
+class TrialOfGuidance(_Guiding):
+    """The trial of ComfyUI's NAGuidance, for any settings. `prompts`: positive and negative entries of the call, which
+    has PROMPTS among its options."""
+
+    fails = "it does not run guided"
+
+    def __init__(self, *given: Any, prompts: tuple[Span, Span], **named: Any):
+        super().__init__(*given, **named)
+        self.proof = replace(self.proof, batch=TOGETHER)
+        self._guidance = NormalizedGuidance(*SETTINGS, *prompts)
+
+    def tried(self) -> Shown:
+        model, calls = self.short.model, self.calls
+        before, native = module_state(model), _Native(self._guidance, self.short.call.options[PROMPTS])
+        functions = {PATCHES: {OUTPUT: [native]}}
+        wholes = [(each, replace(each, options={**each.options, **functions}).run(model)) for each in calls]
+        if module_state(model) != before:
+            return Shown("it keeps something from a guided call")
+        if native.calls:
+            return self.compared(wholes)
+        differ = "it gives another result with a function, but does not call it"
+        whys = (difference(differ, each.run(model, options=False), whole) for each, whole in wholes)
+        return Shown(next(filter(None, whys), ""))
+
+    def on_ranks(self, call: Call) -> Call:
+        options = {**call.named.get(OPTIONS, {}), GUIDED: self._guidance}
+        return replace(call, named={**call.named, OPTIONS: options})
 
 
-def _run_of_rank(model: nn.Module, blocks: Sequence[OwnBlock], call: Call, _rank: TensorRank | None) -> Any:
-    return _run(model, blocks, call)
+class _Native:
+    """The node's function, for the whole class. It guides if the class tells it of these `prompts`. The class may also tell
+    it of others, or of none, which ranks cannot see."""
+
+    def __init__(self, guidance: NormalizedGuidance, prompts: Any):
+        self._guide, self._prompts, self.calls = Guide(guidance), prompts, 0
+
+    def __call__(self, out_BSC: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+        self.calls += 1
+        return self._guide(out_BSC, options) if options.get(PROMPTS) == self._prompts else out_BSC
 
 
-def _run(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> Any:
-    """The output of one stage with all blocks."""
-    stage = StageBlocks(model, bare(blocks), Span(0, len(blocks)), None)
-    try:
-        return call.run(stage.call, options=False)
-    finally:
-        stage.remove()
+Node = Callable[[nn.Module, torch.Tensor], Callable[..., torch.Tensor]]
+"""(module that attends to the prompt, second text [1, U, hidden], embedded) -> the node's forward of the module."""
+
+
+class TrialOfSecondText(_Guiding):
+    """The trial of WanVideoNAG's second text. `settings`: see second_text.SETTINGS, those with which `node` guides."""
+
+    fails = "it does not run with a second text"
+
+    def __init__(self, *given: Any, settings: torch.Tensor, node: Node, **named: Any):
+        super().__init__(*given, **named)
+        self._settings, self._node = settings, node
+
+    def tried(self) -> Shown:
+        model, width = self.short.model, self.short.call.named["context"].shape[-1]
+        generator = torch.Generator().manual_seed(SEED)
+        self._text = torch.randn(1, words_of(self.short.call) + 1, width, generator=generator)
+        embedded = model.get_submodule(LAYERS)(self._text)
+        with put_forwards((module, self._node(module, embedded)) for module in prompt_attention(model)):
+            wholes = [(each, each.run(model)) for each in self.calls]
+        return self.compared(wholes)
+
+    def on_ranks(self, call: Call) -> Call:
+        second = {TEXT: self._text.expand(len(call.x), -1, -1), TEXT_SETTINGS: self._settings}
+        return replace(call, named={**call.named, SECOND: second})

@@ -14,16 +14,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import COMPANION, LATENT, REFERENCES, WORDS, OwnBlock, OwnEntry, OwnLatent
-from parallel_backend.own_class.calls.block_arguments import Arguments, tensor_places
+from parallel_backend.own_class.calls.block_arguments import Arguments, in_rows, tensor_places
 from parallel_backend.own_class.calls.patching import Companion
-from parallel_backend.own_class.calls.token_rows import in_rows
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, words_of
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.token_cut import entries_of
+from parallel_backend.own_class.trials.compared_runs import WholeRun
 from parallel_backend.own_class.trials.token_trial import Runs
-from parallel_backend.own_class.trials.whole_run import WholeRun
 
-OTHER_PICTURES = 2
+OTHER_IMAGES = 2
 """Seed of their values."""
 
 
@@ -35,7 +34,7 @@ class _Prologue(WholeRun):
     """Notes the streams where they enter, and then ends the run. Tokens leave lists of blocks as they have entered them."""
 
     def __init__(self, blocks: Sequence[OwnBlock]):
-        super().__init__([replace(block, attention=()) for block in blocks])
+        super().__init__(blocks)
         self.streams: dict[int, torch.Tensor] = {}
         self._coming_streams = {cut.streams[0] for block in blocks for cut in block.slices if cut.enters}
 
@@ -63,17 +62,11 @@ class _Prologue(WholeRun):
         return entered[0] if isinstance(out, torch.Tensor) else tuple(entered)
 
 
-def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call, steady: bool = False) -> OwnLatent:
-    """Where the tokens of the call's latent are. Unproven if they are no raster in one of the streams, or in one each time
-    that tokens enter. `steady`: see OwnLatent. References are words then."""
-    call = drawn(call, 1)
-    first = entering(runs, blocks, call)
-    sides = call.latents[0].shape
-    changed = [
-        [_rows_of(runs, blocks, call, 0, axis, index, first) for index in range(sides[axis])]
-        for axis in range(2, len(sides))
-    ]
-    (found, *more) = (_Raster.of(changed, first, streams) for streams in entries_of(blocks))
+def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
+    """Where the tokens of the call's latent are. Unproven unless they are a raster in one of the streams, each time that
+    tokens enter. `steady`: see OwnLatent. References are words then."""
+    search = _LatentSearch(runs, call)
+    (found, *more) = search.rasters()
     if found.patch[-1] != found.patch[-2]:
         raise Unproven(f"a token has {found.patch[-2]} rows and {found.patch[-1]} columns of its latent")
     again = []
@@ -86,13 +79,13 @@ def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call, steady: bool
     if len(call.latents) > 1:
         if more:
             raise Unproven("its latent has two parts, and leaves a list of blocks")
-        pattern, companions = _companion(runs, blocks, call, first, found)
-    hints = [] if companions.rows else _hints(runs, blocks, call, first, found)
+        pattern, companions = search.companion(found)
+    hints = [] if companions.rows else search.hints(found)
     again += [OwnEntry(stream, False, False) for stream in hints]
-    kinds = [] if more or steady else _kinds(runs, blocks, call, first, found, companions)
+    kinds = [] if more or steady else search.kinds(found, companions)
     layout, references = tuple(kind for kind, _ in itertools.groupby(kinds)), kinds.count(REFERENCES)
     frames = found.patch[0] if len(found.patch) == 3 else 1
-    others = sum(value.shape[1] for value in first.values()) - found.count * (1 + len(again)) - references
+    others = sum(value.shape[1] for value in search.first.values()) - found.count * (1 + len(again)) - references
     if found.beside and not layout:
         raise Unproven("other tokens than references' stand beside its latent's rows")
     before = bool(set(layout[: layout.index(LATENT)]) - {REFERENCES}) if layout else found.start > 0
@@ -101,7 +94,7 @@ def find_latent(runs: Runs, blocks: Sequence[OwnBlock], call: Call, steady: bool
     patch = frames, found.patch[-2], found.patch[-1]
     words = others > len(companions.rows)
     latent = OwnLatent(found.stream, before, patch, words, pads=False, again=tuple(again), companion=pattern, layout=layout)
-    ahead = _ahead(runs, blocks, call, first, latent, kinds) if layout.count(REFERENCES) > 1 else ""
+    ahead = search.ahead(latent, kinds) if layout.count(REFERENCES) > 1 else ""
     return replace(latent, beside=found.beside > 0, ahead=ahead, steady=steady and words and not pattern)
 
 
@@ -114,7 +107,7 @@ Changed = Mapping[int, tuple[int, ...]]
 @dataclass(frozen=True)
 class _Raster:
     """The latent's tokens in a stream, with as many others before and `behind`. `patch`: what a token has of it. `grid`: its
-    tokens by axis. `beside`: other tokens behind each row of a picture's, of which `behind` has none."""
+    tokens by axis. `beside`: other tokens behind each row of an image's, which `behind` does not count."""
 
     stream: int
     start: int
@@ -130,11 +123,11 @@ class _Raster:
 
     @property
     def rows(self) -> list[int]:
-        """Of the latent's tokens."""
+        """Rows of the latent's tokens in the stream."""
         return self._numbers().flatten().tolist()
 
     def _numbers(self) -> torch.Tensor:
-        """Row of each token, by axis."""
+        """[*grid] int64: row of each of the latent's tokens."""
         *lines, columns = self.grid
         along = torch.arange(math.prod(lines))[:, None] * (columns + self.beside) + torch.arange(columns)
         return along.view(self.grid) + self.start
@@ -174,6 +167,110 @@ def _only(changed: Changed, streams: set[int]) -> tuple[int, tuple[int, ...]]:
     return among[0], changed[among[0]]
 
 
+class _Companions(NamedTuple):
+    """The second latent's tokens."""
+
+    stream: int
+    rows: tuple[int, ...]
+
+
+class _LatentSearch:
+    """Runs of the prologue with a call, drawn at random, and with that call changed."""
+
+    def __init__(self, runs: Runs, call: Call):
+        self._runs, self._call = runs, drawn(call, 1)
+        self.first = streams_entering(runs, self._call)
+        """The streams of the call as it is."""
+
+    def rasters(self) -> list[_Raster]:
+        """The latent's tokens each time that tokens enter. Unproven if they are not a raster."""
+        sides = self._call.latents[0].shape
+        changed = [[self._by_latent(0, axis, index) for index in range(sides[axis])] for axis in range(2, len(sides))]
+        return [_Raster.of(changed, self.first, streams) for streams in entries_of(self._runs.blocks)]
+
+    def companion(self, found: _Raster) -> tuple[str, "_Companions"]:
+        """Pattern from the second latent to its tokens (Companion.pattern), and those. `found`: the first one's tokens.
+        Unproven if the second has some of those, or tokens that are not made of whole axes.
+
+        The pattern says how many tokens there are. That they are the second latent's, the bands show."""
+        sizes = self._call.latents[1].shape
+        stream, rows = _only(self._by_latent(1, 0, 0), set(self.first))
+        if stream == found.stream and set(found.rows) & set(rows):
+            raise Unproven("its second latent is mixed into the first one's tokens before its blocks")
+        of_channels = [axis for axis in range(1, len(sizes)) if rows in self._by_latent(1, axis, 0).values()]
+        of_tokens = [axis for axis in range(1, len(sizes)) if axis not in of_channels]
+        if not of_tokens or math.prod(sizes[axis] for axis in of_tokens) != len(rows):
+            raise Unproven("its second latent's tokens are mixed before its blocks")
+        names, tokens, channels = (
+            " ".join(f"a{axis}" for axis in axes) for axes in (range(1, len(sizes)), of_tokens, of_channels)
+        )
+        return f"b {names} -> b ({tokens}) ({channels})", _Companions(stream, rows)
+
+    def hints(self, found: _Raster) -> list[int]:
+        """Streams that enter beside the latent's and have a token for each of its tokens, which images in the call's
+        arguments change: bands share them out alike."""
+        changed, all_rows = self._by_images(), tuple(range(found.count))
+        beside = (stream for stream in entries_of(self._runs.blocks)[0] if stream != found.stream)
+        return [each for each in beside if self.first[each].shape[1] == found.count and changed.get(each) == all_rows]
+
+    def kinds(self, found: _Raster, companions: "_Companions") -> list[str]:
+        """By token of the latent's stream: its kind, see OwnLatent.layout. References are tokens that images in the call's
+        arguments change. Empty: there are no references, tokens of a kind are apart, or some are of no known kind."""
+        kinds = [WORDS] * self.first[found.stream].shape[1]
+        images = self._by_images().get(found.stream, ())
+        of_companion = companions.rows if companions.stream == found.stream else ()
+        for kind, rows in ((REFERENCES, images), (COMPANION, of_companion), (LATENT, found.rows)):
+            for row in rows:
+                kinds[row] = kind
+        if found.beside:
+            lines, columns = found.grid
+            stop, others = found.start + lines * (columns + found.beside), [REFERENCES] * found.beside
+            if kinds[found.start : stop] != ([LATENT] * columns + others) * lines or REFERENCES in kinds[stop:]:
+                return []
+            kinds[found.start : stop] = [LATENT] * found.count + others * lines
+        is_known = kinds.count(WORDS) in (0, words_of(self._call)) and REFERENCES in kinds
+        order = [kind for kind, _ in itertools.groupby(kinds)]
+        is_around = order == [REFERENCES, LATENT, REFERENCES] and not found.beside
+        return kinds if is_known and (is_around or len(order) == len(set(kinds))) else []
+
+    def ahead(self, latent: OwnLatent, kinds: Sequence[str]) -> str:
+        """OwnLatent.ahead. Unproven if no argument has all of the references before the latent, and no others."""
+        before = tuple(range(kinds.index(LATENT)))
+        for name, value in self._call.named.items():
+            if isinstance(value, torch.Tensor) and value.ndim > 3:
+                tokens = replace(latent, ahead=name).tokens_ahead(self._call.named)
+                if self._by_images({name}).get(latent.stream) == before and tokens == len(before):
+                    return name
+        raise Unproven("references before and behind its latent are not arguments of their own")
+
+    def _by_latent(self, part: int, axis: int, index: int) -> Changed:
+        """What the values at this index of an axis change, of latent number `part`."""
+        x = self._call.x.clone()
+        self._call.parts(x)[part].select(axis, index).add_(1)
+        return self._changed(replace(self._call, x=x))
+
+    def _by_images(self, some: Collection[str] | None = None) -> Changed:
+        """Tokens that images change: tensors of four axes or more. `some`: in these arguments alone."""
+        named = dict(self._call.named)
+        for name, others in drawn(self._call, OTHER_IMAGES).named.items():
+            if some is None or name in some:
+                named[name] = pytree.tree_map(_other_image, named[name], others)
+        return self._changed(replace(self._call, named=named))
+
+    def _changed(self, call: Call) -> Changed:
+        """Rows that have other values in this call."""
+        now = streams_entering(self._runs, call)
+        if any(value.shape != self.first[stream].shape for stream, value in now.items()):
+            raise Unproven("it has other tokens for another latent of the same size")
+        differ = {stream: (value - self.first[stream]).abs().amax(dim=(0, 2)) for stream, value in now.items()}
+        rows = {stream: tuple(each.nonzero()[:, 0].tolist()) for stream, each in differ.items()}
+        return {stream: of_stream for stream, of_stream in rows.items() if of_stream}
+
+
+def _other_image(leaf: Any, another: Any) -> Any:
+    return another if isinstance(leaf, torch.Tensor) and leaf.ndim > 3 else leaf
+
+
 def grid_of(latent: OwnLatent, call: Call) -> tuple[int, ...]:
     """Tokens of the call's first latent along its axes."""
     sides = call.latents[0].shape[2:]
@@ -186,108 +283,18 @@ def companion_tokens(latent: OwnLatent, call: Call) -> int:
     return Companion(latent.companion, ()).tokens(shapes[1]) if len(shapes) > 1 else 0
 
 
-def reference_tokens(runs: Runs, blocks: Sequence[OwnBlock], latent: OwnLatent, call: Call) -> int:
+def reference_tokens(runs: Runs, latent: OwnLatent, call: Call) -> int:
     """Tokens of the call's references, if bands share them out."""
     if not latent.layout:
         return 0
     others = {WORDS: words_of(call), COMPANION: companion_tokens(latent, call), LATENT: math.prod(grid_of(latent, call))}
-    tokens = entering(runs, blocks, call)[latent.stream].shape[1]
+    tokens = streams_entering(runs, call)[latent.stream].shape[1]
     return tokens - sum(count for kind, count in others.items() if kind in latent.layout)
 
 
-def _hints(runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: Streams, found: _Raster) -> list[int]:
-    """Streams that enter beside the latent's and have a token for each of its tokens, which pictures in the call's arguments
-    change: bands share them out alike."""
-    changed = _changed(entering(runs, blocks, _with_other_pictures(call)), first)
-    beside = (stream for stream in entries_of(blocks)[0] if stream != found.stream)
-    all_rows = tuple(range(found.count))
-    return [stream for stream in beside if first[stream].shape[1] == found.count and changed.get(stream) == all_rows]
-
-
-class _Companions(NamedTuple):
-    """The second latent's tokens."""
-
-    stream: int
-    rows: tuple[int, ...]
-
-
-def _companion(
-    runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: Streams, found: _Raster
-) -> tuple[str, _Companions]:
-    """Pattern from the second latent to its tokens (Companion.pattern), and those. `found`: the first one's tokens. Unproven
-    if the second has some of those, or tokens that are not made of whole axes.
-
-    The pattern says how many tokens there are. That they are the second latent's, the bands show."""
-    sizes = call.latents[1].shape
-    stream, rows = _only(_rows_of(runs, blocks, call, 1, 0, 0, first), set(first))
-    if stream == found.stream and set(found.rows) & set(rows):
-        raise Unproven("its second latent is mixed into the first one's tokens before its blocks")
-    of_channels = [axis for axis in range(1, len(sizes)) if rows in _rows_of(runs, blocks, call, 1, axis, 0, first).values()]
-    of_tokens = [axis for axis in range(1, len(sizes)) if axis not in of_channels]
-    if not of_tokens or math.prod(sizes[axis] for axis in of_tokens) != len(rows):
-        raise Unproven("its second latent's tokens are mixed before its blocks")
-    names, tokens, channels = (
-        " ".join(f"a{axis}" for axis in axes) for axes in (range(1, len(sizes)), of_tokens, of_channels)
-    )
-    return f"b {names} -> b ({tokens}) ({channels})", _Companions(stream, rows)
-
-
-def _kinds(
-    runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: Streams, found: _Raster, companions: _Companions
-) -> list[str]:
-    """The kind of each token of the latent's stream (OwnLatent.layout), if references are among them: tokens that pictures
-    in the call's arguments change. Empty: there are none, or they do not follow each other, or others are not the text's."""
-    kinds = [WORDS] * first[found.stream].shape[1]
-    pictures = _changed(entering(runs, blocks, _with_other_pictures(call)), first).get(found.stream, ())
-    of_companion = companions.rows if companions.stream == found.stream else ()
-    for kind, rows in ((REFERENCES, pictures), (COMPANION, of_companion), (LATENT, found.rows)):
-        for row in rows:
-            kinds[row] = kind
-    if found.beside:
-        lines, columns = found.grid
-        stop, others = found.start + lines * (columns + found.beside), [REFERENCES] * found.beside
-        if kinds[found.start : stop] != ([LATENT] * columns + others) * lines or REFERENCES in kinds[stop:]:
-            return []
-        kinds[found.start : stop] = [LATENT] * found.count + others * lines
-    is_known = kinds.count(WORDS) in (0, words_of(call)) and REFERENCES in kinds
-    order = [kind for kind, _ in itertools.groupby(kinds)]
-    is_around = order == [REFERENCES, LATENT, REFERENCES] and not found.beside
-    return kinds if is_known and (is_around or len(order) == len(set(kinds))) else []
-
-
-def _ahead(
-    runs: Runs, blocks: Sequence[OwnBlock], call: Call, first: Streams, latent: OwnLatent, kinds: Sequence[str]
-) -> str:
-    """OwnLatent.ahead. Unproven if no argument has all of the references before the latent, and no others."""
-    before = tuple(range(kinds.index(LATENT)))
-    for name, value in call.named.items():
-        if isinstance(value, torch.Tensor) and value.ndim > 3:
-            changed = _changed(entering(runs, blocks, _with_other_pictures(call, {name})), first)
-            tokens = replace(latent, ahead=name).tokens_ahead(call.named)
-            if changed.get(latent.stream) == before and tokens == len(before):
-                return name
-    raise Unproven("references before and behind its latent are not arguments of their own")
-
-
-def _with_other_pictures(call: Call, some: Collection[str] | None = None) -> Call:
-    """The call with other values in tensors that have rows and columns: all of four axes or more. `some`: in these arguments
-    alone."""
-    drawn_anew = drawn(call, OTHER_PICTURES).named
-
-    def other(leaf: Any, another: Any) -> Any:
-        return another if isinstance(leaf, torch.Tensor) and leaf.ndim > 3 else leaf
-
-    changed = {
-        name: pytree.tree_map(other, value, drawn_anew[name])
-        for name, value in call.named.items()
-        if some is None or name in some
-    }
-    return replace(call, named={**call.named, **changed})
-
-
-def entering(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> dict[int, torch.Tensor]:
+def streams_entering(runs: Runs, call: Call) -> dict[int, torch.Tensor]:
     """The streams where they enter the blocks."""
-    prologue = _Prologue(blocks)
+    prologue = _Prologue(runs.blocks)
     try:
         runs.run(call, prologue)
     except _HasEntered:
@@ -295,29 +302,3 @@ def entering(runs: Runs, blocks: Sequence[OwnBlock], call: Call) -> dict[int, to
     except Exception as error:  # of any kind: its code is not known
         raise Unproven(f"it does not run in a trial of bands ({first_line(error)})") from error
     raise Unproven("not all of its streams enter its blocks")
-
-
-def _rows_of(
-    runs: Runs,
-    blocks: Sequence[OwnBlock],
-    call: Call,
-    part: int,
-    axis: int,
-    index: int,
-    first: Streams,
-) -> Changed:
-    """What the values at this index of an axis change, of latent number `part`."""
-    x = call.x.clone()
-    call.parts(x)[part].select(axis, index).add_(1)
-    return _changed(entering(runs, blocks, replace(call, x=x)), first)
-
-
-def _changed(now: Streams, first: Streams) -> Changed:
-    """Rows with other values than in `first`."""
-    if any(value.shape != first[stream].shape for stream, value in now.items()):
-        raise Unproven("it has other tokens for another latent of the same size")
-    rows = {
-        stream: tuple((value - first[stream]).abs().amax(dim=(0, 2)).nonzero()[:, 0].tolist())
-        for stream, value in now.items()
-    }
-    return {stream: of_stream for stream, of_stream in rows.items() if of_stream}

@@ -1,6 +1,6 @@
 """A class with fewer heads, and widths in proportion: what takes minutes at its own width takes seconds.
 
-What is found so is tried at the class's own width once.
+The result is then tried once at the class's own width.
 """
 
 import dataclasses
@@ -8,7 +8,8 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ FEWEST = 2
 MOST = 8
 """Times fewer heads, or narrower."""
 CHANNELS = {"model_channels": 64}
-"""Argument of UNets: channels of the first block, of which others have multiples."""
+"""Argument of UNets: channels of the first block. Other blocks have multiples of it."""
 
 
 def narrowed(own: OwnClass, call: Call, tensor: int) -> Iterator[tuple[OwnClass, Call, int]]:
@@ -82,23 +83,13 @@ def narrow_unet(unet: OwnClass) -> OwnClass:
     return dataclasses.replace(unet, arguments=json.dumps(arguments | (CHANNELS if set(CHANNELS) <= set(arguments) else {})))
 
 
-def widened(blocks: Sequence[OwnBlock], factor: int) -> list[OwnBlock]:
-    """Blocks of a narrower class, with so many times as many heads."""
-    return _with_heads(blocks, lambda heads: factor * heads)
-
-
-def narrowed_blocks(blocks: Sequence[OwnBlock], factor: int) -> list[OwnBlock]:
-    """The inverse of `widened`."""
-    return _with_heads(blocks, lambda heads: heads // factor)
-
-
-def _with_heads(blocks: Sequence[OwnBlock], of_heads: Callable[[int], int]) -> list[OwnBlock]:
-    return [
-        dataclasses.replace(
-            block, attention=tuple(dataclasses.replace(each, heads=of_heads(each.heads)) for each in block.attention)
-        )
-        for block in blocks
-    ]
+def widened(blocks: Sequence[OwnBlock], factor: int | Fraction) -> list[OwnBlock]:
+    """The blocks with `factor` times as many heads in their calls of attention: those of a class so many times wider."""
+    found = []
+    for block in blocks:
+        attention = (dataclasses.replace(each, heads=int(each.heads * factor)) for each in block.attention)
+        found.append(dataclasses.replace(block, attention=tuple(attention)))
+    return found
 
 
 def numbers_of_class(own: OwnClass) -> dict[str, int]:

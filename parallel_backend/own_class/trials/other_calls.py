@@ -8,26 +8,27 @@ from torch import nn
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, entry_of, numbers_of, smaller, with_numbers, words_of
 from parallel_backend.own_class.plans.proof import Tried
 from parallel_backend.own_class.trials.band_trial import why_not_in_bands
-from parallel_backend.own_class.trials.call_state import held
-from parallel_backend.own_class.trials.feature_trial import Sharing
-from parallel_backend.own_class.trials.held_against import RANKS
+from parallel_backend.own_class.trials.call_state import module_state
+from parallel_backend.own_class.trials.compared_runs import RANKS
+from parallel_backend.own_class.trials.feature_trial import TensorSharing
 from parallel_backend.own_class.trials.stage_trial import why_not_by_entry, why_not_staged
+from parallel_backend.own_class.trials.token_learning import are_cut
 from parallel_backend.own_class.trials.token_trial import ENDS, Size, why_not_cut
 
 ENOUGH = 3
-"""Other values of a number with which the class has to run, so that it can be said not to matter."""
+"""Other values of a number with which the class must run before the number is said not to matter."""
 
 
 def free_numbers(
-    model: nn.Module, best: Tried, call: Call, actual: Call, sharing: Sharing | None, sizes: Sequence[Size]
+    model: nn.Module, best: Tried, call: Call, actual: Call, sharing: TensorSharing | None, sizes: Sequence[Size]
 ) -> list[str]:
-    """Proof.numbers. They are changed together first, to unequal values, and one by one if that shows nothing."""
+    """Proof.numbers. All numbers are changed together first, to unequal values, and one by one if that proves nothing."""
     half = max(1, words_of(call) // 2)  # a number may be one of words
     values: dict[str, list[int | float]] = {}
     for name, number in numbers_of(call).items():
         tried = half, number // 2, number - 1, *(number + more for more in range(1, 4))
         others = dict.fromkeys(each for each in tried if each > 0 and each != number)
-        ran = [each for each in others if error_of(model, with_numbers(call, {name: each})) is None]
+        ran = [each for each in others if noted_run(model, drawn(with_numbers(call, {name: each}), 1)) is not None]
         if len(ran) >= ENOUGH:
             values[name] = ran[: ENOUGH + 1]
 
@@ -35,8 +36,8 @@ def free_numbers(
         for at in range(max(len(values[name]) for name in names)):
             numbers = {name: values[name][(at + place) % len(values[name])] for place, name in enumerate(names)}
             one, like = (with_numbers(each, numbers) for each in (call, actual))
-            before, noted = held(model), noted_run(model, drawn(one, 1))
-            if noted is None or held(model) != before:
+            before, noted = module_state(model), noted_run(model, drawn(one, 1))
+            if noted is None or module_state(model) != before:
                 return False
             with_tokens = [drawn(smaller(like, *size), 1) for size in sizes]
             if not is_proven(model, best, noted, like, sharing, with_tokens):
@@ -53,28 +54,28 @@ def is_proven(
     tried: Tried,
     noted: tuple[Call, Any],
     actual: Call,
-    sharing: Sharing | None,
+    sharing: TensorSharing | None,
     with_tokens: Sequence[Call],
     time: Sequence[float] = (),
 ) -> bool:
-    """Whether what is proven for other calls holds for one and the model's output, for `with_tokens` if tokens are cut, and
-    for bands of those like `actual`. If entries are proven on their own, one of them shows the last two.
+    """Whether a proof made with other calls also holds for these: a call and the model's output; the calls `with_tokens`, if
+    tokens are cut; and bands of calls like `actual`. If batch entries are proven alone, the last two have one entry.
 
-    With a `time`, that of the bands, the model is of the class's own width: its first and last rank are tried.
+    With a `time`, that of the bands, the first and the last rank alone are tried.
     """
-    proof, blocks, cut = tried
+    proof, blocks = tried
     if not proof.stages and why_not_staged(model, blocks, [noted]):
         return False
     if not proof.batch and len(noted[0].x) > 1 and why_not_by_entry(model, [noted]):
         return False
-    if sharing is not None and not sharing.why and sharing.why_not(noted[0]):
+    if sharing is not None and not sharing.why and sharing.why_not_for(noted[0]):
         return False
-    if isinstance(cut, str):
+    if not are_cut(blocks):
         return True
     if not proof.batch:
         actual, with_tokens = entry_of(actual, 0), [entry_of(each, 0) for each in with_tokens]
-    in_bands = proof.latent is None or not why_not_in_bands(model, cut, proof.latent, actual, *time)
-    return in_bands and not why_not_cut(model, blocks, cut, with_tokens, ENDS if time else range(RANKS))
+    in_bands = proof.latent is None or not why_not_in_bands(model, blocks, proof.latent, actual, *time)
+    return in_bands and not why_not_cut(model, blocks, with_tokens, ENDS if time else range(RANKS))
 
 
 def noted_run(model: nn.Module, call: Call) -> tuple[Call, Any] | None:
@@ -83,12 +84,3 @@ def noted_run(model: nn.Module, call: Call) -> tuple[Call, Any] | None:
         return call, call.run(model)
     except Exception:
         return None
-
-
-def error_of(model: nn.Module, call: Call) -> Exception | None:
-    """What the class raises for the call: exceptions of any kind, since its code is not known."""
-    try:
-        drawn(call, 1).run(model)
-    except Exception as error:
-        return error
-    return None

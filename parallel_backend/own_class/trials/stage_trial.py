@@ -1,6 +1,8 @@
 """Tries whether stages of one block each, and entries of the batch on their own, give what the whole model gives."""
 
 from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,13 +10,14 @@ from torch import nn
 
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
-from parallel_backend.own_class.calls.tried_calls import Call, distance, entry_of
-from parallel_backend.own_class.calls.unproven import Unproven, first_line
+from parallel_backend.own_class.calls.tried_calls import Call, entry_of
+from parallel_backend.own_class.calls.unproven import Unproven
+from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
 from parallel_backend.own_class.cuts.stages import StageBlocks, Wanted
+from parallel_backend.own_class.cuts.token_cut import TokenCut
+from parallel_backend.own_class.trials.comparison import difference, first_why_not
 
-TOLERANCE = 1e-5
-"""Largest difference between shared and whole, as a share of the largest value."""
-Wholes = Sequence[tuple[Call, Any]]
+WholeOutputs = Sequence[tuple[Call, Any]]
 """Calls, and the whole model's output for each."""
 
 
@@ -41,33 +44,35 @@ class Mailbox:
         return tensor.clone()
 
 
-def why_not_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: Wholes) -> str:
+def why_not_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: WholeOutputs) -> str:
     """Why stages are not proven, which are of one block each. Empty: they are."""
-    for call, whole in wholes:
-        mailbox, out = Mailbox(), None
-        for number in range(len(blocks)):
-            stage = StageBlocks(model, blocks, Span(number, number + 1), mailbox)
-            try:
-                out = call.run(stage.call, options=False)
-            except Unproven as unproven:
-                return str(unproven)
-            except Exception as error:  # of any kind, since its code is not known
-                return f"a stage does not run ({first_line(error)})"
-            finally:
-                stage.remove()
-        if not (far := distance(out, whole)) <= TOLERANCE:
-            return f"stages give another result (by {far:.1e} of the largest value)"
-    return ""
+    return first_why_not((partial(_by_stages, model, blocks, *each) for each in wholes), "a stage does not run")
 
 
-def why_not_by_entry(model: nn.Module, wholes: Wholes) -> str:
+def run_in_one(
+    model: nn.Module, blocks: Sequence[OwnBlock], call: Call, cut: TokenCut | None = None, add_up: Sum = own_sums
+) -> Any:
+    """The output of one stage with all blocks, without ComfyUI's transformer_options. `cut`: of its tokens. `add_up`: of
+    guided attention."""
+    with closing(StageBlocks(model, blocks, Span(0, len(blocks)), None, cut)) as stage:
+        stage.add_up = add_up
+        return call.run(stage.call, options=False)
+
+
+def _by_stages(model: nn.Module, blocks: Sequence[OwnBlock], call: Call, whole: torch.Tensor) -> str:
+    mailbox, out = Mailbox(), None
+    for number in range(len(blocks)):
+        with closing(StageBlocks(model, blocks, Span(number, number + 1), mailbox)) as stage:
+            out = call.run(stage.call, options=False)
+    return "stages return nothing" if out is None else difference("stages give another result", out, whole)
+
+
+def why_not_by_entry(model: nn.Module, wholes: WholeOutputs) -> str:
     """Why entries of the batch on their own are not proven. Empty: they are."""
-    for call, whole in wholes:
-        for entry in range(len(call.x)):
-            try:
-                far = distance(entry_of(call, entry).run(model, options=False), whole[entry : entry + 1])
-            except Exception as error:  # of any kind, since its code is not known
-                return f"a single entry of a batch does not run ({first_line(error)})"
-            if not far <= TOLERANCE:
-                return f"a single entry of a batch gives another result (by {far:.1e} of the largest value)"
-    return ""
+
+    def tried(call: Call, whole: torch.Tensor, entry: int) -> str:
+        out = entry_of(call, entry).run(model, options=False)
+        return difference("a single entry of a batch gives another result", out, whole[entry : entry + 1])
+
+    alone = (partial(tried, *each, entry) for each in wholes for entry in range(len(each[0].x)))
+    return first_why_not(alone, "a single entry of a batch does not run")

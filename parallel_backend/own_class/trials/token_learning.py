@@ -9,18 +9,26 @@ import torch
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
-from parallel_backend.own_class.calls.block_arguments import Arguments, by_place, tensor_places
-from parallel_backend.own_class.calls.token_rows import token_axes, token_count
+from parallel_backend.own_class.calls.block_arguments import Arguments, by_place, tensor_places, token_axes, token_count
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import attention_call, shares_keys
-from parallel_backend.own_class.trials.held_against import OTHER_MASK, RANKS, HeldAgainst, is_part
-from parallel_backend.own_class.trials.whole_run import WholeRun
+from parallel_backend.own_class.trials.compared_runs import OTHER_MASK, RANKS, ComparedRank, WholeRun
 
 HIDDEN = -1e4
 """What a mask adds at most where a key may not be seen."""
 
 
-class Learning(HeldAgainst):
+def without_token_cut(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
+    """The blocks without the cut of their tokens."""
+    return [replace(block, slices=(), attention=(), leaving=(), placed=()) for block in blocks]
+
+
+def are_cut(blocks: Sequence[OwnBlock]) -> bool:
+    """Whether the blocks have a cut of their tokens."""
+    return any(block.slices for block in blocks)
+
+
+class Learning(ComparedRank):
     """The last rank's run, from which the cut is learnt: `blocks` have it afterwards.
 
     `another`: a run of the whole with other numbers of tokens. `order`: the streams as tables of all tokens have them.
@@ -37,9 +45,8 @@ class Learning(HeldAgainst):
         ends: Sequence[int],
         placed: bool,
     ):
-        bare = [replace(block, slices=(), attention=(), leaving=(), placed=()) for block in blocks]
-        bare[-1] = replace(bare[-1], local=local)
-        super().__init__(bare, RANKS - 1, whole)
+        *others, last = without_token_cut(blocks)
+        super().__init__([*others, replace(last, local=local)], RANKS - 1, whole)
         self._another, self._order, self._ends, self._placed = another, order, ends, placed
         self._of_another: dict[int, int] = {}  # tokens of each stream there
         self._gone = 0  # streams that have left
@@ -126,12 +133,13 @@ class Learning(HeldAgainst):
             raise Unproven(f"{self.block.name} attends with a mask that adds other values than none and very negative ones")
 
     def _streams(self, own: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...] | None:
-        """The streams whose tokens these rows of the whole are, in order. Empty: all rows. None: they are no part of it."""
+        """The streams whose tokens these rows of the whole are, in order. Empty: all rows. None: they are not a part of
+        it."""
         present = self._present
         counts = range(len(present) + 1)
         for streams in itertools.chain.from_iterable(itertools.permutations(present, count) for count in counts):
             total = sum(self.tokens[stream] for stream in streams)
-            if (not streams or total == whole.shape[1]) and is_part(own, whole, self.own_rows(streams)):
+            if (not streams or total == whole.shape[1]) and self.has_rows_of(own, whole, streams):
                 return streams
         return None
 

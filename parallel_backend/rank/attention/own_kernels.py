@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parallel_backend.core.attention_kernels import SDPA
-from parallel_backend.own_class.cuts.attention_calls import AttentionCall, attention_call
+from parallel_backend.own_class.cuts.attention_calls import AttentionCall, Rows, attention_call
 
 from .context import AttentionContext
 from .sparse import Layout
@@ -76,7 +76,7 @@ class OwnKernels:
         def attend(q_BqhD: torch.Tensor, k_BkhD: torch.Tensor, v_BkhD: torch.Tensor) -> torch.Tensor:
             return self._in_full(call, q_BqhD, k_BkhD, v_BkhD, None)
 
-        return call.rule(attend, q_BQhD, k_BKhD, v_BKhD, queries_Q, keys_K)
+        return call.rule(attend, Rows(q_BQhD, k_BKhD, v_BKhD, queries_Q, keys_K))
 
     def compute(
         self,

@@ -17,12 +17,11 @@ from parallel_backend.core.spans import Span, split_units
 from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.built.built_class import BuiltClass
-from parallel_backend.own_class.built.headed import give_heads
-from parallel_backend.own_class.calls.call_arguments import OPTIONS, from_tensors, structure_of, timestep_of
-from parallel_backend.own_class.calls.call_form import run
+from parallel_backend.own_class.calls.call_arguments import OPTIONS, from_tensors, run_call, structure_of, timestep_of
 from parallel_backend.own_class.calls.unproven import Unproven
-from parallel_backend.own_class.cuts.idle_layers import IdleLayers
+from parallel_backend.own_class.cuts.shared_outputs import IdleLayers
 from parallel_backend.own_class.cuts.stages import StageBlocks, Wanted, pass_through
+from parallel_backend.own_class.cuts.tensor_plan import give_heads
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.own_kernels import OwnKernels
 from parallel_backend.rank.attention.rank_tokens import RankTokens
@@ -219,12 +218,12 @@ def own_forward(model: nn.Module, call: OwnCall, device: torch.device, dtype: to
     """The class's forward of this call."""
     tensors, structure = {name: each.to(device) for name, each in call.tensors.items()}, structure_of(call.tensors)
     x, timestep = call.x.to(device, dtype), timestep_of(call.timestep.to(device), structure)
-    return lambda: run(model, x, timestep, {OPTIONS: {}} | from_tensors(tensors, structure))
+    return lambda: run_call(model, x, timestep, {OPTIONS: {}} | from_tensors(tensors, structure))
 
 
 def leave_out(model: nn.Module, block: OwnBlock) -> None:
     """Have a block return what it gets, and take its values away."""
-    pass_through(model, block)
+    pass_through(model, [block])
     without_values(model.get_submodule(block.name))
 
 

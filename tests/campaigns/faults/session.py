@@ -29,7 +29,7 @@ from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import STALL_FACTOR, START_SECONDS
 from testing import mini
-from testing.polls import Cancelled, nothing
+from testing.models import Cancelled, nobody
 from testing.vaes import OnRanks, made_of, small_vae
 from tests.rank.test_lora import lora
 from tests.rank.test_vae import latent
@@ -182,7 +182,7 @@ class FaultSession:
         if fault.phase in ("start", "rendezvous"):
             self.registry.close()
         elif fault.phase in ("loading", "conditioning"):
-            self.registry.pool_for(self.devices(fault.degrees), nothing)
+            self.registry.pool_for(self.devices(fault.degrees), nobody)
             self.registry.unload()
         else:
             self.standard(fault.degrees)

@@ -18,7 +18,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from testing.emulated_device import EmulatedDevice
-from testing.polls import Cancelled, nothing
+from testing.models import Cancelled, nobody
 from testing.thread_ranks import thread_ranks
 
 from . import ledger
@@ -115,9 +115,9 @@ class States(RuleBasedStateMachine):
 
     def model(self, subject: Subject) -> RemoteTransformer:
         """As a node asks for it: loaded, with what is to be added to it."""
-        model = self.registry.model(subject.setup(self.world.devices), nothing)
+        model = self.registry.model(subject.setup(self.world.devices), nobody)
         added = self.added[subject]
-        model.adapt(added.name, subject.deltas(added), nothing, added.strengths)
+        model.adapt(added.name, subject.deltas(added), nobody, added.strengths)
         return model
 
     def look(self, look: Look) -> None:
@@ -206,7 +206,7 @@ class States(RuleBasedStateMachine):
         self.registry.begin_run()
         model = self.model(subject)
         self.opened[subject] = opened = Opened(model, model.open_run(), given)
-        model.watch_memory(opened.run, 2, True, nothing)
+        model.watch_memory(opened.run, 2, True, nobody)
 
     @rule(number=st.integers(0, 2), calls=st.integers(1, 2))
     @refusable
@@ -234,7 +234,7 @@ class States(RuleBasedStateMachine):
         if discards:
             opened.model.discard_run(opened.run)
         else:
-            opened.model.close_run(opened.run, nothing)
+            opened.model.close_run(opened.run, nobody)
         self.look(look)
 
     @rule(which=WHICH, given=GIVEN, rank=st.integers(0, 1), messages=st.integers(0, 12), look=LOOK)

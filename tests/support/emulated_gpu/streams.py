@@ -26,12 +26,14 @@ DEFAULT, WARN, ERROR = range(3)
 
 
 class _Here(threading.local):
-    """Of each thread: the current device, the current stream of each, the capture under way."""
+    """Of each thread: the current device, the current stream of each, the capture under way. `stops_are_errors`: in that
+    capture, by torch.cuda.set_sync_debug_mode, since a thread that captures stands in for a process."""
 
     def __init__(self) -> None:
         self.device = 0
         self.streams: dict[int, Stream] = {}
         self.capture: Any = None
+        self.stops_are_errors = False
 
 
 here = _Here()
@@ -227,11 +229,11 @@ def synchronize(device: Any = None) -> None:
 
 def stop(what: str) -> None:
     """An operation that has the host wait for the device. RuntimeError where torch.cuda.set_sync_debug_mode says so."""
-    mode, said = machine.sync_debug_mode, "called a synchronizing CUDA operation"
-    if mode == ERROR:
+    said = "called a synchronizing CUDA operation"
+    if here.stops_are_errors:
         raise RuntimeError(said)
     wait_of_host(what)
-    if mode == WARN:
+    if machine.sync_debug_mode == WARN:
         path, _, line = where(1).partition(" ")[0].rpartition(":")
         warnings.warn_explicit(said, UserWarning, str(ROOT / path), int(line))
 
@@ -244,7 +246,12 @@ def wait_of_host(what: str) -> None:
 
 
 def set_sync_debug_mode(mode: str | int) -> None:
-    machine.sync_debug_mode = MODES.index(mode) if isinstance(mode, str) else mode
+    number = MODES.index(mode) if isinstance(mode, str) else mode
+    if here.capture is None:
+        assert number != ERROR
+        machine.sync_debug_mode = number
+    else:
+        here.stops_are_errors = number == ERROR
 
 
 def ask_while_capturing() -> None:
