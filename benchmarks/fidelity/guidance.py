@@ -21,6 +21,12 @@ ELSEWHERE = (
     "Perturbed Attention",
 )
 """Nodes for other models, that do nothing on this one."""
+OF_PACKS = (
+    *("Skimmed CFG", "Skimmed CFG replace", "Skimmed CFG linear", "Skimmed CFG dual", "Skimmed CFG flip"),
+    *("Guidance Timestepping", "ScheduledCFGGuidance", "ScheduledCFGGuider"),
+    *("Difference CFG", "Difference CFG sum", "Dynamic Thresholding", "Dynamic Thresholding full", "CFG-Zero* (KJ)"),
+    *("Regional CFG", "Contrastive CFG", "Contrastive CFG after", "ScheduledPerpNegCFGGuider"),
+)
 
 
 def main() -> None:
@@ -33,12 +39,12 @@ def main() -> None:
     options = parser.parse_args()
     names = [*tables.PIXEL_WISE, *tables.WHOLE]
     if options.packs is not None:
-        names += [*tables.PACKS_PIXEL_WISE, *tables.PACKS_WHOLE]
+        names += OF_PACKS
     names = [name for name in names if name not in ELSEWHERE and (not options.only or name in options.only)]
     report, without = mini.Report(options), {}
     with studio(options.images, options.cfg, options.comfyui) as made_by:
         for name in (NONE, *names):
-            packs = options.packs if name in _of_packs() else None
+            packs = options.packs if name in OF_PACKS else None
             runs = {steps: runs_compared(steps, options.bands) for steps in options.steps}
             made = made_by.make([run for each in runs.values() for run in each], packs, name=name)
             for steps, each in runs.items():
@@ -47,10 +53,6 @@ def main() -> None:
                     to = without[steps] if run == (steps, 0) else made[steps, 0]
                     row = {"steps": steps, "node": name, "mode": named(steps, run)}
                     report(row | mini.judge(made[run], to, made_by.symbols))
-
-
-def _of_packs() -> tuple[str, ...]:
-    return tables.PACKS_PIXEL_WISE + tables.PACKS_WHOLE
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from typing import Any
 
 REPLIES = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "testing" / "comfyui" / "inside"))
+HERE = Path(__file__).resolve()
+sys.path[:0] = [str(HERE.parent / "inside"), str(HERE.parents[2] / "testing" / "comfyui" / "inside")]
 
 import boot  # noqa: E402
 import psutil  # noqa: E402

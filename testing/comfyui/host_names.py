@@ -13,18 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .host_syntax import (
-    PATCH,
-    PUTS,
-    TABLES,
-    PutFunctions,
-    constants,
-    is_attribute_of,
-    is_guider,
-    is_named,
-    keys_in,
-    patches_in,
-)
+from .host_syntax import PATCH, TABLES, constants, is_attribute_of, is_named, keys_in, patches_in
 
 NAMES = Path(__file__).parent / "names"
 CLASSES = {"wrappers": ("patcher_extension", "WrappersMP"), "callbacks": ("patcher_extension", "CallbacksMP")}
@@ -56,8 +45,6 @@ def host_names(checkout: Path) -> dict[str, Any]:
         "transformer_options": source.keys("transformer_options", ("comfy", "comfy_extras")),
         "model_options": source.keys("model_options", ("comfy", "comfy_extras"), NOT_ON_A_MODEL),
         "entries": source.entries(),
-        "guidance": source.functions(),
-        "guiders": source.guiders(),
         "samplers": source.samplers(),
     }
 
@@ -145,23 +132,6 @@ class Source:
         """Keys of a conditioning that decide where, when and how strongly ComfyUI evaluates it."""
         function = self.definitions("samplers")["get_area_and_mult"]
         return sorted({*keys_in(function, "conds"), "default", "control"})
-
-    def functions(self) -> list[str]:
-        """Functions that ComfyUI's nodes put around guidance and the model, as `name_of` (nodes/ui/other_nodes.py)."""
-        found: set[str] = set()
-        for path in self.files(("comfy_extras",)):
-            if PUTS.search(path.read_text(encoding="utf-8")):
-                put = PutFunctions(path.stem)
-                put.visit(self.tree(path))
-                found |= put.found
-        return sorted(found)
-
-    def guiders(self) -> list[str]:
-        """Classes of guiders."""
-        paths = [self.checkout / "comfy" / "samplers.py", *self.files(("comfy_extras",))]
-        kinds = ((path.stem, node) for path in paths for node in self.tree(path).body if isinstance(node, ast.ClassDef))
-        found = {f"{module}.{node.name}" for module, node in kinds if any(map(is_guider, node.bases))}
-        return sorted(found | {"samplers.CFGGuider"})
 
     def samplers(self) -> list[str]:
         """Functions of comfy that run a sampler's steps."""

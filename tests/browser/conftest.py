@@ -15,6 +15,15 @@ from tests.comfyui.conftest import base, bundled_workflows_models, comfyui, sess
 from tests.support import chromium
 from tests.support.requirements import missing
 
+PAGE = "http://pack.test/extensions/pack/js/"
+STAND_INS = {
+    "api.js": "export const api = Object.assign(new EventTarget(), { fetchApi: async () => ({}), clientId: 'me' });",
+    "app.js": """export const app = {
+        registerExtension: (extension) => { window.extension = extension },
+        extensionManager: { registerSidebarTab: (tab) => { window.tab = tab } },
+        ui: { settings: { getSettingValue: () => window.locale } },
+    };""",
+}
 SECONDS = 60
 """Limit of what the page does, for a machine whose cores are shared."""
 SETTINGS = chromium.SETTINGS | {"Comfy.Graph.CanvasInfo": False, "Comfy.Locale": "en", "Comfy.RightSidePanel.IsOpen": False}
@@ -37,6 +46,22 @@ def browser() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=path, args=flags)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def pack_page(browser) -> Iterator[Any]:
+    """A page at PAGE for the modules of web/js, with stand-ins for ComfyUI's."""
+    page = browser.new_page()
+
+    def served(route):
+        url = route.request.url
+        name = url.rsplit("/", 1)[1]
+        own = (PACK / "web" / "js" / name).read_text() if name and "/scripts/" not in url else ""
+        route.fulfill(body=STAND_INS.get(name, own), content_type="text/javascript" if name else "text/html")
+
+    page.route("http://pack.test/**", served)
+    yield page
+    page.close()
 
 
 @pytest.fixture(scope="module")

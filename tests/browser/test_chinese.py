@@ -1,37 +1,27 @@
 """The pack's texts in an editor in Chinese: tables of web/js, run by a browser without ComfyUI."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from scripts.comfyui_server import PACK
+from tests.browser.conftest import PAGE
 from tests.browser.said_texts import LINES, TOASTS, reasons
 
 pytestmark = [pytest.mark.browser]
 
-PAGE = "http://pack.test/"
 ENGLISH = re.compile(r"[a-z]{2,} (?:[a-z]+ )?[a-z]{2,}")
 """Words in a row, where a name is one word."""
 
 
 @pytest.fixture(scope="module")
-def chinese(browser) -> Iterator[Callable[[str, list[str]], list[str]]]:
+def chinese(pack_page) -> Callable[[str, list[str]], list[str]]:
     """`chinese(module, texts)`: what the module of web/js makes of each text, by the function that it is named for."""
-    page = browser.new_page()
-
-    def served(route):
-        name = route.request.url.removeprefix(PAGE)
-        body, kind = ((PACK / "web" / "js" / name).read_text(), "text/javascript") if name else ("", "text/html")
-        route.fulfill(body=body, content_type=kind)
-
-    page.route(f"{PAGE}**", served)
-    page.goto(PAGE)
+    pack_page.goto(PAGE)
     functions = {"chinese_lines": "chinese", "chinese_toasts": "chineseToast"}
-    yield lambda module, texts: page.evaluate(
+    return lambda module, texts: pack_page.evaluate(
         f"async texts => texts.map((await import('{PAGE}{module}.js')).{functions[module]})", texts
     )
-    page.close()
 
 
 def is_translated(text: str, chinese: str) -> bool:

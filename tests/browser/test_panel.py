@@ -1,24 +1,15 @@
 """The panel of ranks and the lines on nodes, in both languages: modules of web/js on a page with stand-ins for ComfyUI's."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from scripts.comfyui_server import PACK
+from tests.browser.conftest import PAGE
 
 pytestmark = [pytest.mark.browser]
 
-PAGE = "http://pack.test/extensions/pack/js/"
-STAND_INS = {
-    "api.js": "export const api = Object.assign(new EventTarget(), { fetchApi: async () => ({}), clientId: 'me' });",
-    "app.js": """export const app = {
-        registerExtension: (extension) => { window.extension = extension },
-        extensionManager: { registerSidebarTab: (tab) => { window.tab = tab } },
-        ui: { settings: { getSettingValue: () => window.locale } },
-    };""",
-}
 SEND = "([name, detail]) => window.api.dispatchEvent(new CustomEvent(name, { detail }))"
 RUNS = [f"Parallel DiT: {number}.5 s, 0.{number} s a step\nexact, on {number} ranks" for number in range(2, 9)]
 
@@ -50,22 +41,12 @@ STATE = {"pools": [{"ranks": RANKS, "models": MODELS, "links": LINKS, "notes": [
 
 
 @pytest.fixture(scope="module")
-def opened(browser) -> Iterator[Callable[[str, str], Any]]:
+def opened(pack_page) -> Callable[[str, str], Any]:
     """`opened(module, locale)`: a page on which this module of web/js has been set up."""
-    page = browser.new_page()
-
-    def served(route):
-        name = route.request.url.rsplit("/", 1)[1]
-        body = (
-            STAND_INS[name] if "/scripts/" in route.request.url else (PACK / "web" / "js" / name).read_text() if name else ""
-        )
-        route.fulfill(body=body, content_type="text/javascript" if name else "text/html")
-
-    page.route("http://pack.test/**", served)
 
     def open_module(module: str, locale: str) -> Any:
-        page.goto(PAGE)
-        page.evaluate(
+        pack_page.goto(PAGE)
+        pack_page.evaluate(
             """async ([module, locale]) => {
                 window.locale = locale;
                 window.api = (await import("/scripts/api.js")).api;
@@ -75,10 +56,9 @@ def opened(browser) -> Iterator[Callable[[str, str], Any]]:
             }""",
             [module, locale],
         )
-        return page
+        return pack_page
 
-    yield open_module
-    page.close()
+    return open_module
 
 
 def panel(opened: Callable[[str, str], Any], locale: str) -> Any:

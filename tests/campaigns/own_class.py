@@ -7,18 +7,17 @@ the native latents' largest value, or the refusal.
 """
 
 import argparse
+import contextlib
 import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import measuring
 from scripts.comfyui_server import find_python
 from testing.comfyui.scripted import ComfyUI, Inside
+from tests.comfyui.conftest import SCRIPTS
 from tests.comfyui.test_own_classes import CLASSES, NEWER, UNETS
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "comfyui" / "inside"
-Row = dict[str, Any]
+from .result import keep
 
 
 def main() -> None:
@@ -27,37 +26,24 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="names of cases")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    checkout = options.comfyui.resolve()
+    checkout, rows = options.comfyui.resolve(), []
     comfyui = ComfyUI(checkout, find_python(checkout))
-    newer = [name for name, kind in NEWER.items() if comfyui.has_class(kind)]
-    classes = [name for name in (*UNETS, *CLASSES, *newer) if not options.only or name in options.only]
-    head = {"what": "own_class", "date": date.today().isoformat(), "hardware": measuring.hardware()}
-    rows: list[Row] = []
-
-    def add(found: dict[str, Any]) -> None:
-        """Rows are kept at once: a run of all cases takes more than an hour."""
-        rows.extend(rows_of(found))
-        measuring.report(head | {"rows": rows}, options.out)
-
+    classes = *UNETS, *CLASSES, *(name for name, kind in NEWER.items() if comfyui.has_class(kind))
     with tempfile.TemporaryDirectory() as directory:
-        base = Path(directory)
-        (base / "models" / "diffusion_models").mkdir(parents=True)
-        inside = Inside(comfyui, base, SCRIPTS)
-        try:
-            for name in classes:
-                add(inside.run("own_classes", names=[name])[0])
-        finally:
-            inside.close()
+        (Path(directory) / "models" / "diffusion_models").mkdir(parents=True)
+        with contextlib.closing(Inside(comfyui, Path(directory), SCRIPTS)) as inside:
+            for name in [name for name in classes if not options.only or name in options.only]:
+                found, _ = inside.run("own_classes", names=[name])
+                rows += [row(case, each) for case, each in found.items()]
+                print(*rows[-len(found) :], sep="\n", flush=True)
+                keep(options.out, rows=rows)  # at once: a run of all cases takes more than an hour
 
 
-def rows_of(found: dict[str, Any]) -> list[Row]:
-    """A row for each mode of a case."""
-    rows: list[Row] = []
-    for name, each in found.items():
-        case, _, mode = name.rpartition(", ")
-        told = {"share": each} if not isinstance(each, dict) else {"refused": each["error"]} if "error" in each else each
-        rows.append({"case": case, "mode": mode} | told)
-    return rows
+def row(name: str, found: Any) -> dict[str, Any]:
+    """Of a mode of a case."""
+    case, _, mode = name.rpartition(", ")
+    told = {"share": found} if not isinstance(found, dict) else {"refused": found["error"]} if "error" in found else found
+    return {"case": case, "mode": mode} | told
 
 
 if __name__ == "__main__":

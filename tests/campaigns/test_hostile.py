@@ -4,9 +4,6 @@ import pytest
 
 from tests.campaigns.fuzz.runner import run
 from tests.campaigns.hostile.__main__ import KINDS
-from tests.campaigns.hostile.loras import loras
-from tests.campaigns.hostile.verdict import check
-from tests.comfyui.conftest import comfyui  # noqa: F401 (a fixture)
 
 SEED = 1
 
@@ -18,19 +15,3 @@ def test_files_are_named_or_run(kind, count):
         report = run(kind, make, count, SEED)
     assert not report.defects, next(iter(report.defects.values()))
     assert {"refused", "run"} <= set(report.outcomes), report
-
-
-@pytest.mark.full
-@pytest.mark.comfyui
-def test_lora_files_are_named_or_right(comfyui, tmp_path):  # noqa: F811
-    with loras(comfyui, tmp_path) as make:
-        report = run("LoRA", make, 16, SEED)
-    assert not report.defects, next(iter(report.defects.values()))
-    assert {"refused", "run"} <= set(report.outcomes), report
-
-
-@pytest.mark.parametrize("text", ["x", "model: \x1b[2J", "model: " + "x" * 3000])
-def test_an_error_without_a_widget_or_with_what_acts_on_a_terminal_is_a_defect(text):
-    check(ValueError("model: x"), "model: ")
-    with pytest.raises(AssertionError):
-        check(ValueError(text), "model: ")

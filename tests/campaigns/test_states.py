@@ -1,19 +1,13 @@
-"""A short run of `python -m tests.campaigns.states`, and planted faults that it finds."""
+"""Short runs of `python -m tests.campaigns.states`."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from parallel_backend.client.memory_guard import MemoryGuard
-from parallel_backend.rank.engine import Engine
-from parallel_backend.rank.stage.module_cache import ModuleCache
 from tests.campaigns.states.machine import World, make_world
 from tests.campaigns.states.trial import trial
 
 pytestmark = pytest.mark.threads
-
-EXAMPLES = 200
-"""Within which a planted fault has to be found."""
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +27,3 @@ def test_for_longer(world: World):
     found = trial(world, examples=100, steps=20, seed=1)
     assert not found.said, found.said
     assert {"room for all", "room for one", "refused"} <= found.happened.keys()
-
-
-PLANTED = {
-    "modules' outputs stay after a merge": (ModuleCache, "forget"),
-    "a run that is given up still counts": (MemoryGuard, "forget"),
-    "a prompt that was dropped is kept by its ranks": (Engine, "drop_conditioning"),
-}
-"""Methods that do nothing then: what a first event leaves, a second one meets."""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("owner", "method"), PLANTED.values(), ids=PLANTED)
-def test_a_planted_fault_is_found(world: World, monkeypatch, owner, method):
-    monkeypatch.setattr(owner, method, lambda *_given: None)
-    assert trial(world, EXAMPLES, steps=15, seed=1).said

@@ -23,8 +23,8 @@ from parallel_backend.rank.stage.lora import Adapters
 from testing import mini
 from testing.emulated_device import EmulatedDevice
 from testing.models import nobody, on_ranks
-from tests.conftest import Pools
 from tests.rank.test_lora import diffs, lora
+from tests.support.pools import Pools
 
 pytestmark = [pytest.mark.threads, pytest.mark.slow]
 

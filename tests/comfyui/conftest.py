@@ -6,6 +6,7 @@ The test process imports nothing of ComfyUI: it starts ComfyUI's own Python, whi
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -53,8 +54,7 @@ def base(tmp_path_factory) -> Path:
     models, loras, inputs = (base / name for name in ("models/diffusion_models", "models/loras", "input"))
     for folder in (models, loras, inputs):
         folder.mkdir(parents=True)
-    whole = mini.save(mini.random_model(mini.IN_COMFYUI), models / "tiny.safetensors").read_bytes()
-    (models / "truncated.safetensors").write_bytes(whole[: len(whole) // 2])
+    mini.save(mini.random_model(mini.IN_COMFYUI), models / "tiny.safetensors")
     sd3_file.write(models / "tiny-sd3.safetensors")
     save_file({"encoder.conv_in.weight": torch.zeros(4, 3, 3, 3)}, models / "vae.safetensors")
     latent = {"latent_tensor": torch.ones(1, 4, 16, 16), "latent_format_version_0": torch.tensor([])}
@@ -82,16 +82,37 @@ def bundled_workflows_models(base) -> None:
     standins.write(base / "models")
 
 
+class Found(dict):
+    """By case what a script found. AssertionError for a case that raised."""
+
+    def __getitem__(self, case: str) -> Any:
+        got = super().__getitem__(case)
+        assert not isinstance(got, dict) or "error" not in got, got.get("traceback", got)
+        return got
+
+    def error(self, case: str) -> str:
+        """Class and text of what the case raised."""
+        return super().__getitem__(case)["error"]
+
+
+class Scripts(Inside):
+    """Whose scripts give a Found."""
+
+    def run(self, script: str, **named: Any) -> tuple[Found, str]:
+        found, said = super().run(script, **named)
+        return Found(found), said
+
+
 @pytest.fixture(scope="session")
-def inside(comfyui, base) -> Iterator[Inside]:
-    inside = Inside(comfyui, base, SCRIPTS)
+def inside(comfyui, base) -> Iterator[Scripts]:
+    inside = Scripts(comfyui, base, SCRIPTS)
     yield inside
     inside.close()
 
 
 @pytest.fixture(scope="module")
-def found(request, inside) -> dict:
-    """What the script found that has the test file's name: by case what it gave, or {"error": text}."""
+def found(request, inside) -> Found:
+    """What the script found that has the test file's name."""
     return inside.run(request.path.stem.removeprefix("test_"))[0]
 
 

@@ -73,7 +73,7 @@ class Graph:
 
     def mask(self) -> Link:
         """In the middle, over several bands."""
-        background, hole = (self.add("SolidMask", value=value, width=128, height=128) for value in (0.0, 1.0))
+        background = self.add("SolidMask", value=0.0, width=128, height=128)
         hole = self.add("SolidMask", value=1.0, width=64, height=72)
         return self.add("MaskComposite", destination=background, source=hole, x=24, y=32, operation="add")
 
@@ -96,22 +96,13 @@ class Graph:
         """Something to start from; of the native model, so that all start from the same."""
         return self.ksampler(model, seed=7, steps=6)
 
-    def custom(
-        self,
-        model: Link,
-        guider: Link,
-        latent: Link | None = None,
-        denoise: float = 1.0,
-        slot: int = 0,
-        steps: int = STEPS,
-    ) -> Link:
-        """SamplerCustomAdvanced's output `slot`."""
+    def custom(self, model: Link, guider: Link, latent: Link, denoise: float) -> Link:
+        """SamplerCustomAdvanced's output."""
         return self.add(
             "SamplerCustomAdvanced",
-            slot,
             noise=self.add("RandomNoise", noise_seed=SEED),
             guider=guider,
             sampler=self.add("KSamplerSelect", sampler_name="dpmpp_2m"),
-            sigmas=self.add("BasicScheduler", model=model, scheduler="simple", steps=steps, denoise=denoise),
-            latent_image=latent or self.empty(),
+            sigmas=self.add("BasicScheduler", model=model, scheduler="simple", steps=STEPS, denoise=denoise),
+            latent_image=latent,
         )

@@ -1,91 +1,39 @@
-"""Tiny random files under the names that the bundled workflows use, in the key layouts of the real ones.
+"""Files under the names that the bundled workflows use, and a text encoder and a VAE in the layouts of the real ones."""
 
-Transformers are diffusers' own classes. A VAE is a decoder alone and a quarter as wide, which ComfyUI reads from it.
-Text encoders have the real number of layers and vocabulary; `tiny_encoders` makes ComfyUI read their widths.
-"""
-
+import json
 from pathlib import Path
 
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from scripts.comfyui_server import PACK
+from scripts.graphs.published import NOT_PUBLISHED
 from testing import mini
-from testing.comfyui import sd3_file
 
 Tensors = dict[str, torch.Tensor]
 ENCODERS_PACK = Path(__file__).parent / "tiny_encoders"
 CLIP_WIDTH, T5_WIDTH = 64, 16
 T5_OUTPUT = 4096
 """What `tiny_encoders` pads T5's output to."""
-FLUX = mini.IN_COMFYUI | {
-    "context_width": T5_OUTPUT,
-    "pooled_width": CLIP_WIDTH,
-    "double_blocks": 1,
-    "single_blocks": 2,
-}
-
-
-PLACEHOLDERS = {  # of workflows that are not run with files: ComfyUI only lists them
-    "diffusion_models": (
-        "PixArt-Sigma-XL-2-2K-MS",
-        "krea2_turbo_fp8_scaled",
-        "flux2_dev_fp8mixed",
-        "z_image_turbo_bf16",
-        "qwen_image_edit_2511_fp8mixed",
-        "qwen_image_2.1_int8_convrot",
-        "wan2.2_t2v_high_noise_14B_fp8_scaled",
-        "wan2.2_t2v_low_noise_14B_fp8_scaled",
-        "minimax_h3_fl2va_pruned_int8_convrot",
-        "fastvideo_fasth3_8step_v2_pruned_int8_convrot",
-    ),
-    "checkpoints": ("ltx-2.3-22b-distilled-fp8",),
-    "text_encoders": (
-        "qwen3vl_4b_fp8_scaled",
-        "mistral_3_small_flux2_fp8",
-        "qwen_3_4b",
-        "qwen_2.5_vl_7b_fp8_scaled",
-        "qwen3vl_8b_int8_convrot",
-        "umt5_xxl_fp8_e4m3fn_scaled",
-        "gemma_3_12B_it_fp4_mixed",
-        "qwen3vl_32b_minimax_h3_nvfp4_awq",
-    ),
-    "vae": (
-        "qwen_image_vae",
-        "flux2-vae",
-        "qwen_image_2.1_vae_bf16",
-        "wan_2.1_vae",
-        "minimax_h3_video_vae_fp16",
-        "minimax_h3_audio_vae_fp32",
-    ),
-}
+FLUX = {"context_width": T5_OUTPUT, "pooled_width": CLIP_WIDTH, "double_blocks": 1, "single_blocks": 2, "guidance": True}
 
 
 def write(models: Path) -> None:
-    """All files, below ComfyUI's `models` folder: 150 MB, mostly vocabularies and the projection of 4,096-wide text."""
-    for folder, names in PLACEHOLDERS.items():
-        (models / folder).mkdir(parents=True, exist_ok=True)
-        for name in names:
-            if not (path := models / folder / f"{name}.safetensors").exists():
-                path.touch()
+    """Every file below ComfyUI's `models` folder, which only lists most of them; those of Flux.1 dev can be run."""
+    for path in (PACK / "workflows").glob("*.json"):
+        for node in json.loads(path.read_text())["nodes"]:
+            for model in node["properties"].get("models", ()):
+                (models / model["directory"]).mkdir(parents=True, exist_ok=True)
+                (models / model["directory"] / model["name"]).touch()
+    for name in NOT_PUBLISHED:
+        folder = "loras" if "style" in name else "vae" if "vae" in name else "diffusion_models"
+        (models / folder / name).touch()
     Image.new("RGB", (64, 64), "teal").save(models.parent / "input" / "example.png")
-    transformers, encoders, vaes = (models / name for name in ("diffusion_models", "text_encoders", "vae"))
-    for folder in (transformers, encoders, vaes):
-        folder.mkdir(parents=True, exist_ok=True)
-    for name, guidance in {"flux1-schnell": False, "flux1-dev": True}.items():
-        config = FLUX | {"guidance": guidance}
-        mini.save(mini.random_model(config), transformers / f"{name}.safetensors")
-    (models / "loras").mkdir(exist_ok=True)
-    layer, width = "diffusion_model.double_blocks.0.img_attn.proj", FLUX["width"]
-    lora = {f"{layer}.lora_A.weight": torch.ones(4, width), f"{layer}.lora_B.weight": torch.ones(width, 4)}
-    save_file(lora, models / "loras" / "flux_style.safetensors")
-    sd3_file.write(transformers / "sd3.5_large.safetensors", T5_OUTPUT, 2 * CLIP_WIDTH)
-    save_file(clip(layers=12), encoders / "clip_l.safetensors")
-    save_file(clip(layers=32), encoders / "clip_g.safetensors")
-    save_file(t5(), encoders / "t5xxl_fp8_e4m3fn.safetensors")
-    for name in ("ae", "sd3.5_vae"):
-        save_file(vae(channels=16), vaes / f"{name}.safetensors")
-    save_file(vae(channels=4) | {"post_quant_conv.weight": torch.eye(4)[:, :, None, None]}, vaes / "sdxl_vae.safetensors")
+    mini.save(mini.random_model(mini.IN_COMFYUI | FLUX), models / "diffusion_models" / "flux1-dev.safetensors")
+    save_file(clip(), models / "text_encoders" / "clip_l.safetensors")
+    save_file(t5(), models / "text_encoders" / "t5xxl_fp8_e4m3fn.safetensors")
+    save_file(vae(channels=16), models / "vae" / "ae.safetensors")
 
 
 class Random:
@@ -109,12 +57,12 @@ class Random:
             self.tensors[f"{name}.bias"] = torch.zeros(width)
 
 
-def clip(layers: int) -> Tensors:
-    """transformers' CLIPTextModelWithProjection, as clip_l and clip_g files have it."""
+def clip() -> Tensors:
+    """transformers' CLIPTextModelWithProjection, as clip_l files have it."""
     width, random = CLIP_WIDTH, Random()
     random.weight("text_model.embeddings.token_embedding", 49408, width, scale=1.0)
     random.weight("text_model.embeddings.position_embedding", 77, width, scale=0.1)
-    for index in range(layers):
+    for index in range(12):
         layer = f"text_model.encoder.layers.{index}"
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
             random.layer(f"{layer}.self_attn.{name}", width, width)

@@ -4,7 +4,6 @@ import pytest
 
 pytestmark = pytest.mark.comfyui
 
-NAME = "qwen-image"
 STEPS, LIMIT = 3, 5e-5
 ROUNDING = 2e-6
 """Of a sample's largest value: how far from the native one it may be if that is more than LIMIT."""
@@ -15,31 +14,20 @@ SIDE_BY_SIDE = (
 )
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    inside.run("small_files", names=[NAME])
-    return inside.run("concurrent_conds", name=NAME)[0]
-
-
-def got(found: dict, case: str) -> dict:
-    assert "error" not in found[case], found[case]["traceback"]
-    return found[case]
-
-
 def test_two_replicas_share_the_prompts(found, measured):
     """Bit for bit what one replica gave, one call after the other, and ComfyUI's own model's picture."""
-    result = got(found, "KSampler, 2")
+    result = found["KSampler, 2"]
     assert result["same"] == 0.0
     assert result["one by one"]["micro-steps"] == [2 * STEPS, 0]
     assert result["one by one"]["shared"] == 0.0
     assert result["micro-steps"] == [STEPS, STEPS]
     assert result["shared"] > 0.0
-    measured(f"ComfyUI parity, prompts side by side, {NAME}", result["native"])
+    measured("ComfyUI parity, prompts side by side", result["native"])
     assert result["native"] <= max(LIMIT, ROUNDING * result["largest"])
 
 
 def test_a_conditioning_stays_on_its_replica_in_bands(found):
-    one, two = (got(found, f"PipeFusion, {replicas}") for replicas in (1, 2))
+    one, two = (found[f"PipeFusion, {replicas}"] for replicas in (1, 2))
     assert one["same"] == two["same"] == two["one replica"] == 0.0
     steps = 2 * (1 + 2 * (STEPS - 1))  # micro-steps of two calls, in two bands or whole
     assert one["micro-steps"] == [steps, steps]
@@ -50,7 +38,7 @@ def test_a_conditioning_stays_on_its_replica_in_bands(found):
 
 @pytest.mark.parametrize(("case", "calls", "apart"), SIDE_BY_SIDE)
 def test_what_is_evaluated_side_by_side(found, case, calls, apart):
-    result = got(found, case)
+    result = found[case]
     assert result["same"] == 0.0
     assert result["micro-steps"] == [STEPS * count for count in calls]
     assert result["one by one"]["micro-steps"] == [STEPS * count for count in apart]
@@ -59,7 +47,7 @@ def test_what_is_evaluated_side_by_side(found, case, calls, apart):
 
 def test_one_picture_without_guidance_says_what_to_set_instead(found):
     """Once in a run, which has three steps."""
-    told = got(found, "cfg 1")["told"]
+    told = found["cfg 1"]["told"]
     assert len(told) == 1
     assert "only 1 of 2 copies" in told[0]
     assert "Raise batch_size" in told[0]
@@ -67,12 +55,12 @@ def test_one_picture_without_guidance_says_what_to_set_instead(found):
 
 
 def test_another_packs_wrapper_sees_the_whole_evaluation_once(found):
-    seen = got(found, "another pack's wrapper")["seen"]
+    seen = found["another pack's wrapper"]["seen"]
     assert seen == [[True, True]] * (2 * STEPS)  # one by one, and side by side
 
 
 def test_another_packs_model_function_has_the_calls_one_after_the_other(found):
-    result = got(found, "another pack's model function")
+    result = found["another pack's model function"]
     assert result["micro-steps"] == result["one by one"]["micro-steps"] == [2 * STEPS, 0]
     assert result["same"] == 0.0
     assert len(result["told"]) == 1
@@ -80,8 +68,8 @@ def test_another_packs_model_function_has_the_calls_one_after_the_other(found):
 
 
 def test_an_error_in_the_second_call_is_that_calls(found):
-    assert found["error in the second call"]["error"].startswith("ValueError: positive, negative:")
+    assert found.error("error in the second call").startswith("ValueError: positive, negative:")
 
 
 def test_cancel_ends_both_calls(found):
-    assert got(found, "cancelled") == {"raised": "InterruptProcessingException", "posted": 6}
+    assert found["cancelled"] == {"raised": "InterruptProcessingException", "posted": 6}

@@ -14,7 +14,6 @@ def test_files_are_computed_in_what_comfyui_would(found, card):
     """But for a file in a dtype that both the card and the model can be computed in: that one stays, where ComfyUI takes the
     one that it likes best (Wan's bf16 files in fp16)."""
     got = found[card]
-    assert "error" not in got, got
     halves, by_torch = got.pop("halves")
     assert by_torch == halves
     for what, (theirs, ours, stays) in got.items():
@@ -24,7 +23,6 @@ def test_files_are_computed_in_what_comfyui_would(found, card):
 
 def test_attention_auto_is_what_comfyui_was_started_with(found):
     chosen = found["attention"]
-    assert "error" not in chosen, chosen
     said = {name: words for name, (_, *words) in chosen.items()}
     assert {name: took for name, (took, *_) in chosen.items()} == {
         "as started": "auto",  # on a CPU: nothing that anybody chose
@@ -56,9 +54,9 @@ def test_what_this_comfyui_runs_on_and_how_it_was_started(found):
 
 @pytest.mark.parametrize(("kind", "what"), [("mps", "an Apple GPU"), ("xpu", "an Intel GPU")])
 def test_the_loader_refuses_what_it_has_no_ranks_on(found, kind, what):
-    error = found[f"loader on {kind}"]["error"]
+    error = found.error(f"loader on {kind}")
     assert error.startswith(f"ValueError: devices: ComfyUI runs on {what}")
-    assert found["loader on cuda"]["error"].startswith(
+    assert found.error("loader on cuda").startswith(
         "ValueError: devices: pipefusion_degree 2 needs 2 GPUs, but ComfyUI shows 0 on this machine"
     )
 

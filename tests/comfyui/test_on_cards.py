@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from testing.comfyui.scripted import Inside
-from tests.comfyui.conftest import SCRIPTS, asked, mostly_full
+from tests.comfyui.conftest import SCRIPTS
 
-pytestmark = pytest.mark.comfyui
+pytestmark = [pytest.mark.comfyui, pytest.mark.full]
 
 CASES = ("LoRA", "ControlNet pipefusion", "VAE")
 """Over tokens, in bands, and bands of a VAE. Other modes on cards are in tests/emulated."""
 
 
 @pytest.fixture(scope="module")
-def found(request, comfyui, base, tmp_path_factory) -> dict:
+def found(comfyui, base, tmp_path_factory) -> dict:
     """What came of the cases with ComfyUI on the first card, and what was noted of the cards."""
     folder: Path = tmp_path_factory.mktemp("cards")
     (folder / "cards").write_text("ADA ADA")
@@ -22,17 +22,16 @@ def found(request, comfyui, base, tmp_path_factory) -> dict:
     environment = {"PARALLEL_DIT_FIRST": "tests.support.emulated_gpu.comfyui", "PARALLEL_DIT_EMULATED_GPUS": str(folder)}
     inside = Inside(comfyui, base, SCRIPTS, ["--disable-dynamic-vram"], environment)
     try:
-        results = inside.run("on_cards", skip=set(CASES) - asked(request, "case"))[0]
+        results = inside.run("on_cards")[0]
     finally:
         inside.close()
     assert results.pop("device") == "cuda:0"
     return results | {"violations": (folder / "violations").read_text()}
 
 
-@pytest.mark.parametrize("case", mostly_full(CASES, ["ControlNet pipefusion", "VAE"]))
+@pytest.mark.parametrize("case", CASES)
 def test_ranks_on_cards_give_what_cpu_ranks_give(found, case):
     """Nothing is noted of the cards, and Unload leaves nothing on them."""
     result, violations = found[case], found["violations"]
-    assert "error" not in result, result.get("traceback")
     assert result == {"difference": 0.0, "devices": ["cpu", "cpu", "cuda:0", "cuda:1"], "left": [0, 0]}
     assert not violations, violations[:4000]

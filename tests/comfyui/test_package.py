@@ -5,11 +5,9 @@ Its ranks are spawned, as users' are; those of the other tests' ComfyUI are fork
 
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from scripts.comfyui_server import ComfyUIServer
-from tests.comfyui.conftest import ranks
 from tests.comfyui.test_server import pixels, small
 from tests.support.package_files import install
 
@@ -34,15 +32,3 @@ def test_the_package_runs_from_any_folder(server):
     assert {"ParallelDiTLoader", "PipeFusionSampler", "ParallelDoctor", "ParallelTrace", "ParallelVAEDecode"} <= ours
     assert not (server.base / "custom_nodes" / FOLDER).is_symlink()
     assert not (server.base / "custom_nodes" / FOLDER / "tests").exists()
-
-
-def test_killed_server_leaves_no_rank(server):
-    """SIGKILL: nothing in the server runs any more that could end them, so they notice by themselves."""
-    outcome = server.run(small(seed=6))
-    assert outcome.status == "success", outcome.error
-    left = ranks(server)
-    assert len(left) == 2
-    server.process.kill()
-    server.process.wait()
-    _, alive = psutil.wait_procs(left, timeout=10)
-    assert not alive

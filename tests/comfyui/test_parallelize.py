@@ -9,8 +9,6 @@ LIMIT = 2e-5
 SAID = {
     "written": "a node has changed the weights of ComfyUI's model (double_blocks.1.img_mlp.0.weight)",
     "other_forward": "a node has replaced 'single_blocks.0' of ComfyUI's model by parallelize.main.<locals>.other_forward",
-    "inner_patch": "model: another 'diffusion_model.single_blocks.0' (Identity of torch.nn.modules.linear) cannot be",
-    "other_gpus": "model: ComfyUI's MultiGPU CFG Split",
     "GGUF, loader not known": "model: this MODEL's file is unknown",
     "made_elsewhere": "model: this MODEL is made by parallelize.main.<locals>.written, which this pack does not know",
     "second_file": "model: its loader adds weights of a second file (vace.safetensors)",
@@ -19,45 +17,36 @@ SAID = {
 }
 
 
-def result(found, case):
-    assert "error" not in found[case], found[case].get("traceback")
-    return found[case]
-
-
 @pytest.mark.parametrize("case", ["nothing", "two LoRAs", "wrappers and options", "merge"])
 def test_nodes_before_and_behind_it_do_what_they_do_behind_the_loader(found, case):
-    assert result(found, case) == {"behind": 0.0, "ahead": 0.0, "native loaded": False}
-
-
-def test_a_controlnet(found):
-    assert result(found, "ControlNet")["behind"] == 0.0 < result(found, "ControlNet")["moved"]
+    assert found[case] == {"behind": 0.0, "ahead": 0.0, "native loaded": False}
 
 
 def test_load_checkpoint(found):
-    checkpoint = result(found, "CheckpointLoaderSimple")
+    checkpoint = found["CheckpointLoaderSimple"]
     assert (checkpoint["behind"], checkpoint["mapped"]) == (0.0, 1.0)
     assert checkpoint["native"] <= LIMIT
 
 
 def test_a_gguf_loaders_file_is_the_one_that_the_graph_names(found):
-    assert result(found, "GGUF") == {"listed": True, "behind": 0.0}
+    assert found["GGUF"] == {"listed": True, "behind": 0.0}
 
 
 def test_mode_pipefusion_is_apply_pipefusion(found):
-    got = result(found, "pipefusion")
+    got = found["pipefusion"]
     assert got["behind"] == got["replaced"] == 0.0 < got["apart"]
 
 
 def test_the_native_model_is_unloaded_needs_no_memory_and_is_right_afterwards(found):
-    got = result(found, "memory")
+    got = found["memory"]
     assert got["loaded"][0] > 0 == got["loaded"][1]
     assert got["mapped"] == [0.0, 1.0]
     assert got["again"] <= LIMIT
-    assert result(found, "fp8") == ["fp8_e4m3fn", "bf16", "0.0"]
+    assert found["fp8"] == ["fp8_e4m3fn", "bf16", "0.0"]
 
 
 def test_degrees_of_a_mode(found):
-    assert result(found, "degrees") == {
+    assert found["degrees"] == {
         "auto, all": ["one rank", 1],
         "tensor": ["tensor_parallel_degree 2", 2],
         "split batch": ["split_batch_degree 3", 3],
@@ -69,5 +58,5 @@ def test_degrees_of_a_mode(found):
 @pytest.mark.parametrize("case", SAID)
 def test_what_cannot_be_is_refused_by_name(found, case):
     assert found[case] is not None, "it was taken"
-    assert found[case]["error"].startswith("ValueError: ")
-    assert SAID[case] in found[case]["error"]
+    assert found.error(case).startswith("ValueError: ")
+    assert SAID[case] in found.error(case)

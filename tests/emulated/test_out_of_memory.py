@@ -13,7 +13,7 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from testing import mini
 from testing.models import on_ranks
-from tests.campaigns.transport.cases import CONFIG, Files, nothing
+from tests.campaigns.transport.cases import CONFIG, Files, nobody
 from tests.support.cpu_and_gpu import Both, both_kinds
 from tests.support.fake_cuda import ADA
 
@@ -31,10 +31,10 @@ def both() -> Iterator[Both]:
 def run(pool: Pool, files: Files) -> list[torch.Tensor]:
     """The model is loaded, called, and sampled with in bands."""
     pool.ready.result(timeout=60)
-    model = on_ranks(pool, files.mini(), Degrees(pipe=2), "fp32", "sdpa", nothing)
+    model = on_ranks(pool, files.mini(), Degrees(pipe=2), "fp32", "sdpa", nobody)
     x, timestep, tensors = mini.inputs(CONFIG, batch=1, height=10, width=8, text=5)
     sampled = sample_in_bands(model, x, linear_sigmas(2), Prompt(tensors, {}, 1.0), 2, 1)[0]
-    return [model.predict(ModelCall(x, timestep, tensors), nothing), sampled]
+    return [model.predict(ModelCall(x, timestep, tensors), nobody), sampled]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from parallel_backend.own_class.calls.call_arguments import to_tensors
 from parallel_backend.own_class.calls.residuals import CONTROL, by_kind, for_trial
 from parallel_backend.own_class.calls.tried_calls import Call, draw_weights
 from parallel_backend.own_class.trials.trial import trial
-from tests.campaigns.transport.cases import nothing
+from tests.campaigns.transport.cases import nobody
 from tests.own_class import planted_prefix
 from tests.own_class.planted_classes import WIDTH
 from tests.support.cpu_and_gpu import Both, devices_of
@@ -73,7 +73,7 @@ def test_every_mode(both: Both, tmp_path: Path, name: str, modes: tuple[Degrees,
                 held = max(model.weight_bytes) - (path.stat().st_size - of_blocks)
                 most = 1 / 2 if degrees.tensor == 3 else 1 / degrees.tensor  # of four heads the first rank has two
                 assert held <= 1.1 * most * of_blocks, "a rank has its part of the blocks"
-            return [model.predict(call, nothing)]
+            return [model.predict(call, nobody)]
 
         return run
 
@@ -90,8 +90,8 @@ def test_attention_by_rows_is_captured(both: Both, tmp_path: Path):
     def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
         model = loaded(replace(own, blocks=proof.blocks), path, Degrees(), pools(1), cuda_graphs=True)
         call = call_of(given, bool(proof.batch))
-        found = [model.predict(call, nothing) for _ in range(4)]
-        graphs = model.close_run(0, nothing)[0]
+        found = [model.predict(call, nobody) for _ in range(4)]
+        graphs = model.close_run(0, nobody)[0]
         assert graphs.captured and graphs.replayed
         return found
 
@@ -117,7 +117,7 @@ def test_residuals_of_all_tokens_on_sequence_ranks(both: Both, tmp_path: Path, n
 
         def run(_load: Callable[..., Any], pools: Callable[[int], Any], degrees=degrees) -> list[torch.Tensor]:
             model = loaded(replace(own, blocks=proof.blocks), path, degrees, pools(degrees.world))
-            return [model.predict(call, nothing)]
+            return [model.predict(call, nobody)]
 
         (found,) = both.check(run)
         assert (found - whole).abs().max() <= 1e-5 * whole.abs().max()
@@ -142,7 +142,7 @@ def call_of(given: Call, one_batch: bool) -> ModelCall:
 
 def loaded(own: OwnClass, path: Path, degrees: Degrees, pool: Any, cuda_graphs: bool = False) -> RemoteTransformer:
     setup = Setup(path, "fp32", pool.devices, degrees, "sdpa", own_class=own, cuda_graphs=cuda_graphs)
-    return load_model(pool, open_own_class(path, own), setup, nothing)
+    return load_model(pool, open_own_class(path, own), setup, nobody)
 
 
 DISPLACED = Degrees(patch=2, patch_mode="displaced")
@@ -178,7 +178,7 @@ def test_bands(both: Both, tmp_path: Path, name: str, along: str, modes: tuple[D
             # At one time nothing is extrapolated, and one set of keys is kept.
             requests = tuple(replace(each, kept=1) for each in model._memory._runs[bands.run].requests.values())
             needs = model._memory.memory_check.memory(requests)
-            stats = model.close_run(bands.run, nothing)
+            stats = model.close_run(bands.run, nobody)
             counted = [need.buffers for need in needs]
             held = [rank.buffer_bytes for rank in stats]
             assert held == counted, "also for a class that fills up its words, or has registers"
@@ -203,7 +203,7 @@ def three_calls(
         own_call = replace(call, x=patching.rows(call.x, bands.rows[band]))
         return torch.stack([bands.predict(band, own_call, exact=False) for _ in range(3)])
 
-    return bands, torch.cat(run_bands(bands, sample, nothing, nothing), dim=patching.band_dim)
+    return bands, torch.cat(run_bands(bands, sample, nobody, nobody), dim=patching.band_dim)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_steady_words_run_once(both: Both, tmp_path: Path, monkeypatch: pytest.M
         loaded_model, found = loaded(own, path, degrees, pools(degrees.world)), []
         for each in calls:
             counted.append(0)
-            found.append(loaded_model.predict(each, nothing))
+            found.append(loaded_model.predict(each, nobody))
         return found
 
     def note(tokens: int) -> None:
@@ -252,7 +252,7 @@ def test_the_memory_check_goes_by_what_a_step_took(both: Both, tmp_path: Path):
         model = loaded(replace(own, blocks=proof.blocks), path, Degrees(pipe=2), pools(2))
         guard = model._memory
         call = call_of(given, bool(proof.batch))
-        model.predict(call, nothing)
+        model.predict(call, nobody)
         (request,) = guard._admitted.values()
         typical = max(need.activations for need in guard.memory_check.memory((request,)))
         for _ in range(2):
@@ -260,7 +260,7 @@ def test_the_memory_check_goes_by_what_a_step_took(both: Both, tmp_path: Path):
             before = [card.allocated for card in cards]
             for card in cards:
                 card.peak = card.allocated
-            out = model.predict(call, nothing)
+            out = model.predict(call, nobody)
             taken[:] = [card.peak - stays for card, stays in zip(cards, before, strict=True)]
         expected = max(need.activations for need in guard.memory_check.memory((request,)))
         assert expected == pytest.approx(max(taken), rel=0.1) != pytest.approx(typical, rel=0.1)

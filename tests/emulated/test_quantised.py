@@ -17,7 +17,7 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from testing import mini
-from tests.campaigns.transport.cases import nothing
+from tests.campaigns.transport.cases import nobody
 from tests.checkpoints import test_formats
 from tests.checkpoints.test_formats import whole  # noqa: F401 (fixtures)
 from tests.rank.test_quantised_ranks import INPUTS, KINDS, RATIO, files, plain, plain_file  # noqa: F401 (fixtures)
@@ -40,7 +40,7 @@ def both() -> Iterator[Both]:
 
 def on(path, degrees: Degrees, dtype: str, given=INPUTS):
     def run(load: Callable[..., RemoteTransformer], _pool: Callable[[int], Any]) -> list[torch.Tensor]:
-        return [load(mini.opened(path), degrees, dtype=dtype).predict(ModelCall(*given), nothing)]
+        return [load(mini.opened(path), degrees, dtype=dtype).predict(ModelCall(*given), nobody)]
 
     return run
 

@@ -12,7 +12,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from testing import mini
-from tests.campaigns.transport.cases import CONFIG, Case, Files, all_of_them, nothing
+from tests.campaigns.transport.cases import CONFIG, Case, Files, all_of_them, nobody
 from tests.support.cpu_and_gpu import both_kinds
 from tests.support.fake_cuda import ADA, TURING
 
@@ -30,7 +30,7 @@ def test_unequal_cards(files: Files, dtype):
         given = mini.inputs(CONFIG, **PADDED)
         prompt, bands = Prompt(given[2], given[2], 1.0), 3
         return [
-            model.predict(ModelCall(*given), nothing),
+            model.predict(ModelCall(*given), nobody),
             sample_in_bands(model, given[0], linear_sigmas(3), prompt, bands, 1)[0],
         ]
 

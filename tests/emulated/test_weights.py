@@ -15,7 +15,7 @@ from parallel_backend.core.setup import Offload
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.models import on_ranks, whole_call
-from tests.campaigns.transport.cases import CONFIG, Files, nothing
+from tests.campaigns.transport.cases import CONFIG, Files, nobody
 from tests.support.cpu_and_gpu import Both
 
 pytestmark = pytest.mark.threads
@@ -40,7 +40,7 @@ def results(model: RemoteTransformer) -> list[torch.Tensor]:
     noise, _, tensors = mini.inputs(CONFIG, batch=1, height=10, width=8, text=5)
     bands, steps = (1, 3) if model.degrees.displaced else (2, 2)
     sampled = sample_in_bands(model, noise, linear_sigmas(steps), Prompt(tensors, tensors, 1.0), bands, 1)[0]
-    return [model.predict(ModelCall(*GIVEN), nothing), sampled]
+    return [model.predict(ModelCall(*GIVEN), nobody), sampled]
 
 
 @pytest.mark.parametrize("degrees", [PIPE, pytest.param(DISPLACED, marks=pytest.mark.slow)], ids=str)
@@ -55,7 +55,7 @@ def test_streamed_weights_with_several_shares_on_the_device(both: Both, files: F
         assert all(held < total for held, total in zip(model.weight_bytes, whole, strict=True))
         found = results(model)
         for share in SHARES:
-            model.resident.set([int(share * total) for total in whole], nothing)
+            model.resident.set([int(share * total) for total in whole], nobody)
             found += results(model)
         return found
 
@@ -72,11 +72,11 @@ def test_weights_give_way_and_come_back(both: Both, files: Files):
         def in_a_run(before: Callable[[], Any]) -> torch.Tensor:
             """A call whose keys go into the run's buffer, by other kernels than one without."""
             opened = model.open_run()
-            model.watch_memory(opened, 2, False, nothing)
+            model.watch_memory(opened, 2, False, nobody)
             call = whole_call(model, *GIVEN, opened)
             before()
             model.post(call)
-            model.close_run(opened, nothing)
+            model.close_run(opened, nobody)
             return model.built.patching.unpack(call.future.result(60), tuple(GIVEN[0].shape))
 
         found = results(model)
@@ -84,13 +84,13 @@ def test_weights_give_way_and_come_back(both: Both, files: Files):
             return [*found, *found, in_a_run(lambda: None), *found]
         held = model.weight_bytes
         for device in ranks.devices:
-            assert model.give_way(device, 1 << 50, nothing) >= model.resident.weights[0].total // 2
+            assert model.give_way(device, 1 << 50, nobody) >= model.resident.weights[0].total // 2
         assert not any(model.weight_bytes)
         both.check_less_than(min(held) // 2)
         found += results(model)
         assert model.weight_bytes == held
-        found.append(in_a_run(lambda: model.give_way(ranks.devices[0], 1 << 50, nothing)))
-        model.give_way(ranks.devices[0], model.weight_bytes[0] // 2, nothing)
+        found.append(in_a_run(lambda: model.give_way(ranks.devices[0], 1 << 50, nobody)))
+        model.give_way(ranks.devices[0], model.weight_bytes[0] // 2, nobody)
         return found + results(model)
 
     both.check(run)
@@ -112,12 +112,12 @@ def test_adapters(both: Both, files: Files, offload):
 
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
         model = load(files.mini(), PIPE, **({"offload": offload} if on_gpu(pool(2)) else {}))
-        found = [model.predict(ModelCall(*GIVEN), nothing)]
+        found = [model.predict(ModelCall(*GIVEN), nobody)]
         for made in (deltas(model, 3, 2), deltas(model, 9, None), [*deltas(model, 4, 3), *deltas(model, 7, None)]):
-            model.adapt(object(), made, nothing)
-            found.append(model.predict(ModelCall(*GIVEN), nothing))
-        model.adapt(None, (), nothing)
-        return [*found, model.predict(ModelCall(*GIVEN), nothing)]
+            model.adapt(object(), made, nobody)
+            found.append(model.predict(ModelCall(*GIVEN), nobody))
+        model.adapt(None, (), nobody)
+        return [*found, model.predict(ModelCall(*GIVEN), nobody)]
 
     found = both.check(run)
     assert torch.equal(found[0], found[-1])
@@ -129,7 +129,7 @@ def test_buffers_of_another_models_open_run_are_not_counted_as_a_models_own(both
 
     def run(load: Callable[..., RemoteTransformer], pool: Callable[[int], Any]) -> list[torch.Tensor]:
         one, ranks = load(files.mini(), PIPE), pool(2)
-        two = on_ranks(ranks, one.checkpoint, PIPE, "fp32", "sdpa", nothing, keep_others=True)
+        two = on_ranks(ranks, one.checkpoint, PIPE, "fp32", "sdpa", nobody, keep_others=True)
         opened = one.open_run()
         call = whole_call(one, *GIVEN, opened)
         one.post(call)
@@ -137,7 +137,7 @@ def test_buffers_of_another_models_open_run_are_not_counted_as_a_models_own(both
         if on_gpu(ranks):
             held = two._ranks.ask(m.ReadMemory(), m.DeviceMemoryReport).result(timeout=60)
             assert all(each.held_bytes < size + SMALL for each, size in zip(held, two.weight_bytes, strict=True))
-        buffers = [each.buffer_bytes for each in one.close_run(opened, nothing)]
+        buffers = [each.buffer_bytes for each in one.close_run(opened, nobody)]
         assert min(buffers) > SMALL
         return found
 

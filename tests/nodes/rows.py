@@ -38,6 +38,10 @@ def rows(**by_outcome: str) -> Rows:
     return dict(found)
 
 
+def sample_function(*_arguments: Any) -> None:
+    """What a node has put on a MODEL."""
+
+
 def every(table: Rows) -> pytest.MarkDecorator:
     """A test of each row, with its `name` and `outcome`."""
     return pytest.mark.parametrize(("name", "outcome"), table.items())

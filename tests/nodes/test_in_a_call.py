@@ -3,12 +3,7 @@
 import pytest
 
 from tests.nodes import rows
-from tests.nodes.rows import PASSED, REFUSED, every
-
-
-def sample_function(*_arguments):
-    """What a node has put there."""
-
+from tests.nodes.rows import PASSED, REFUSED, every, sample_function
 
 OF_NODES = {
     "patches": {"double_block": [sample_function]},

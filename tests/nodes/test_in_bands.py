@@ -7,12 +7,8 @@ import torch
 
 from parallel_backend.core.degrees import Degrees
 from tests.nodes import rows
-from tests.nodes.rows import COMPUTED, every
+from tests.nodes.rows import COMPUTED, every, sample_function
 from tests.support.stand_in_comfyui import KSAMPLER, CFGGuider, Executor
-
-
-def sample_function(*_arguments):
-    """What a node has put there."""
 
 
 @every(rows.WRAPPERS_IN_BANDS)

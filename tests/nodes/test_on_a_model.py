@@ -7,14 +7,10 @@ import pytest
 import torch
 
 from tests.nodes import rows
-from tests.nodes.rows import COMPLETE, HARMLESS, PASSED, REFUSED, every
+from tests.nodes.rows import COMPLETE, HARMLESS, PASSED, REFUSED, every, sample_function
 from tests.support.stand_in_comfyui import ModelPatcher
 
 KEY = "diffusion_model.double_blocks.0.img_attn.proj.weight"
-
-
-def sample_function(*_arguments):
-    """What a node has put there."""
 
 
 def difference(patcher):

@@ -90,30 +90,6 @@ def decisions() -> dict[Path, list[tuple[int, str]]]:
     return {page: [(int(m[1]), m[0]) for m in sections.finditer(page.read_text(encoding="utf-8"))] for page in pages}
 
 
-def test_every_decision_has_a_number_of_its_own_and_a_status():
-    """All of them say why, and what was measured. Numbers of dropped decisions are not used again."""
-    every = [decision for page in decisions().values() for decision in page]
-    numbers = [number for number, _ in every]
-    assert len(set(numbers)) == len(numbers)
-    for number, text in every:
-        assert all(text.count(f"- **{part}**: ") == 1 for part in ("Status", "Why", "Measured")), number
-
-
-def test_the_next_number_is_behind_all_that_were_used():
-    index = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
-    last, following = (int(re.search(text, index)[1]) for text in (r"last number is (\d+)", r"(?m)^    ## (\d+)\."))
-    assert max(number for page in decisions().values() for number, _ in page) <= last == following - 1
-
-
-def test_the_index_of_decisions_has_every_page_with_its_numbers():
-    index = (ROOT / "docs" / "decisions" / "README.md").read_text(encoding="utf-8")
-    rows = {
-        link: numbers for link, numbers in re.findall(r"^\| \[[^\]]+\]\(([^)]+)\) \|.*\| ([\d, ]+) \|$", index, re.MULTILINE)
-    }
-    found = {page.name: ", ".join(str(number) for number, _ in page_of) for page, page_of in decisions().items()}
-    assert rows == found
-
-
 def test_decisions_that_are_cited_exist_and_are_on_the_linked_page():
     pages = decisions()
     numbers = {number: page for page, found in pages.items() for number, _ in found}

@@ -61,21 +61,3 @@ def test_encode_prompt():
     assert [row.nonzero().flatten().tolist() for row in context[0]] == [[3, 12], [1, 13], [4, 14], [1, 15]]
     assert pooled[0].nonzero().flatten().tolist() == [1, 3, 4]
     assert pooled[0, 1] == 2 * pooled[0, 3]
-
-
-@pytest.mark.slow
-def test_reader_reads_real_held_out_digits():
-    pytest.importorskip("sklearn")
-    from scripts import digits
-
-    _, test = digits.split_scans()
-    count = len(test.labels) // 4 * 4
-    cells = digits.render(test.images[:count], torch.Generator().manual_seed(1)).unflatten(0, (-1, 4))
-    cells[0, 2] = 0
-    labels = test.labels[:count].clone().view(-1, 4)
-    labels[0, 2] = BLANK
-    pictures = codec.decode(codec.encode(digits.compose(cells)))
-    read = digits.read_digits(pictures)
-    assert read.shape == labels.shape
-    assert read[0, 2] == BLANK
-    assert (read == labels.numpy()).mean() > 0.98

@@ -18,8 +18,8 @@ from testing import mini
 from testing.emulated_device import EmulatedCopies, EmulatedDevice
 from testing.models import whole_call
 from testing.quantised import quantise_blocks
-from tests.conftest import Pools
 from tests.support.one_rank import OneRank
+from tests.support.pools import Pools
 
 pytestmark = pytest.mark.threads
 

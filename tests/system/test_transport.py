@@ -89,7 +89,7 @@ def test_a_call_opens_no_communicator_that_loading_has_not(at_work, degrees):
     def load_and_call(files, load, _pool):
         model, fabric = load(files.mini(), degrees), at_work.distributed.fabrics[-1:]
         opened = [fabric[0].opened(rank) for rank in range(4)] if fabric else None
-        found = model.predict(ModelCall(*mini.inputs(cases.CONFIG)), cases.nothing)
+        found = model.predict(ModelCall(*mini.inputs(cases.CONFIG)), cases.nobody)
         if opened is not None:
             assert opened == [fabric[0].opened(rank) for rank in range(4)]
         return [found]

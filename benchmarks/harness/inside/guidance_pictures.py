@@ -1,4 +1,5 @@
-"""Latents of the bundled model under a node or guider of guidance_nodes.py, or by a sampler, for benchmarks/fidelity.
+"""Latents of the bundled model under a node or guider of guidance_nodes.py or guidance_packs.py, or by a sampler, for
+benchmarks/fidelity.
 Run by serve.py.
 
 One picture at a time, as KSampler gives it; with split_batch, since what a band sees depends on the number of bands alone.
@@ -6,7 +7,8 @@ One picture at a time, as KSampler gives it; with split_batch, since what a band
 
 from pathlib import Path
 
-import guidance_nodes as table
+import guidance_nodes
+import guidance_packs
 from boot import BUNDLED, Results, comfy, node, parallel, torch
 from comfy_extras.nodes_advanced_samplers import SamplerEulerCFGpp
 from safetensors.torch import load_file, save_file
@@ -54,16 +56,16 @@ def main(
     `sampler`: see sampler_of; None: Euler's method. Writes `out`: "<steps> <bands>" -> the latents.
     """
     if packs is not None:
-        table.load_packs(Path(packs), table.PACKS if sampler is None else PACKS)
-    nodes = table.PIXEL_WISE | table.WHOLE | table.PACKS_PIXEL_WISE | table.PACKS_WHOLE
-    plain = nodes.get(name, lambda model: model)(parallel(BUNDLED, pipe=1, batch=2))
+        guidance_packs.load_packs(Path(packs), guidance_packs.PACKS if sampler is None else PACKS)
+    own, others = (module.PIXEL_WISE | module.WHOLE for module in (guidance_nodes, guidance_packs))
+    plain = (own | others).get(name, lambda model: model)(parallel(BUNDLED, pipe=1, batch=2))
     noises, made = load_file(noise), {}
     for steps, bands in runs:
         model = node("ApplyPipeFusion", plain, bands, 1, True) if bands else plain
         sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
         latents = []
         for index, prompt in enumerate(prompts):
-            guider = table.guider_of(model, name, steps, (prompt, "", "7"), cfg)
+            guider = guidance_packs.guider_of(model, name, steps, (prompt, "", "7"), cfg)
             x = noises[str(index)]
             with torch.inference_mode():
                 chosen = sampler_of(sampler or "euler")

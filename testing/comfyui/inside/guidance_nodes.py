@@ -1,19 +1,11 @@
-"""Nodes of ComfyUI and of other packs that change guidance, each as a function that puts it on a MODEL, and guiders."""
+"""Nodes of ComfyUI that change guidance, each as a function that puts it on a MODEL, and guiders."""
 
-import asyncio
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 
-from boot import comfy, load_pack, node, nodes, torch
-from server import PromptServer
+from boot import comfy, node, torch
 
 STEPS = 5
-PACKS = (
-    *("Skimmed_CFG", "sd-dynamic-thresholding", "ComfyUI_essentials", "ComfyUI-KJNodes", "ComfyUI-Inspire-Pack"),
-    "ComfyUI-bleh",
-)
-"""Folders that the packs' repositories are cloned to."""
 
 
 def core(module: str, name: str, *arguments) -> Callable:
@@ -27,26 +19,11 @@ def core(module: str, name: str, *arguments) -> Callable:
     return put
 
 
-def of_pack(name: str, *arguments) -> Callable:
-    """Puts a pack's node on a MODEL."""
-
-    def put(model):
-        kind = nodes.NODE_CLASS_MAPPINGS[name]
-        return getattr(kind(), kind.FUNCTION)(model, *arguments)[0]
-
-    return put
-
-
 def filtered(operation: str, *arguments) -> Callable:
     """Puts Latent Apply Operation CFG on a MODEL."""
     importlib.import_module("comfy_extras.nodes_post_processing")  # nodes_latent imports it in a circle
     operation = core("nodes_latent", operation, *arguments)
     return lambda model: core("nodes_latent", "LatentApplyOperationCFG", operation())(model)
-
-
-def regional(model):
-    """Inspire's Regional CFG with a mask whose rows differ."""
-    return of_pack("RegionalCFG //Inspire", torch.linspace(0, 1, 64 * 64).reshape(1, 64, 64))(model)
 
 
 def perp_neg(model):
@@ -91,47 +68,13 @@ WHOLE = {
     "Skip Layers rescaled": core("nodes_slg", "SkipLayerGuidanceDiT", 3.0, 0.0, 1.0, "", "2", 0.7),
     "TCFG": core("nodes_tcfg", "TCFG"),
 }
-PACKS_PIXEL_WISE = {
-    "Skimmed CFG": of_pack("Skimmed CFG", 5.0, False, False),
-    "Skimmed CFG replace": of_pack("Skimmed CFG - replace"),
-    "Skimmed CFG linear": of_pack("Skimmed CFG - linear interpolation", 4.0),
-    "Skimmed CFG dual": of_pack("Skimmed CFG - linear interpolation dual scales", 4.0, 2.0),
-    "Skimmed CFG flip": of_pack("Skimmed CFG - Timed flip", 0.3, False),
-    "Guidance Timestepping": of_pack("GuidanceTimestepping+", 2.0, 0.2, 0.8),
-}
-PACKS_WHOLE = {
-    "Difference CFG": of_pack("Skimmed CFG - Difference CFG", 2.0, "linear_distance", 0.9),
-    "Difference CFG sum": of_pack("Skimmed CFG - Difference CFG", 2.0, "absolute_sum", 0.9),
-    "Dynamic Thresholding": of_pack("DynamicThresholdingSimple", 2.0, 0.95),
-    "Dynamic Thresholding full": of_pack(
-        "DynamicThresholdingFull",
-        *(2.0, 0.95, "Half Cosine Down", 1.0, "Half Cosine Up", 1.0, 1.0, "enable", "MEAN", "STD", 0.9),
-    ),
-    "CFG-Zero* (KJ)": of_pack("CFGZeroStarAndInit", True, 0),
-    "Regional CFG": regional,
-    "Contrastive CFG": lambda model: nodes.NODE_CLASS_MAPPINGS["BlehContrastiveOrthoCFG"].go(
-        model=model, start_dim=1, end_dim=-1
-    )[0],
-    "Contrastive CFG after": lambda model: nodes.NODE_CLASS_MAPPINGS["BlehContrastiveOrthoCFG"].go(
-        model=model, patch_mode="post_cfg", start_dim=1, end_dim=-1
-    )[0],
-}
 
 
-PACKS_GUIDERS = ("ScheduledCFGGuidance", "ScheduledCFGGuider", "ScheduledPerpNegCFGGuider")
-
-
-def guider_of(model, name: str, steps: int = STEPS, texts: tuple[str, ...] = ("3 1 4 1", "", "7"), cfg: float = 3.0):
+def guider_of(model, name: str, texts: tuple[str, ...] = ("3 1 4 1", "", "7"), cfg: float = 3.0):
     """A guider of that name with its conditioning set: a prompt, the negative one, and what Perp-Neg calls the empty one."""
     texts = [node("QuickstartPrompt", text) for text in texts]
     if name == "PerpNegGuider":
         return core("nodes_perpneg", name, *texts, cfg, 0.8)(model)
-    if name == "ScheduledCFGGuidance":  # KJNodes
-        return nodes.NODE_CLASS_MAPPINGS[name]().get_guider(model, cfg, *texts[:2], 0.0, 0.5)[0]
-    if name.startswith("Scheduled"):  # Inspire
-        kind = nodes.NODE_CLASS_MAPPINGS[f"{name} //Inspire"]()
-        prompts = (*texts, 0.8) if "PerpNeg" in name else texts[:2]
-        return kind.get_guider(model, *prompts, times(steps), cfg + 1, cfg - 1, "linear")[0]
     made = comfy.samplers.CFGGuider(model)
     made.set_conds(*texts[:2])
     made.set_cfg(cfg)
@@ -140,9 +83,3 @@ def guider_of(model, name: str, steps: int = STEPS, texts: tuple[str, ...] = ("3
 
 def times(steps: int = STEPS) -> torch.Tensor:
     return torch.linspace(1, 0, steps + 1) * 0.95
-
-
-def load_packs(folder: Path, names: tuple[str, ...] = PACKS) -> None:
-    PromptServer(asyncio.new_event_loop())  # packs add routes to it
-    for pack in names:
-        load_pack(folder / pack)

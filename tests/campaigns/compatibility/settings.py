@@ -1,8 +1,7 @@
 """What nodes need beside their widgets' defaults: where these do nothing, or nothing to a model as small as these.
 
-Node -> "inputs" (a value, or {"link": what it is linked to}), "nodes" that these links
-name, "settings" of the sampling (steps, cfg, sampler, scheduler, latent), "floats" (the value of every FLOAT widget), and
-inputs and settings by model.
+Node -> "inputs" (a value, or {"link": a type or a name}), "nodes" that these links name, "settings" of the sampling (steps,
+cfg, latent), "floats" (the value of every FLOAT widget), and inputs and settings by the first word of a model.
 """
 
 HALF = {"floats": 0.5}

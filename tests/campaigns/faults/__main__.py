@@ -5,19 +5,16 @@ right result of the next prompt, nothing left behind. Exit status 1 if anything 
 """
 
 import argparse
-import json
 import logging
-import platform
 import sys
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from testing.fork_server import forked_ranks
 
+from ..result import keep
 from . import table, trial
 from .session import fault_session
 
@@ -45,23 +42,11 @@ def main() -> int:
             print(f"{len(verdicts):4} {'FAILED' if verdict.problems else 'ok':6} {seconds} s  {fault}", flush=True)
             if verdict.problems:
                 print("\n".join(verdict.problems), f"the error: {verdict.error}", sep="\n", flush=True)
-            if arguments.out is not None:
-                arguments.out.write_text(json.dumps(result(arguments.seed, verdicts), indent=1) + "\n")
+            every = [asdict(verdict) | {"fault": str(verdict.fault)} for verdict in verdicts]
+            keep(arguments.out, model="tiny Flux, random weights, 3 + 5 blocks, fp32", seed=arguments.seed, all=every)
     failed = sum(bool(verdict.problems) for verdict in verdicts)
     print(f"{len(verdicts)} faults, {failed} failed")
     return 1 if failed else 0
-
-
-def result(seed: int, verdicts: list[trial.Verdict]) -> dict[str, Any]:
-    return {
-        "what": "faults injected into ranks",
-        "date": date.today().isoformat(),
-        "hardware": f"{platform.machine()} CPU, {torch.multiprocessing.cpu_count()} cores, torch {torch.__version__}",
-        "model": "tiny Flux, random weights, 3 + 5 blocks, fp32",
-        "seed": seed,
-        "failed": sum(bool(verdict.problems) for verdict in verdicts),
-        "all": [asdict(verdict) | {"fault": str(verdict.fault)} for verdict in verdicts],
-    }
 
 
 if __name__ == "__main__":

@@ -133,10 +133,6 @@ def _cut_file_short(agent: Agent, _fault: Fault, value: Any) -> Any:
     return value
 
 
-def _shift(_agent: Agent, _fault: Fault, value: Any) -> Any:
-    return tuple(part + 0.01 for part in value) if isinstance(value, tuple) else value + 0.01
-
-
 _STRIKES: dict[str, Callable[[Agent, Fault, Any], Any]] = {
     "killed": _signal(signal.SIGKILL),
     "stopped": _signal(signal.SIGSTOP),
@@ -147,7 +143,6 @@ _STRIKES: dict[str, Callable[[Agent, Fault, Any], Any]] = {
     "hangs": _hang,
     MODEL_FILE: _cut_file_short,
     "cancelled": Agent.wait_for_client,
-    "wrong": _shift,  # a control: what the harness must find out
 }
 
 

@@ -29,6 +29,7 @@ from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.processes.watchdog import STALL_FACTOR, START_SECONDS
 from testing import mini
+from testing.models import Cancelled, nobody
 from testing.vaes import OnRanks, made_of, small_vae
 from tests.rank.test_lora import lora
 from tests.rank.test_vae import latent
@@ -49,14 +50,6 @@ ALONE = 0.5
 """Seconds in which ranks that have been sent nothing would show that something has gone wrong."""
 
 Result = list[torch.Tensor]
-
-
-def nobody() -> None:
-    """A Poll that never gives up."""
-
-
-class Cancelled(BaseException):
-    """As ComfyUI's InterruptProcessingException, no Exception in recent versions."""
 
 
 class Warnings(logging.Handler):

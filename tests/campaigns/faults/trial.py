@@ -20,7 +20,7 @@ from parallel_backend.processes.watchdog import START_SECONDS
 from . import rank
 from .fault import Fault
 from .session import ALONE, FaultSession
-from .table import AT_ONCE, EITHER, ERROR, KINDS, PATIENCE, RIGHT, SILENCE, START, Kind, ending, lives, says, within
+from .table import AT_ONCE, EITHER, ERROR, KINDS, PATIENCE, RIGHT, SILENCE, START, ending, lives, says, within
 
 LIMIT = 5.0
 """Seconds from a fault to the error, or what is added to the time for which the watchdog waits."""
@@ -83,9 +83,9 @@ class Attempt:
 class Trial:
     """`factor`: how much slower than an idle one this machine may be."""
 
-    def __init__(self, session: FaultSession, fault: Fault, kind: Kind, factor: float):
-        self.session, self.fault, self.kind, self.factor = session, fault, kind, factor
-        self.within, self.patience = within(fault, kind), 0.0
+    def __init__(self, session: FaultSession, fault: Fault, factor: float):
+        self.session, self.fault, self.kind, self.factor = session, fault, KINDS[fault.kind], factor
+        self.within, self.patience = within(fault, self.kind), 0.0
         self.begun = rank.now()
 
     def run(self) -> Verdict:
@@ -210,6 +210,5 @@ def _is_own(error: BaseException | None) -> bool:
     return error is None or type(error).__module__.startswith("parallel_backend.")
 
 
-def try_out(session: FaultSession, fault: Fault, factor: float = 1.0, kind: Kind | None = None) -> Verdict:
-    """`kind`: what must come of it, where that is not the table's."""
-    return Trial(session, fault, kind or KINDS[fault.kind], factor).run()
+def try_out(session: FaultSession, fault: Fault, factor: float = 1.0) -> Verdict:
+    return Trial(session, fault, factor).run()

@@ -2,9 +2,6 @@
 
 import argparse
 import contextlib
-import json
-import os
-import platform
 import random
 import resource
 import signal
@@ -13,8 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
+
+from tests.campaigns.result import keep
 
 Case = Callable[[], str]
 """Does what is to be tried and says in a word or two what came of it. Whatever it raises is a defect."""
@@ -61,13 +59,7 @@ def command(prog: str, what: str, kinds: Kinds) -> int:
         print(f"{kind}: {dict(report.outcomes)}, {len(report.defects)} defects", flush=True)
         for number, text in list(report.defects.items())[:5]:
             print(f"\ncase {number} (seed {options.seed}):\n{text}")
-    if options.out is not None:
-        result = {
-            "what": what,
-            "date": date.today().isoformat(),
-            "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
-        }
-        options.out.write_text(json.dumps(result | {"seed": options.seed, "kinds": reports}, indent=1) + "\n")
+    keep(options.out, what=what, seed=options.seed, kinds=reports)
     return int(any(report["defects"] for report in reports))
 
 

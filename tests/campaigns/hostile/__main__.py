@@ -1,7 +1,6 @@
 """The command: all kinds of files, counted by what came of them."""
 
 import contextlib
-import os
 import random
 import sys
 import tempfile
@@ -11,43 +10,33 @@ from pathlib import Path
 import torch
 
 from parallel_backend.core.degrees import Degrees
-from scripts.comfyui_server import find_python
-from testing.comfyui.scripted import ComfyUI
 from testing.thread_ranks import thread_ranks
 from tests.campaigns.fuzz.runner import Case, Kinds, Make, command
 from tests.support.planted_comfyui import planted_comfyui
+from tests.support.pools import Pools
 
 from . import files
-from .loras import loras
-from .verdict import Ranks, Trial, judge
+from .verdict import Trial, judge
 
 
 @contextlib.contextmanager
 def on_threads(kind: Callable[[Path], Callable[[random.Random], Trial]]) -> Iterator[Make]:
     """Files that are opened here, and run on rank threads, mostly on one."""
     with tempfile.TemporaryDirectory() as folder, planted_comfyui(), thread_ranks() as start:
-        made, ranks = kind(Path(folder)), Ranks(start)
+        made, pools = kind(Path(folder)), Pools(start)
 
         def make(rng: random.Random) -> Case:
             trial, degrees = made(rng), rng.choice((*[Degrees()] * 4, Degrees(pipe=2), Degrees(ulysses=2)))
-            return lambda: judge(trial, ranks, degrees)
+            return lambda: judge(trial, pools, degrees)
 
         yield make
-        ranks.close()
-
-
-@contextlib.contextmanager
-def in_comfyui() -> Iterator[Make]:
-    checkout = Path(os.environ.get("COMFYUI_PATH", Path.home() / "ComfyUI"))
-    with tempfile.TemporaryDirectory() as folder, loras(ComfyUI(checkout, find_python(checkout)), Path(folder)) as make:
-        yield make
+        pools.close()
 
 
 KINDS: Kinds = {
-    "own classes": (0.5, lambda: on_threads(files.own_classes)),
+    "own classes": (0.55, lambda: on_threads(files.own_classes)),
     "quantised": (0.35, lambda: on_threads(files.packed)),
     "GGUF": (0.1, lambda: on_threads(files.ggufs)),
-    "LoRA": (0.05, in_comfyui),
 }
 
 if __name__ == "__main__":

@@ -63,17 +63,14 @@ def stored(state: dict[str, torch.Tensor]) -> Tensors:
     return {key: Stored.of(tensor) for key, tensor in state.items()}
 
 
-def write(path: Path, tensors: Tensors, twice: str | None = None) -> None:
-    """A safetensors file. `twice`: a key that the header's JSON has a second time."""
+def write(path: Path, tensors: Tensors) -> None:
+    """A safetensors file."""
     header: dict[str, Any] = {}
     at = 0
     for key, tensor in tensors.items():
         header[key] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, at + len(tensor.content)]}
         at += len(tensor.content)
-    text = json.dumps(header)
-    if twice is not None:
-        text = text[:-1] + f", {json.dumps(twice)}: {json.dumps(next(iter(header.values())))}}}"
-    content = text.encode(errors="surrogatepass")
+    content = json.dumps(header).encode(errors="surrogatepass")
     path.write_bytes(struct.pack("<Q", len(content)) + content + b"".join(tensor.content for tensor in tensors.values()))
 
 

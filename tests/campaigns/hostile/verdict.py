@@ -1,7 +1,6 @@
 """What comes of a file: refused in words, or run on ranks, right or wrong."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.not_finite import NotFiniteError
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
-from parallel_backend.processes.pool import Pool
 from testing.mini import relative
 from testing.models import on_ranks
+from tests.support.pools import Pools
 
 MOST_LETTERS = 1500
 """Of an error's text."""
@@ -32,40 +31,19 @@ class Trial:
     """What the model gives by other code. None: nothing is known of it."""
 
 
-class Ranks:
-    """Pools of ranks by number, made anew after one has failed. `start`: of thread_ranks."""
-
-    def __init__(self, start: Callable):
-        self._start = start
-        self._pools: dict[int, Pool] = {}
-
-    def pool(self, world: int) -> Pool:
-        known = self._pools.get(world)
-        if known is None or known.error is not None:
-            if known is not None:
-                known.close(politely=False)
-            known = self._pools[world] = Pool(("cpu",) * world, start=self._start)
-            known.ready.result(60)
-        return known
-
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
-
-
-def judge(trial: Trial, ranks: Ranks, degrees: Degrees) -> str:
+def judge(trial: Trial, pools: Pools, degrees: Degrees) -> str:
     """Opens the file, and runs what can be opened. What came of it. AssertionError for an error that does not say what
     belongs to it, RankError for ranks that ended."""
     try:
         checkpoint = open_own_class(trial.path, trial.own)
-        model = on_ranks(ranks.pool(degrees.world), checkpoint, degrees, "fp32", "sdpa", lambda: None, own_class=trial.own)
+        model = on_ranks(pools(degrees.world), checkpoint, degrees, "fp32", "sdpa", lambda: None, own_class=trial.own)
     except ValueError as error:
         check(error, rf"(model_name: |\w+_degree ).*{re.escape(shown(trial.path))}")
         return "refused"
     try:
         output = model.predict(trial.call, lambda: None)
     except NotFiniteError:
-        assert ranks.pool(degrees.world) is model.pool, "the ranks ended"
+        assert pools(degrees.world) is model.pool, "the ranks ended"
         return "run, not finite, and named"
     if trial.expected is None:
         return "run"

@@ -6,17 +6,12 @@ was caught by a later tier than it says.
 """
 
 import argparse
-import json
-import platform
 import sys
-from datetime import date
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from ..result import keep
 from .table import MUTANTS
-from .trial import REPOSITORY, TIERS, Verdict, copy_of, try_out
+from .trial import REPOSITORY, TIERS, copy_of, try_out
 
 
 def main() -> int:
@@ -34,20 +29,11 @@ def main() -> int:
         for name in names:
             verdicts.append(try_out(folder, known[name], tiers))
             print(verdicts[-1], flush=True)
-            if arguments.out is not None:
-                arguments.out.write_text(json.dumps(result(verdicts), indent=1) + "\n")
+            found = {each.mutant.name: {"caught_by": each.caught_by, "test": each.test} for each in verdicts}
+            keep(arguments.out, verdicts=found)
     lived = [verdict.mutant.name for verdict in verdicts if verdict.caught_by is None]
     print(f"{len(verdicts)} mutants, {len(lived)} lived: {', '.join(lived)}")
     return 0 if all(verdict.as_expected for verdict in verdicts) else 1
-
-
-def result(verdicts: list[Verdict]) -> dict[str, Any]:
-    return {
-        "what": "small changes to the product, and which tier of its tests noticed them first",
-        "date": date.today().isoformat(),
-        "hardware": f"{platform.machine()} CPU, {torch.multiprocessing.cpu_count()} cores, torch {torch.__version__}",
-        "verdicts": {each.mutant.name: {"caught_by": each.caught_by, "test": each.test} for each in verdicts},
-    }
 
 
 if __name__ == "__main__":

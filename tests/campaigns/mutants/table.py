@@ -1,8 +1,6 @@
-"""Which mutants there are, by room."""
+"""Which mutants there are, by room; then those of what users meet first."""
 
-from .door import DOOR
 from .mutant import Mutant
-from .two_events import TABLES, TWO_EVENTS, WAITS
 
 CORE = "parallel_backend/core/"
 WIRE = "parallel_backend/wire/"
@@ -14,8 +12,9 @@ CLIENT = "parallel_backend/client/"
 PLANNING = "parallel_backend/planning/"
 PLACEMENT = "parallel_backend/placement/"
 ACCEPTANCE = "parallel_backend/acceptance/"
+LORA_TESTS = ("tests/nodes/test_lora_patches.py",)
 
-CORE_MUTANTS = (
+MUTANTS = (
     Mutant(
         "step ratio not clamped",
         CORE + "extrapolation.py",
@@ -58,9 +57,6 @@ CORE_MUTANTS = (
         "(all_known and len(devices) < degrees.world):",
         ("tests/core",),
     ),
-)
-
-WIRE_MUTANTS = (
     Mutant(
         "a peer that does not know the key is let in",
         WIRE + "tcp.py",
@@ -76,9 +72,6 @@ WIRE_MUTANTS = (
         "or nbytes > MAX_TENSOR_BYTES or",
         ("tests/wire/test_messages.py",),
     ),
-)
-
-FAMILY_MUTANTS = (
     Mutant(
         "odd sizes padded with zeros",
         OWN_CLASS + "calls/patching.py",
@@ -86,9 +79,6 @@ FAMILY_MUTANTS = (
         "F.pad(latent, padding)",
         ("tests/own_class/test_patching.py",),
     ),
-)
-
-CHECKPOINT_MUTANTS = (
     Mutant(
         "scale of packed fp8 weights ignored",
         CHECKPOINTS + "packed_formats.py",
@@ -124,9 +114,6 @@ CHECKPOINT_MUTANTS = (
         "if False]",
         ("tests/checkpoints/test_checkpoint.py", "-k", "refused"),
     ),
-)
-
-RANK_MUTANTS = (
     Mutant(
         "keys that other ranks sent are not committed",
         RANK + "attention/kv_buffer.py",
@@ -298,9 +285,6 @@ RANK_MUTANTS = (
         ("tests/client/test_unload.py", "-k", "gives_the_memory or unloaded"),
         tier="default",
     ),
-)
-
-PROCESS_MUTANTS = (
     Mutant(
         "a rank is not ended",
         PROCESSES + "local.py",
@@ -345,9 +329,6 @@ PROCESS_MUTANTS = (
         "                return future.result()\n",
         ("tests/processes/test_wait.py",),
     ),
-)
-
-CLIENT_MUTANTS = (
     Mutant(
         "ranks that have failed are used again",
         CLIENT + "pools.py",
@@ -419,9 +400,6 @@ CLIENT_MUTANTS = (
         "ACTIVATIONS[sizes.joint]",
         ("tests/benchmarks/test_real_sizes.py", "-k", "by_the_ratios"),
     ),
-)
-
-PLANNING_MUTANTS = (
     Mutant(
         "the slowest mode advised",
         PLANNING + "planner.py",
@@ -436,9 +414,6 @@ PLANNING_MUTANTS = (
         "if False:",
         ("tests/planning/test_planner.py", "-k", "stale or once"),
     ),
-)
-
-ACCEPTANCE_MUTANTS = (
     Mutant(
         "the self-test's file says the user's name",
         ACCEPTANCE + "report.py",
@@ -446,16 +421,12 @@ ACCEPTANCE_MUTANTS = (
         '((socket.gethostname(), "HOST"),):',
         ("tests/acceptance/test_self_test.py", "-k", "whose_machine"),
     ),
-)
-
-NODE_MUTANTS = (
     Mutant(
         "numbers above their limit accepted",
         "nodes/ui/input_checks.py",
         "if not least <= number <= most:",
         "if not least <= number:",
-        ("tests/pack/test_input_checks.py",),
-        ("tests/comfyui/test_inputs.py",),
+        ("tests/nodes/test_input_checks.py",),
     ),
     Mutant(
         "a ControlNet sees this step of bands that have not made it",
@@ -511,9 +482,6 @@ NODE_MUTANTS = (
         ("tests/comfyui/test_all_in_one.py",),
         tier="default",
     ),
-)
-
-YOUNGEST = (
     Mutant(
         "block-sparse attention in the order of ranks",
         "parallel_backend/rank/attention/sparse.py",
@@ -528,22 +496,237 @@ YOUNGEST = (
         "        added, idle = 0, False",
         ("tests/client/test_several_models.py",),
     ),
-)
-
-MUTANTS = (
-    *CORE_MUTANTS,
-    *WIRE_MUTANTS,
-    *FAMILY_MUTANTS,
-    *CHECKPOINT_MUTANTS,
-    *RANK_MUTANTS,
-    *PROCESS_MUTANTS,
-    *CLIENT_MUTANTS,
-    *PLANNING_MUTANTS,
-    *ACCEPTANCE_MUTANTS,
-    *NODE_MUTANTS,
-    *TWO_EVENTS,
-    *TABLES,
-    *WAITS,
-    *YOUNGEST,
-    *DOOR,
+    # State that a first event leaves for a second one, and rows that tables lack.
+    Mutant(
+        "a merge into a block that is in its slot does not show",
+        RANK + "stage/store/weight_store.py",
+        "self._slots.forget(group.name)",
+        "pass",
+        ("tests/rank/test_weight_store.py", "-k", "in_its_slot"),
+    ),
+    Mutant(
+        "the file is read into the buffer from which a copy is under way",
+        RANK + "stage/store/weight_store.py",
+        "self._slots.settle()  # `source` overwrites the buffer from which a copy under way may read",
+        "pass",
+        ("tests/rank/test_weight_store.py",),
+        ("tests/emulated/test_weights.py",),
+        tier="default",
+    ),
+    Mutant(
+        "models of failed ranks are kept",
+        CLIENT + "models_on_ranks.py",
+        "if not each.model.on_ranks]:",
+        "if each is None]:",
+        ("tests/client/test_registry.py",),
+    ),
+    Mutant(
+        "who died of it is named before who said why",
+        PROCESSES + "failure_report.py",
+        "        if causes:\n            failure = causes[0]",
+        "        if causes and not died_unheard:\n            failure = causes[0]",
+        ("tests/processes/test_failure_report.py",),
+    ),
+    Mutant(
+        "a run that was given up counts on",
+        CLIENT + "remote_transformer.py",
+        "        self._memory.forget(run)\n        if self.on_ranks:",
+        "        if self.on_ranks:",
+        ("tests/client/test_several_models.py", "-k", "given_up"),
+        tier="default",
+    ),
+    Mutant(
+        "other factors keep the strengths of those before",
+        CLIENT + "lora.py",
+        "                self._strengths = ()\n",
+        "",
+        ("tests/rank/test_lora.py",),
+        ("tests/campaigns/test_states.py",),
+        tier="default",
+    ),
+    Mutant(
+        "a LoRA keeps the scale of its first use",
+        CLIENT + "lora.py",
+        "Rescale(tuple(same[number].scale",
+        "Rescale(tuple(known[number].scale",
+        ("tests/rank/test_lora.py",),
+        tier="default",
+    ),
+    Mutant(
+        "a node's wrappers are not carried over",
+        "nodes/model/carry_over.py",
+        "            if key not in without:\n",
+        "            if key in without:\n",
+        ("tests/nodes",),
+    ),
+    Mutant(
+        "an entry of transformer_options that cannot be sent is let pass",
+        "nodes/model/patches/reach.py",
+        "if name not in told and not isinstance",
+        "if name in told and not isinstance",
+        ("tests/nodes",),
+    ),
+    Mutant(
+        "a region of the conditioning is cut into bands",
+        "nodes/sampling/eligibility.py",
+        "cond.get(key) is not None and cond.get(key) is not False",
+        "cond.get(key) is False",
+        ("tests/nodes",),
+    ),
+    Mutant(
+        "unknown guidance is taken for pixel-wise",
+        "nodes/sampling/band_guidance.py",
+        "not isinstance(value, types.FunctionType) or (changed",
+        "isinstance(value, types.FunctionType) or (changed",
+        ("tests/nodes",),
+        ("tests/comfyui/test_guidance_in_bands.py",),
+        tier="default",
+    ),
+    # What users meet first: files and LoRAs as they circulate, the editor, cards, files that change in a run.
+    Mutant(
+        "a kernel option that decides P2P is not part of its verdict",
+        CLIENT + "p2p_verdicts.py",
+        ', "/proc/cmdline"',
+        "",
+        ("tests/client/test_registry.py", "-k", "p2p"),
+    ),
+    Mutant(
+        "a proof outlives another einops",
+        "nodes/model/loading/kept_proofs.py",
+        '"torch", "comfy-kitchen", "einops"',
+        '"torch", "comfy-kitchen"',
+        ("tests/nodes/test_kept_proofs.py",),
+    ),
+    Mutant(
+        "fp32 attends in cubes where ComfyUI attends in full",
+        RANK + "attention/sparse.py",
+        "if cubes and dtype != torch.bfloat16:",
+        "if cubes and dtype == torch.float16:",
+        ("tests/rank/test_sparse_attention.py",),
+    ),
+    Mutant(
+        "torch 2.15 makes its new NCCL groups",
+        RANK + "comm/process_group.py",
+        '    NEW_NCCL: "0",\n',
+        "",
+        ("tests/rank/test_process_group.py",),
+    ),
+    Mutant(
+        "a communicator on another GPU is not noticed",
+        RANK + "comm/process_group.py",
+        "        if index != own:",
+        "        if index is None:",
+        ("tests/rank/test_process_group.py",),
+    ),
+    Mutant(
+        "an idle rank whose driver does not answer is no hang",
+        "parallel_backend/processes/watchdog.py",
+        "(beat.doing != m.IDLE or r in deaf)",
+        "beat.doing != m.IDLE",
+        ("tests/processes/test_watchdog.py",),
+    ),
+    Mutant(
+        "a rank is bound to cores that its process may not use",
+        RANK + "numa.py",
+        "if not cores or not cores < allowed:",
+        "if not cores:",
+        ("tests/rank",),
+    ),
+    Mutant(
+        "the next prompt computes with the files of the last one",
+        CLIENT + "prompt_files.py",
+        "            self._seen.clear()\n",
+        "",
+        ("tests/client/test_registry.py",),
+    ),
+    Mutant(
+        "Unload frees a model in the middle of a run",
+        CLIENT + "registry.py",
+        "if self.unload_asked and not prompt_runs():",
+        "if self.unload_asked:",
+        ("tests/client/test_registry.py", "tests/nodes/test_ranks_panel.py"),
+    ),
+    Mutant(
+        "files with the prefix net. do not open",
+        CHECKPOINTS + "single_file.py",
+        '"model.model.", "net.")',
+        '"model.model.")',
+        ("tests/checkpoints/test_published_layouts.py", "tests/checkpoints/test_checkpoint.py"),
+    ),
+    Mutant(
+        "an own class's header may state any number of layers",
+        CHECKPOINTS + "single_file.py",
+        "            most = len(shapes)\n",
+        "            most = MAX_SETTING\n",
+        ("tests/checkpoints/test_hostile_files.py",),
+    ),
+    Mutant(
+        "a LoRA that fits no layer is silent",
+        "nodes/model/lora/left_out.py",
+        "    if not any(fits) and not (count == 1 and _is_part(patch[1])):",
+        "    if False:",
+        LORA_TESTS,
+    ),
+    Mutant(
+        "the second of two patches of a layer is checked against the file's shape",
+        "nodes/model/lora/left_out.py",
+        "            patches.append(patch)\n",
+        "            pass\n",
+        LORA_TESTS,
+    ),
+    Mutant(
+        "a wire that a change lost is not noticed",
+        "web/js/wires.js",
+        "found.get(end) !== from",
+        "false",
+        ("tests/browser/test_menu.py",),
+        tier="default",
+    ),
+    Mutant(
+        "a gain of more than the number of ranks is believed",
+        "parallel_backend/planning/planner.py",
+        "if not fastest.lacks and not credible(gain, ranks):",
+        "if False:",
+        ("tests/planning/test_doctor.py",),
+    ),
+    # Waits taken out. On a real card most of these give the right picture nearly always; emulated ones note each.
+    Mutant(
+        "a piece of a file is filled again too early",
+        CORE + "device_copies.py",
+        "                piece[1].synchronize()\n",
+        "",
+        ("tests/emulated/test_staged_upload.py",),
+    ),
+    Mutant(
+        "memory is unpinned under copies from it",
+        CORE + "pinned.py",
+        "        torch.cuda.synchronize(device)\n",
+        "",
+        ("tests/client/test_shared_residuals.py", "-k", "unpinned"),
+    ),
+    Mutant(
+        "an output is sent before it has come",
+        RANK + "outbox.py",
+        "                copied.synchronize()\n",
+        "",
+        ("tests/emulated/test_modes.py",),
+    ),
+    Mutant(
+        "blocks do not wait for their weights",
+        RANK + "stage/store/device_copies.py",
+        "torch.cuda.current_stream(self._device).wait_event(self._done)",
+        "pass",
+        ("tests/emulated/test_weights.py", "-k", "shares_on_the_device"),
+    ),
+    Mutant(
+        "a replay waits for nothing",
+        RANK + "micro_step_graphs.py",
+        "        return outputs, graph.replay\n",
+        "\n        def replay() -> None:\n"
+        "            with torch.cuda.stream(self._stream):\n"
+        "                graph.replay()\n\n"
+        "        return outputs, replay\n",
+        ("tests/rank/test_micro_step_graphs.py", "-k", "same_bits"),
+        tier="default",
+    ),
 )

@@ -4,15 +4,13 @@ Runs so many examples of the state machine, each with so many rules at most. Exi
 """
 
 import argparse
-import json
-import platform
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 
 import torch
 
+from ..result import keep
 from .machine import make_world
 from .trial import trial
 
@@ -28,13 +26,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, make_world(Path(folder)) as world:
         found = trial(world, arguments.examples, arguments.steps, arguments.seed)
     print(f"{found.examples} examples: {found.said or 'nothing found'}")
-    if arguments.out is not None:
-        result = {
-            "what": "events in random order on ranks in threads, outputs held to a model alone",
-            "date": date.today().isoformat(),
-            "hardware": f"{platform.machine()} CPU, {torch.multiprocessing.cpu_count()} cores, torch {torch.__version__}",
-        }
-        arguments.out.write_text(json.dumps(result | vars(found), indent=1) + "\n")
+    keep(arguments.out, **vars(found))
     return 1 if found.said else 0
 
 

@@ -11,24 +11,20 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import sample_in_bands
 from parallel_backend.core.spans import Span
 from parallel_backend.processes.pool import Pool
-from testing.models import on_ranks
+from testing.models import nobody, on_ranks
 
 from .subjects import BANDS, SIGMAS, TIMES, Added, Given, Subject
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-def nothing() -> None:
-    """A poll that never gives up."""
-
-
 def exact(model: RemoteTransformer, subject: Subject, given: Given, time: float) -> Tensors:
-    return (model.predict(subject.call(given, time), nothing),)
+    return (model.predict(subject.call(given, time), nobody),)
 
 
 def banded(model: RemoteTransformer, subject: Subject, given: Given) -> Tensors:
     """A sampling run in bands."""
-    return (sample_in_bands(model, subject.latent(), SIGMAS, subject.prompt(given), BANDS, 1, nothing)[0],)
+    return (sample_in_bands(model, subject.latent(), SIGMAS, subject.prompt(given), BANDS, 1, nobody)[0],)
 
 
 def in_run(model: RemoteTransformer, subject: Subject, given: Given, run: int, number: int) -> Tensors:
@@ -73,7 +69,7 @@ class Alone:
     def _of(self, what: str, subject: Subject, added: Added, given: Given, make: Callable[[RemoteTransformer], Any]) -> Any:
         key = what, subject, added, given
         if key not in self._known:
-            model = on_ranks(self.pool, subject.opened(), subject.degrees, "fp32", "sdpa", nothing)
-            model.adapt(added.name, subject.deltas(added), nothing, added.strengths)
+            model = on_ranks(self.pool, subject.opened(), subject.degrees, "fp32", "sdpa", nobody)
+            model.adapt(added.name, subject.deltas(added), nobody, added.strengths)
             self._known[key] = make(model)
         return self._known[key]

@@ -18,10 +18,11 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from testing.emulated_device import EmulatedDevice
+from testing.models import Cancelled, nobody
 from testing.thread_ranks import thread_ranks
 
 from . import ledger
-from .alone import Alone, Tensors, banded, exact, in_run, nothing
+from .alone import Alone, Tensors, banded, exact, in_run
 from .subjects import ADDITIONS, NOTHING, TIMES, Added, Given, Subject, make_subjects
 
 DEVICES = ("cpu:0", "cpu:1")
@@ -29,10 +30,6 @@ ROOMS = {"for all": 64 << 20, "for two": 17 << 20, "for one": 12 << 20, "for a p
 """Bytes of each device. Without room for all a call may be refused, if models are in use that give up no more. With room for
 a part the mini models stream blocks."""
 RATE = 1e10
-
-
-class Cancelled(BaseException):
-    """As ComfyUI's own, which is no Exception."""
 
 
 @dataclass
@@ -118,9 +115,9 @@ class States(RuleBasedStateMachine):
 
     def model(self, subject: Subject) -> RemoteTransformer:
         """As a node asks for it: loaded, with what is to be added to it."""
-        model = self.registry.model(subject.setup(self.world.devices), nothing)
+        model = self.registry.model(subject.setup(self.world.devices), nobody)
         added = self.added[subject]
-        model.adapt(added.name, subject.deltas(added), nothing, added.strengths)
+        model.adapt(added.name, subject.deltas(added), nobody, added.strengths)
         return model
 
     def look(self, look: Look) -> None:
@@ -209,7 +206,7 @@ class States(RuleBasedStateMachine):
         self.registry.begin_run()
         model = self.model(subject)
         self.opened[subject] = opened = Opened(model, model.open_run(), given)
-        model.watch_memory(opened.run, 2, True, nothing)
+        model.watch_memory(opened.run, 2, True, nobody)
 
     @rule(number=st.integers(0, 2), calls=st.integers(1, 2))
     @refusable
@@ -237,7 +234,7 @@ class States(RuleBasedStateMachine):
         if discards:
             opened.model.discard_run(opened.run)
         else:
-            opened.model.close_run(opened.run, nothing)
+            opened.model.close_run(opened.run, nobody)
         self.look(look)
 
     @rule(which=WHICH, given=GIVEN, rank=st.integers(0, 1), messages=st.integers(0, 12), look=LOOK)

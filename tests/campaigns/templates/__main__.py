@@ -5,22 +5,17 @@ python -m tests.campaigns.templates --json benchmarks/results/templates_DATE.jso
 
 import argparse
 import contextlib
-import json
-import os
-import platform
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
-
-import torch
 
 from scripts.comfyui_server import PACK, find_python
 from testing.comfyui.scripted import ComfyUI, Inside
 from tests.comfyui.conftest import SCRIPTS
 
+from ..result import keep
 from .conversion import convert
 from .runner import DIFFERS, FAILED, Verdict, run_all
 
@@ -47,11 +42,7 @@ def main() -> int:
             for verdict in run_all(chosen, inside, base):
                 verdicts.append(verdict)
                 print(f"{verdict.name}: {verdict.outcome} {verdict.difference or ''} {verdict.reason}", flush=True)
-    if options.json is not None:
-        machine = {"cores": len(os.sched_getaffinity(0)), "processor": platform.processor(), "torch": torch.__version__}
-        result = {"date": date.today().isoformat(), "machine": machine, "uses": uses(verdicts)}
-        result["templates"] = [verdict.as_json() for verdict in verdicts]
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    keep(options.json, uses=uses(verdicts), templates=[verdict.as_json() for verdict in verdicts])
     if options.page:
         page = PACK / "benchmarks" / "results" / "templates.md"
         before, rest = page.read_text().split(START)

@@ -1,16 +1,13 @@
 """The command: every case under many seeds, one operation at a time and many."""
 
 import argparse
-import json
-import os
-import platform
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 
 from parallel_backend.core.degrees import Degrees
 
+from ..result import keep
 from .cases import all_of_them, name
 from .runner import RULES, rules_of, trials
 
@@ -50,15 +47,8 @@ def main() -> int:
                 print(f"{case}, K={places}: {len(found)} trials, {len(faults)} faults so far", flush=True)
     for which, wrong in faults.items():
         print(f"\n{which}:\n{wrong}")
-    if options.out is not None:
-        result = {
-            "date": date.today().isoformat(),
-            "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
-            "most_communicators_under_way_on_a_rank": at_work.most_under_way,
-            "trials": counts,
-            "faults": faults,
-        }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    most = {"most_communicators_under_way_on_a_rank": at_work.most_under_way}
+    keep(options.out, **most, trials=counts, faults=faults)
     return 1 if faults else 0
 
 

@@ -18,7 +18,7 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.wire import messages as m
 from testing import mini
-from testing.models import on_ranks
+from testing.models import Cancelled, nobody, on_ranks
 from testing.vaes import OnRanks, made_of, small_vae
 
 CONFIG = mini.CONFIG | {"double_blocks": 1, "single_blocks": 3}
@@ -56,14 +56,6 @@ class Case:
     rare: bool = False
 
 
-class Cancelled(BaseException):
-    """As ComfyUI's own, which is no Exception."""
-
-
-def nothing() -> None:
-    """A poll that has nothing to look at."""
-
-
 def name(degrees: Degrees) -> str:
     return "-".join(f"{axis}{size}" for axis, size in zip(AXES, degrees.sizes, strict=True) if size > 1)
 
@@ -83,12 +75,12 @@ def product(degrees: Degrees) -> Case:
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
         model = load(files.mini(), degrees)
         given = mini.inputs(CONFIG, height=9, width=10, text=5)
-        return [model.predict(ModelCall(*given), nothing), _sampled(model, height=10, width=8)]
+        return [model.predict(ModelCall(*given), nobody), _sampled(model, height=10, width=8)]
 
     return Case(f"product {name(degrees)}", run)
 
 
-def _sampled(model: RemoteTransformer, poll: Callable[[], None] = nothing, **size: int) -> torch.Tensor:
+def _sampled(model: RemoteTransformer, poll: Callable[[], None] = nobody, **size: int) -> torch.Tensor:
     noise, _, tensors = mini.inputs(CONFIG, batch=1, text=5, **size)
     bands, steps = (1, 4) if model.degrees.displaced else (3, 2)  # a patch's keys arrive a call after they were sent
     return sample_in_bands(model, noise, linear_sigmas(steps), Prompt(tensors, tensors, 1.0), bands, 1, poll)[0]
@@ -110,7 +102,7 @@ def packed(kind: str) -> Case:
 
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
         model = load(files.mini(), degrees, transfer_dtype=kind)
-        return [model.predict(ModelCall(*mini.inputs(CONFIG, height=9, width=10, text=5)), nothing)]
+        return [model.predict(ModelCall(*mini.inputs(CONFIG, height=9, width=10, text=5)), nobody)]
 
     return Case(f"transfers in {kind}", run)
 
@@ -144,10 +136,10 @@ def vae(ranks: int) -> Case:
         model, given, found = load(files.mini(), Degrees(pipe=ranks)), mini.inputs(CONFIG), []
         decoder = OnRanks(pool(ranks), "vae", lambda: made_of(small_vae()))
         for _ in range(2):
-            found += [model.predict(ModelCall(*given), nothing), decoder.run(x, nothing)]
-        found += decoder.remote.run_tiles([tiles, 2 * tiles], nothing)
+            found += [model.predict(ModelCall(*given), nobody), decoder.run(x, nobody)]
+        found += decoder.remote.run_tiles([tiles, 2 * tiles], nobody)
         encoder = OnRanks(pool(ranks), "encoder", lambda: made_of(small_vae(), "encoder"), "encoder")
-        return [*found, encoder.run(pixels, nothing)]
+        return [*found, encoder.run(pixels, nobody)]
 
     return Case(f"VAE bands on {ranks}", run)
 
@@ -166,12 +158,12 @@ def cancelled(degrees: Degrees) -> Case:
             while True:
                 _sampled(model, cancel, height=16, width=12)
         given = mini.inputs(CONFIG, height=9, width=10, text=5)
-        found = [model.predict(ModelCall(*given), nothing)]
+        found = [model.predict(ModelCall(*given), nobody)]
         with contextlib.suppress(Cancelled):
             while True:
                 _sampled(model, cancel_at_once, height=16, width=12)
         again = load(files.mini(), Degrees(ulysses=degrees.world))
-        return [*found, again.predict(ModelCall(*given), nothing)]
+        return [*found, again.predict(ModelCall(*given), nobody)]
 
     return Case(f"cancel {name(degrees)}", run)
 
@@ -188,7 +180,7 @@ def together(degrees: Degrees) -> Case:
         one, two = (mini.inputs(CONFIG, batch=1, height=9, width=10, text=text, seed=text) for text in (5, 8))
         found: list[torch.Tensor] = []
         second = ModelCall(*two, first_replica=1)
-        first = model.predict(ModelCall(*one), nothing, on_posted=lambda: found.append(model.predict(second, nothing)))
+        first = model.predict(ModelCall(*one), nobody, on_posted=lambda: found.append(model.predict(second, nobody)))
         return [first, *found]
 
     return Case(f"two calls at once {name(degrees)}", run)
@@ -200,7 +192,7 @@ def other_degrees(first: Degrees, *others: Degrees) -> Case:
     def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
         given, found = mini.inputs(CONFIG, height=9, width=10, text=5), []
         for degrees in (first, *others, first):
-            found.append(load(files.mini(), degrees).predict(ModelCall(*given), nothing))
+            found.append(load(files.mini(), degrees).predict(ModelCall(*given), nobody))
             pool(first.world).ask(m.Unload(), m.Unloaded).result(timeout=60)
         return found
 
@@ -212,14 +204,14 @@ def two_models(first: Degrees, second: Degrees) -> Case:
 
     def run(files: Files, load: Load, pool: Callable[[int], object]) -> list[torch.Tensor]:
         one, found = load(files.mini(), first), []
-        two = on_ranks(pool(first.world), files.mini(), second, "fp32", "sdpa", nothing, keep_others=True)
+        two = on_ranks(pool(first.world), files.mini(), second, "fp32", "sdpa", nobody, keep_others=True)
         given = mini.inputs(CONFIG, height=9, width=10, text=5)
         call = ModelCall(*given)
-        found.append(one.predict(call, nothing, on_posted=lambda: found.append(two.predict(call, nothing))))
+        found.append(one.predict(call, nobody, on_posted=lambda: found.append(two.predict(call, nobody))))
         with ThreadPoolExecutor(2) as threads:
             found += threads.map(lambda model: _sampled(model, height=10, width=8), (one, two))
         two.unload().result(timeout=60)
-        return [*found, one.predict(ModelCall(*given), nothing)]
+        return [*found, one.predict(ModelCall(*given), nobody)]
 
     return Case(f"{name(second)} beside {name(first)}", run)
 

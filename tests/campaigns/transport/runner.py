@@ -26,7 +26,7 @@ from testing.thread_ranks import thread_ranks
 from tests.support.strict.distributed import StrictDistributed
 from tests.support.strict.rules import ANY, ISSUE, Rules
 
-from .cases import CONFIG, Case, Files, nothing
+from .cases import CONFIG, Case, Files, nobody
 
 RULES = {1: Rules(places=1, launch=ISSUE, trials=True), 8: Rules(places=8, launch=ANY, trials=True)}
 """By K."""
@@ -54,7 +54,7 @@ class Pools:
         key, pool = (checkpoint.path, degrees, dtype, *options.items()), self(degrees.world)
         known, model = self._models.get(degrees.world, (None, None))
         if not self.keep or known != key:
-            model = on_ranks(pool, checkpoint, degrees, dtype, "sdpa", nothing, **options)
+            model = on_ranks(pool, checkpoint, degrees, dtype, "sdpa", nobody, **options)
             self._models[degrees.world] = key, model
         return model
 
@@ -146,7 +146,7 @@ class Trials:
 
             fabric.before_issue = end
             while True:
-                model.predict(ModelCall(*given), nothing)
+                model.predict(ModelCall(*given), nobody)
         except RankError as error:
             if f"rank {victim} " not in str(error):
                 return f"rank {victim} died, and the error is: {error}"
@@ -155,7 +155,7 @@ class Trials:
             self._forget()
         again, plain = Pools(self.strict), Pools(self.plain)
         try:
-            found = [ranks.load(self.files.mini(), degrees).predict(ModelCall(*given), nothing) for ranks in (again, plain)]
+            found = [ranks.load(self.files.mini(), degrees).predict(ModelCall(*given), nobody) for ranks in (again, plain)]
         finally:
             again.close()
             plain.close()

@@ -66,15 +66,14 @@ def main(results: Results) -> None:
         key = key_of(model)
         return [str(key.degrees), list(key.devices)]
 
-    def by_hand(model, wrap=lambda model: model, cfg: float = 3.0) -> float:
+    def by_hand(model) -> float:
         """How far its picture is from that of a loader with the degrees that it chose."""
         degrees, devices = key_of(model).degrees, ",".join(key_of(model).devices)
         mode = degrees.patch_mode if degrees.patch > 1 else "none"
         sequence = (degrees.ulysses, degrees.ring, mode, degrees.patch)
         config = node("UlyssesConfig", *sequence, "auto", True)
         same = parallel(FILE, degrees.pipe, degrees.batch, devices, config, degrees.tensor, "even")
-        ours = sample(wrap(model), prompts, latent, cfg=cfg)
-        return difference(ours, sample(wrap(same), prompts, latent, cfg=cfg))
+        return difference(sample(model, prompts, latent), sample(same, prompts, latent))
 
     def batches() -> dict:
         """cfg above 1, fast links: two prompts side by side."""
@@ -99,7 +98,6 @@ def main(results: Results) -> None:
                 "without": without,
                 "again": chosen(model),
                 "measured": len(measured),
-                "difference": by_hand(model, pipelined, cfg=1.0),
             }
 
     def kept() -> dict:
@@ -130,7 +128,6 @@ def main(results: Results) -> None:
         first = chosen(model)
         files = sorted(auto.folder().glob("calibration*"))
         written = json.loads(files[0].read_text())
-        differs = by_hand(model)
         node("UnloadParallelDiT")
         with patch.object(auto, "calibrate", side_effect=AssertionError("calibrated twice")):
             sample(model, prompts, latent)
@@ -146,7 +143,6 @@ def main(results: Results) -> None:
             "files": len(files),
             "inside": files[0].is_relative_to(BASE),
             "key": written["key"],
-            "difference": differs,
         }
 
     def advised() -> dict:

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import model_optimization_nodes
-import small_cases
 import torch
 from boot import (
     CHECKOUT,
@@ -20,6 +19,9 @@ from boot import (
     sharing_small_lists,
     whole_because,
 )
+from small_cases import small
+from small_models import latent as latent_of
+from small_models import prompts
 
 import nodes
 
@@ -56,7 +58,7 @@ def compare(change: Any, own: Any, model: Any, texts: list, latent: torch.Tensor
     }
 
 
-def main(results: Results, wan: str) -> None:
+def main(results: Results) -> None:
     load_extras("nodes_slg", "nodes_sd3", "nodes_nag")
     changes = {
         "SLG": partial(extra, "SkipLayerGuidanceDiT", double_layers="1", single_layers="0, 2, 9", scale=3.0, **ALL),
@@ -75,27 +77,27 @@ def main(results: Results, wan: str) -> None:
     case("SLG", "pipefusion")
     case("SLG SD3", "pipefusion")
     case("NAG batch 2", "ulysses")
-    of_wan(results, wan)
+    of_wan(results, "wan-2.1-t2v")
     other = parallel(FILE)
     results.case("refusal", lambda: ksampler(model_optimization_nodes.of_other_model(other), both, SQUARE, steps=2))
 
 
 def of_wan(results: Results, name: str) -> None:
-    positive, negative, latent, settings = small_cases.read(name)
-    file, width = f"{name}.safetensors", positive[0][0].shape[-1]
+    texts, latent, file = prompts(name), latent_of(name), f"{name}.safetensors"
+    width = texts[0][0][0].shape[-1]
     text = torch.randn(1, 6, width, generator=torch.Generator().manual_seed(3))  # of another length than the prompts'
     change = partial(model_optimization_nodes.nag, text=text, input_type="default")
 
     def in_front() -> dict[str, Any]:
         """The node on the native MODEL, which has been sampled with it, and Parallelize Model behind."""
         own = native_model(file)
-        ksampler(change(own), [positive, negative], latent, steps=2)
+        ksampler(change(own), texts, latent, steps=2)
         model = node("ParallelizeModel", change(own), 2, "ulysses")
-        return compare(lambda each: each if each is model else change(each), own, model, [positive, negative], latent)
+        return compare(lambda each: each if each is model else change(each), own, model, texts, latent)
 
-    with small_cases.detecting(settings["detected"]), sharing_small_lists():
+    with small(name), sharing_small_lists():
         results.case(
             "WanVideoNAG, pipefusion",
-            lambda: compare(change, native_model(file), MODES["pipefusion"](file), [positive, negative], latent),
+            lambda: compare(change, native_model(file), MODES["pipefusion"](file), texts, latent),
         )
         results.case("WanVideoNAG in front, parallelized", in_front)

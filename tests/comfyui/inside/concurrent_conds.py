@@ -1,19 +1,18 @@
-"""Prompts that ComfyUI cannot join to one model call, with one and two replicas. Run by serve.py.
-
-The test process has put a file and its conditioning where small_cases.py looks for them.
-"""
+"""Prompts that ComfyUI cannot join to one model call, with one and two replicas. Run by serve.py."""
 
 from collections.abc import Callable
 from functools import partial
 
 from boot import BUNDLED, Results, Told, comfy, difference, ksampler, native_model, node, parallel, torch
-from small_cases import detecting, read
+from small_cases import small
+from small_models import latent as latent_of
+from small_models import prompts as prompts_of
 
 from parallel_backend.client.registry import registry
 from parallel_backend.client.reports.trace import to_spans
 from parallel_backend.wire.timeline_kinds import WORK
 
-STEPS = 3
+NAME, STEPS = "qwen-image", 3
 CALCULATE = comfy.patcher_extension.WrappersMP.CALC_COND_BATCH
 
 
@@ -56,9 +55,9 @@ def compare(make: Callable, model, prompts, latent) -> tuple[torch.Tensor, dict]
     return found, counts | {"one by one": sequential, "same": difference(found, apart)}
 
 
-def main(results: Results, name: str) -> None:
-    positive, negative, latent, settings = read(name)
-    prompts, file = (positive, shortened(negative, 6)), f"{name}.safetensors"
+def main(results: Results) -> None:
+    positive, negative = prompts_of(NAME)
+    prompts, latent, file = (positive, shortened(negative, 6)), latent_of(NAME), f"{NAME}.safetensors"
     staged: list[torch.Tensor] = []
 
     def beside_native(make: Callable) -> dict:
@@ -71,7 +70,7 @@ def main(results: Results, name: str) -> None:
         staged.append(found)
         return counts | {"one replica": difference(found, staged[0])}
 
-    with detecting(settings["detected"]):
+    with small(NAME):
         results.case("KSampler, 2", lambda: beside_native(sampled))
         results.case("PipeFusion, 1", lambda: in_bands({}))
         results.case("PipeFusion, 2", lambda: in_bands({"batch": 2, "devices": "cpu,cpu,cpu,cpu"}))

@@ -4,14 +4,11 @@ The control networks are ComfyUI's own class as ModelPatchLoader makes it of the
 with random weights.
 """
 
-import asyncio
-
-from boot import CHECKOUT, Results, comfy, difference, ksampler, native_model, node, parallel, sequence, torch, whole_because
+from block_patches import load_extras
+from boot import Results, comfy, difference, ksampler, native_model, node, parallel, sequence, torch, whole_because
 from controlnet import FakeVAE, randomise
-from small_cases import detecting
-from small_models import detected, small_model, write
-
-import nodes
+from small_cases import small
+from small_models import small_model
 
 MODEL = "z-image"
 PATCHED = ("noise_refiner.0.feed_forward.w2.weight", "layers.0.feed_forward.w2.weight")
@@ -46,8 +43,7 @@ def network(width: int, heads: int, seed: int, kind: dict, used: int = USED):
 
 
 def main(results: Results) -> None:
-    file = CHECKOUT / "comfy_extras" / "nodes_model_patch.py"
-    assert asyncio.run(nodes.load_custom_node(str(file), module_parent="comfy_extras"))
+    load_extras("nodes_model_patch")
     generator = torch.Generator().manual_seed(0)
     words = small_model(MODEL)["text"]
     texts = {name: [torch.randn(1, *words, generator=generator) for _ in range(2)] for name in ("inpaint", "two")}
@@ -56,9 +52,9 @@ def main(results: Results) -> None:
     fitting = torch.rand(1, 8 * 18, 8 * 14, 3, generator=generator)
     mask = (torch.rand(1, 96, 96, generator=generator) > 0.5).float()
     latent = torch.zeros(1, 16, 18, 13)
-    with detecting(detected(MODEL)):
-        path = write(MODEL)
-        native = native_model(path)
+    file = f"{MODEL}.safetensors"
+    with small(MODEL):
+        native = native_model(file)
         config = native.model.model_config.unet_config
         networks = {
             name: network(config["dim"], config["n_heads"], seed, kind) for seed, (name, kind) in enumerate(KINDS.items())
@@ -91,7 +87,7 @@ def main(results: Results) -> None:
                 "whole because": whole_because(model),
             }
 
-        piped = node("ApplyPipeFusion", parallel(path.name, stage_split="even"), 3, 1, True)
+        piped = node("ApplyPipeFusion", parallel(file, stage_split="even"), 3, 1, True)
         results.case("two, pipe 2", lambda: compare("two", two, piped))
-        over_tokens = parallel(path.name, pipe=1, config=sequence(ulysses=2))
+        over_tokens = parallel(file, pipe=1, config=sequence(ulysses=2))
         results.case("inpaint, ulysses 2", lambda: compare("inpaint", inpaint, over_tokens))

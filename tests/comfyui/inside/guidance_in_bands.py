@@ -5,7 +5,6 @@ bands and the whole latent is the guidance. Then the bundled model on ranks.
 """
 
 import importlib
-import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -13,9 +12,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from boot import BUNDLED, Results, comfy, difference, ksampler, node, nodes, parallel, torch
+from boot import BUNDLED, Results, Told, comfy, difference, ksampler, node, nodes, parallel, torch
 from guidance_nodes import PIXEL_WISE, WHOLE, guider_of, times
-from samplers import Warnings
 
 HEIGHT, BANDS = 12, 3
 PERTURBING = ("stg_self_attn_blocks", "a2v_cross_attn", "patches_replace")
@@ -143,11 +141,10 @@ def on_ranks(put: Callable, sampler: str) -> dict:
     model = put(plain := parallel(BUNDLED))
     sample = partial(ksampler, prompts=texts, latent=latent, sampler=sampler, steps=3)
     exact, without = sample(model), sample(plain)
-    logging.getLogger().addHandler(told := Warnings())
+    told = Told()
     banded = node("ApplyPipeFusion", model, 3, 1, True)
     first, second = (sample(banded) for _ in range(2))
     warm = sample(node("ApplyPipeFusion", model, 3, 1000, True))
-    logging.getLogger().removeHandler(told)
     return {
         "warnings": told.texts,
         "moved": difference(exact, without),

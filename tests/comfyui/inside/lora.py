@@ -13,7 +13,7 @@ from boot import BASE, MODELS, Results, Told, difference, ksampler, native_model
 from safetensors.torch import load_file, save_file
 
 FLUX, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
-FORMATS = {"kohya": "lora_unet_", "diffusers": "transformer.", "original": "diffusion_model."}
+FORMATS = {"kohya": "lora_unet_", "original": "diffusion_model."}
 RANK, WIDTH = 4, 256
 SQUARE = torch.Size((WIDTH, WIDTH))
 LAYER = "double_blocks.0.img_attn.proj"
@@ -128,7 +128,7 @@ class Maker:
             layer = name.removeprefix(FORMATS["original"])
             if layer == "img_in":
                 shape = torch.Size((shape[0], 2 * shape[1]))
-            for key, value in self.low_rank(name, shape, "diffusers").items():
+            for key, value in self.low_rank(name, shape, "original").items():
                 tensors[f"{layer}.{key.removeprefix(name)[1:]}"] = value
             if (bias := self.shapes.get(f"{name}.bias")) is not None:
                 tensors[f"{layer}.lora_B.bias"] = 0.1 * self.random(*bias)
@@ -271,9 +271,6 @@ def of_another_size(flux: Comparison) -> None:
     results.case("left out", left_out)
     for kind, tensors in ({"none fits": LEFT_OUT["LoRA"]} | FAILING).items():
         results.case(f"refusal {kind}", partial(with_lora, flux.ours, make.one(f"failing {kind}", tensors)))
-    results.case("refusal weight wrapper", lambda: flux.ours.clone().add_weight_wrapper("a", abs))
-    injection = comfy.patcher_extension.PatcherInjection(inject=lambda patcher: None, eject=lambda patcher: None)
-    results.case("refusal injection", lambda: flux.ours.clone().set_injections("of another node", [injection]))
 
 
 def enlarging(flux: Comparison) -> None:
@@ -333,10 +330,8 @@ def bypass(flux: Comparison, first: str) -> None:
         return {"difference": difference(flux.sample(beside), flux.sample(model))}
 
     flux.results.case("bypass gone", taken_away)
-    narrow = flux.make.one("of another size", LEFT_OUT["LoRA"])
     oft = flux.make.one("OFT in bypass", {"oft_blocks": torch.ones(8, WIDTH // 8, WIDTH // 8)})
-    for name, file in (("another size", narrow), ("OFT", oft)):
-        flux.results.case(f"refusal of {name} in bypass mode", partial(bypassed, flux.ours, file))
+    flux.results.case("refusal of OFT in bypass mode", partial(bypassed, flux.ours, oft))
 
 
 def merges(flux: Comparison, lora: str) -> None:

@@ -1,35 +1,32 @@
-"""Samplers of ComfyUI on a video with its sound: its own model, ranks, and bands. Run by serve.py.
-
-The test process has put the file of the case `name` and its inputs where small_cases.py finds them.
-"""
+"""Samplers of ComfyUI on a video with its sound: its own model, ranks, and bands. Run by serve.py."""
 
 from functools import partial
 from unittest.mock import patch
 
 import latent_preview
-from boot import Results, comfy, difference, ksampler, native_model, node, parallel, parts_of, torch
+from boot import Results, Told, comfy, difference, ksampler, native_model, node, parallel, parts_of, torch
 from comfy.nested_tensor import NestedTensor
 from comfy_extras.nodes_apg import APG
-from samplers import Warnings, logging
-from small_cases import read
+from small_models import latent, prompts, write
 
-STEPS = 4
+NAME, STEPS = "minimax-h3", 4
 
 
-def main(results: Results, name: str) -> None:
-    logging.getLogger().addHandler(told := Warnings())
-    positive, negative, empty, _ = read(name)
-    prompts, (video, sound) = (positive, negative), empty["samples"].unbind()
+def main(results: Results) -> None:
+    told = Told()
+    write(NAME)
+    texts, empty = prompts(NAME), latent(NAME)
+    video, sound = empty.unbind()
     generator = torch.Generator().manual_seed(1)
     picture = NestedTensor([torch.randn(part.shape, generator=generator) for part in (video, sound)])
     masks = [(torch.rand(1, *part.shape[2:], generator=generator) * 4).round() / 4 for part in (video, sound)]
     two = NestedTensor([torch.cat((part, part)) for part in (video, sound)])
-    file = f"{name}.safetensors"
+    file = f"{NAME}.safetensors"
     native, plain = native_model(file), parallel(file)
     banded, warm = node("ApplyPipeFusion", plain, 3, 1, True), node("ApplyPipeFusion", plain, 3, 1000, True)
 
     def run(model, latent=empty, steps=STEPS, **settings):
-        return ksampler(model, prompts, latent, steps=steps, cfg=1.0, **settings)
+        return ksampler(model, texts, latent, steps=steps, cfg=1.0, **settings)
 
     def in_every_way(put=lambda model: model, by=native, **settings) -> dict:
         """Differences as shares of the largest value. `put`: puts a node on the MODEL. `by`: it is held against."""

@@ -21,8 +21,8 @@ from boot import (
     sharing_small_lists,
 )
 from safetensors.torch import load_file, save_file
-from small_cases import detecting
-from small_models import detected, entries, latent, prompts, small_model, write
+from small_cases import small
+from small_models import entries, latent, prompts, small_model, write
 
 UNETS = "SD15", "SDXL"
 MORE = {
@@ -71,14 +71,13 @@ SAMPLED = {
 def main(results: Results, names: list[str], only: Collection[str] = (), is_sampled: bool = False) -> None:
     """`only`: modes, without which there are all. `is_sampled`: an SDXL's sampling alone."""
     if is_sampled:
-        with detecting(detected("SDXL")):
+        with small("SDXL"):
             tensors = load_file(write("SDXL"))
             for said, marks in SAMPLED.items():
                 results.case(said, partial(samplings, tensors, marks))
         return
     for name in names:
-        with detecting(detected(name)), sharing_small_lists():
-            write(name)
+        with small(name), sharing_small_lists():
             for more in (NO_MORE, MORE[name]) if name in MORE else (NO_MORE,):
                 sampled(results, name, more, only)
             if name in UNETS:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import comfy.model_management
-import controlnet
 import folder_paths
 from boot import BASE, PACK, Results, comfy, difference, ksampler, node, nodes, parallel, random_prompts, sequence, torch
 from comfy_extras import nodes_model_advanced, nodes_model_merging
@@ -141,15 +140,6 @@ def main(results: Results) -> None:
     for name, wrap in WRAPS.items():
         results.case(name, partial(compare, wrap))
 
-    def with_controlnet() -> dict:
-        kind = controlnet.Kind(FLUX, partial(controlnet.flux, False), (1, 16, 8, 12), None)
-        texts = kind.apply(random_prompts(9, 5), kind.control_net(kind.module()))
-        ours = sampled(parallel(FLUX, pipe=1, config=sequence(ulysses=2)), texts)
-        model = taken(native())
-        return {"behind": difference(ours, sampled(model, texts)), "moved": difference(ours, sampled(model))}
-
-    results.case("ControlNet", with_controlnet)
-
     def pipelined() -> dict:
         """`mode` pipefusion is Apply PipeFusion with its defaults, and one behind replaces its settings."""
         model, ours = taken(native(), "pipefusion"), parallel(FLUX)
@@ -236,16 +226,6 @@ def main(results: Results) -> None:
         block = model.model.diffusion_model.single_blocks[0]
         block.forward = partial(lambda *_arguments, **_named: None)
 
-    def inner_patch(model):
-        clone = model.clone()
-        clone.add_object_patch("diffusion_model.single_blocks.0", torch.nn.Identity())
-        return clone
-
-    def other_gpus(model):
-        clone = model.clone()
-        clone.set_additional_models("multigpu", [model.clone()])
-        return clone
-
     def made_elsewhere(model) -> None:
         model.cached_patcher_init = (partial(written), ("file",))
 
@@ -257,7 +237,7 @@ def main(results: Results) -> None:
         _load_diffusion_model_kj.__qualname__ = "_load_diffusion_model_kj"
         model.cached_patcher_init = (_load_diffusion_model_kj, (model.cached_patcher_init[1][0], {}, "vace.safetensors"))
 
-    for change in (written, other_forward, inner_patch, other_gpus, made_elsewhere, second_file):
+    for change in (written, other_forward, made_elsewhere, second_file):
         results.case(change.__name__, partial(edited, change))
     results.case("GGUF", gguf_loader)
     results.case("GGUF, loader not known", lambda: taken(gguf_model(GGUF)) and None)

@@ -4,13 +4,14 @@ Run by serve.py.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from block_patches import extra, load_extras
 from boot import PACK, Results, difference, ksampler, load_pack, native_model, node, parallel, random_prompts, whole_because
-from small_cases import detecting
+from small_cases import small
 
 import nodes
 
@@ -92,7 +93,7 @@ def main(results: Results, changes: list[tuple[str, str]]) -> None:
         return found | {"whole because": whole_because(model)}
 
     for file, name in changes:
-        with detecting({"text_dim": WIDTHS[WAN]["width"]} if file == WAN else {}):
+        with small("wan-2.1-t2v") if file == WAN else nullcontext():
             results.case(f"{file} {name}", partial(changed, file, CHANGES[name]))
     model = parallel(FLUX)
     expected = sample(FLUX, model)

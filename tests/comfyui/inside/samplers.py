@@ -1,31 +1,64 @@
-"""Samplers of ComfyUI under Apply PipeFusion, and patches. Run by serve.py."""
+"""Samplers of ComfyUI and of other packs under Apply PipeFusion, and patches. Run by serve.py."""
 
-import logging
-import warnings
-from functools import partial
+from functools import partial, update_wrapper
 
-from boot import BUNDLED, Results, comfy, difference, ksampler, node, nodes, parallel, sequence, torch
+from boot import (
+    BUNDLED,
+    Results,
+    Told,
+    comfy,
+    difference,
+    ksampler,
+    node,
+    nodes,
+    parallel,
+    sequence,
+    torch,
+    whole_because,
+)
+from comfy_extras.nodes_advanced_samplers import SamplerEulerCFGpp
 
 STEPS = 3
 PATCH_STEPS = 8
 
 
-class Warnings(logging.Handler):
-    """Collects all warnings but Python's about ComfyUI's own code and torchsde's. With one of ours a run was exact."""
+def detail_daemon_sampler(model, x, sigmas, *, dds_wrapped_sampler, **named):
+    """As Detail Daemon's: the model is told of less noise than there is."""
 
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-        warnings.filterwarnings("ignore", module=r"(comfy|torchsde)\.")
-        logging.captureWarnings(True)
+    def told_of_less(x, sigma, **extra_args):
+        return model(x, sigma * (0.9 if float(sigma.max()) < float(sigmas[1]) else 1.0), **extra_args)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+    told_of_less.inner_model, told_of_less.sigmas = model.inner_model, model.sigmas
+    return dds_wrapped_sampler.sampler_function(told_of_less, x, sigmas, **named, **dds_wrapped_sampler.extra_options)
+
+
+detail_daemon_sampler.__module__ = "detail_daemon_node"
+
+
+def shifted(offset, model, x, sigmas, **named):
+    """As a preset of bleh's: a function that has no name, since it is a partial one."""
+    return comfy.samplers.sampler_object("euler").sampler_function(model, x + offset, sigmas, **named)
+
+
+class Centred:
+    """A sampler that looks at the whole latent, and is no function."""
+
+    def __call__(self, model, x, sigmas, **named):
+        return comfy.samplers.sampler_object("euler").sampler_function(model, x - x.mean(), sigmas, **named)
+
+
+def wrapping(sampler: comfy.samplers.KSAMPLER) -> comfy.samplers.KSAMPLER:
+    return comfy.samplers.KSAMPLER(detail_daemon_sampler, {"dds_wrapped_sampler": sampler})
+
+
+def named_like_comfyui(function) -> partial:
+    """As bleh's wrappers: a partial function that says it is ComfyUI's own."""
+    return update_wrapper(partial(function, 0.1), comfy.samplers.sampler_object("euler").sampler_function)
 
 
 def main(results: Results, names: list[str] | None) -> None:
     """`names`: samplers, and further runs. None: all samplers of this ComfyUI alone."""
-    logging.getLogger().addHandler(told := Warnings())
+    told = Told()
     prompts = [node("QuickstartPrompt", text) for text in ("3 1 4 1", "")]
     plain = parallel(BUNDLED)
     banded, warm = node("ApplyPipeFusion", plain, 3, 1, True), node("ApplyPipeFusion", plain, 3, 1000, True)
@@ -53,6 +86,31 @@ def main(results: Results, names: list[str] | None) -> None:
         results.case(f"sampler {sampler}", partial(every_way, sampler))
     if names is None:
         return
+
+    noise = torch.randn(empty.shape, generator=torch.Generator().manual_seed(1))
+    sigmas = comfy.samplers.calculate_sigmas(plain.get_model_object("model_sampling"), "simple", STEPS)
+
+    def sampled(model, sampler) -> torch.Tensor:
+        return comfy.sample.sample_custom(model, noise, 3.0, sampler, sigmas, *prompts, empty, disable_pbar=True, seed=5)
+
+    def of_another(sampler) -> dict:
+        exact = sampled(plain, sampler)
+        found = {"warm": difference(exact, sampled(warm, sampler)), "stale": difference(exact, sampled(banded, sampler))}
+        return found | {"reason": whole_because(banded)[0]}
+
+    ancestral = comfy.samplers.sampler_object("euler_ancestral").sampler_function
+    others = {
+        "wrapped euler_ancestral": wrapping(comfy.samplers.ksampler("euler_ancestral")),
+        "Euler CFG++, alternative": SamplerEulerCFGpp.execute("alternative").args[0],
+        "wrapped, with noise of its own": wrapping(
+            comfy.samplers.ksampler("euler_ancestral", {"noise_sampler": lambda sigma, sigma_next: noise})
+        ),
+        "partial euler_ancestral": comfy.samplers.KSAMPLER(partial(ancestral, eta=0.6)),
+        "partial in ComfyUI's name": comfy.samplers.KSAMPLER(named_like_comfyui(shifted)),
+        "wrapped object": wrapping(comfy.samplers.KSAMPLER(Centred())),
+    }
+    for name, sampler in others.items():
+        results.case(name, partial(of_another, sampler))
 
     def against_warm(run) -> dict:
         """`run` pipelined, repeated, and warmed up throughout, against the plain parallel MODEL."""

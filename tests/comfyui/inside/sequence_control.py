@@ -1,60 +1,42 @@
 """Controls that add to all tokens, on the parallel MODEL, against ComfyUI's own model with the same. Run by serve.py.
 
 "two": two of them, the second one ends after the first step. "patched": one, with a LoRA of a layer that runs in ComfyUI's
-process too. A branch that starts from a later block's
-input depends on blocks, which ranks have: it is refused, and so is a ControlNet beside a branch.
+process too. A branch that starts from a later block's input depends on blocks, which ranks have: it is refused, and so is
+a ControlNet beside a branch.
 """
 
-import asyncio
-import sys
-from contextlib import ExitStack
 from functools import partial
-from unittest import mock
 
-from boot import CHECKOUT, Results, difference, native_model, node, parallel, sequence, torch
-from comfy.ldm.modules import attention
-from control_branch import Branch, controlled, copies, nodes_minimax_h3, nodes_qwen
-from small_cases import detecting, read, sample
+from block_patches import load_extras
+from boot import Results, difference, native_model, node, parallel, sequence, torch
+from control_branch.nodes_minimax_h3 import Branch, controlled, copies
+from small_cases import sample, small
 
-import nodes
-
-PATCHES = {
-    "minimax-h3-pruned": (nodes_minimax_h3.MiniMaxH3FunControlBlockPatch, "blocks", "video_patch_proj.weight"),
-    "qwen-image-2.1-edit": (nodes_qwen.QwenImage21FunControlBlockPatch, "transformer_blocks", "img_in.weight"),
-}
+NAME, LAYER = "minimax-h3-pruned", "diffusion_model.video_patch_proj.weight"
 ALWAYS, FIRST_STEP = (0.0, 1e9), (0.99, 1e9)
 
 
-def main(results: Results, names: list[str]) -> None:
-    for module in ("nodes_minimax_h3", "nodes_qwen"):
-        file = CHECKOUT / "comfy_extras" / f"{module}.py"
-        assert asyncio.run(nodes.load_custom_node(str(file), module_parent="comfy_extras"))
-    for name in names:
-        results.case(name, partial(compare, name))
+def main(results: Results) -> None:
+    load_extras("nodes_minimax_h3")
+    results.case(NAME, partial(compare, NAME))
 
 
 def compare(name: str) -> dict:
-    patch, blocks, layer = PATCHES[name]
-    file, settings = f"{name}.safetensors", read(name)[-1]
-    with ExitStack() as stack:
-        stack.enter_context(detecting(settings["detected"]))
+    file = f"{name}.safetensors"
+    with small(name):
         native = native_model(file)
-        if settings["boolean_masks"]:  # ComfyUI's kernel for a CPU would add them to the scores, in a control's blocks too
-            module = sys.modules[type(native.model.diffusion_model).__module__]
-            stack.enter_context(mock.patch.object(module, "optimized_attention", attention.attention_pytorch))
-        last = len(getattr(native.model.diffusion_model, blocks)) - 1
-        branches = {seed: copies(native, blocks, at, seed) for seed, at in ((1, (0, last)), (2, (0, 1)), (3, (1,)))}
-        key = f"diffusion_model.{layer}"
-        change = torch.randn(native.model.state_dict()[key].shape, generator=torch.Generator().manual_seed(3)) * 0.05
+        last = len(native.model.diffusion_model.blocks) - 1
+        branches = {seed: copies(native, at, seed) for seed, at in ((1, (0, last)), (2, (0, 1)), (3, (1,)))}
+        change = torch.randn(native.model.state_dict()[LAYER].shape, generator=torch.Generator().manual_seed(3)) * 0.05
 
         def two(model):
-            first = controlled(model, patch, Branch(branches[1], 0.3, ALWAYS, seed=1))
-            return controlled(first, patch, Branch(branches[2], 0.3, FIRST_STEP, seed=2))
+            first = controlled(model, Branch(branches[1], 0.3, ALWAYS, seed=1))
+            return controlled(first, Branch(branches[2], 0.3, FIRST_STEP, seed=2))
 
         def patched(model):
             clone = model.clone()
-            clone.add_patches({key: ("diff", (change,))}, 0.7)
-            return controlled(clone, patch, Branch(branches[1], 0.3, ALWAYS, seed=1))
+            clone.add_patches({LAYER: ("diff", (change,))}, 0.7)
+            return controlled(clone, Branch(branches[1], 0.3, ALWAYS, seed=1))
 
         apply = {"two": two, "patched": patched}
         expected = {case: sample(with_it(native), name) for case, with_it in apply.items()}
@@ -70,10 +52,10 @@ def compare(name: str) -> dict:
             if "pipefusion" not in mode:  # which cuts a run without a control into bands
                 found[mode]["again without"] = difference(sample(native, name), sample(model, name))
         try:
-            sample(controlled(modes["one rank"], patch, Branch(branches[3], 0.3, ALWAYS, seed=3)), name)
+            sample(controlled(modes["one rank"], Branch(branches[3], 0.3, ALWAYS, seed=3)), name)
         except ValueError as error:
             found["later"] = str(error)
-        beside = controlled(modes["one rank"], patch, Branch(branches[1], 0.3, ALWAYS, seed=1))
+        beside = controlled(modes["one rank"], Branch(branches[1], 0.3, ALWAYS, seed=1))
         beside.set_model_unet_function_wrapper(with_controlnet)
         try:
             sample(beside, name)

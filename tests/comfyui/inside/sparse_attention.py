@@ -12,7 +12,7 @@ from unittest import mock
 import comfy_kitchen
 import nodes_sparse_attention
 from boot import PACK, Results, difference, native_model, parallel, sequence, torch
-from small_cases import detecting, read, sample
+from small_cases import sample, small
 
 sys.path.insert(0, str(PACK))
 from parallel_backend.client.registry import registry
@@ -39,8 +39,7 @@ def main(results: Results, least: dict[str, int]) -> None:
 
 def compare(name: str, least: int) -> dict:
     settings = nodes_sparse_attention.settings(min_tokens=least)
-    *_, described = read(name)
-    with detecting(described["detected"]):
+    with small(name):
         native = native_model(f"{name}.safetensors")
         expected = sample(nodes_sparse_attention.apply(native, settings), name)
         in_full = sample(native, name)

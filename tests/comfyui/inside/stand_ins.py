@@ -5,7 +5,6 @@ what they are given: a prompt's text, a file's name, a picture. The diffusion mo
 the shapes of its conditioning.
 """
 
-import json
 import math
 import zlib
 from collections.abc import Callable
@@ -19,8 +18,7 @@ import comfy.nested_tensor
 import comfy_api.latest
 import torch
 import torch.nn.functional as F
-from boot import BASE
-from safetensors import safe_open
+from small_models import prompts
 
 import nodes
 
@@ -60,23 +58,20 @@ def hole() -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A test case of a model: `<name>.inputs.safetensors` in the base directory says what its prompts are like."""
+    """A small model, whose prompts say what a template's are like."""
 
     name: str
 
     @cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        with safe_open(BASE / f"{self.name}.inputs.safetensors", framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        with safe_open(BASE / f"{self.name}.inputs.safetensors", framework="pt") as file:
-            return json.loads(file.metadata()["settings"])
+    def prompt(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Text and extras of the positive prompt."""
+        ((text, extras),) = prompts(self.name)[0]
+        return text, extras
 
     def vision(self) -> torch.Tensor | None:
         """The hidden states of CLIP vision that its prompts have."""
-        return next((value for key, value in self.tensors.items() if key.startswith("positive.clip_vision_output.")), None)
+        output = self.prompt[1].get("clip_vision_output")
+        return None if output is None else next(iter(vars(output).values()))
 
 
 class Tokens(dict):
@@ -121,14 +116,14 @@ class Clip:
         return (cond, extras.get("pooled_output")) if return_pooled else cond
 
     def _encode(self, text: str) -> tuple[torch.Tensor, dict[str, Any]]:
-        def like(name: str) -> torch.Tensor:
+        def like(name: str, value: Any) -> Any:
             """Masks, and values that no text changes, stay as they are."""
-            tensor = self.case.tensors[f"positive.{name}"]
-            return random(text + name, *tensor.shape) if tensor.is_floating_point() and name != "attention_mask" else tensor
+            drawn = isinstance(value, torch.Tensor) and value.is_floating_point() and name != "attention_mask"
+            return random(text + name, *value.shape) if drawn else value
 
-        extras = {name: like(name) for name in ENCODED if f"positive.{name}" in self.case.tensors}
-        extras |= {name: value for name, value in self.case.settings["extras"].items() if name in ENCODED}
-        return like("text"), {"pooled_output": None} | extras
+        cond, known = self.case.prompt
+        extras = {name: like(name, known[name]) for name in ENCODED if name in known}
+        return like("text", cond), {"pooled_output": None} | extras
 
 
 class Vae:

@@ -61,19 +61,16 @@ def main(results: Results) -> None:
             "decisions": run(cache(cache(plain), 0.0))[1],
         },
     )
-    heun = {"sampler": "heun", "steps": 8}
-    results.case("heun in bands", lambda: against(banded(plain), cache(banded(plain), 1.5), **heun))
 
-    def reported(model, step_cache: float) -> dict:
-        settings = (42, STEPS, 3.0, "euler", "simple", *prompts, {"samples": empty}, 1.0, 3, 1, True, True, step_cache)
+    def reported() -> dict:
+        settings = (42, STEPS, 3.0, "euler", "simple", *prompts, {"samples": empty}, 1.0, 3, 1, True, True, THRESHOLD)
         log.clear()
-        latent, report = nodes.NODE_CLASS_MAPPINGS["PipeFusionSampler"]().sample(model, *settings)
+        latent, report = nodes.NODE_CLASS_MAPPINGS["PipeFusionSampler"]().sample(plain, *settings)
         decided = "".join(log)
-        own, _ = run(cache(banded(plain)) if decided else banded(plain))
+        own, _ = run(cache(banded(plain)))
         return {"report": report, "decisions": decided, "difference": difference(own, latent["samples"])}
 
-    results.case("report", partial(reported, plain, THRESHOLD))
-    results.case("report without", partial(reported, plain, 0.0))
+    results.case("report", reported)
     results.case("adaptive in bands", lambda: {"decisions": run(cache(banded(plain), 1.5), sampler="dpm_adaptive")[1]})
     logging.getLogger().setLevel(logging.ERROR)
     displaced = parallel(BUNDLED, pipe=1, config=sequence(1, 1, "displaced", 2), stage_split="even")

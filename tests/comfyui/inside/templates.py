@@ -26,6 +26,7 @@ from fun_control import KINDS, network
 from safetensors.torch import save_file
 from server import PromptServer
 from small_cases import detecting
+from small_models import detected, small_model
 
 import nodes
 
@@ -40,12 +41,29 @@ RANK = 4
 LOADERS = {"UNETLoader": "unet_name", "CheckpointLoaderSimple": "ckpt_name"}
 ON_TWO_RANKS = {
     "weight_dtype": "fp32",
-    "pipefusion_degree": 2,
+    "pipefusion_degree": 1,
     "tensor_parallel_degree": 1,
     "split_batch_degree": 1,
     "devices": "cpu,cpu",
     "stage_split": "even",
 }
+STAGES = {"pipefusion_degree": 2}
+MODES = {
+    "stages": STAGES,
+    "split batch": {"split_batch_degree": 2},
+    "ulysses": {"parallel_config": ["ulysses", 0]},
+    "bands": STAGES,
+}
+"""Inputs of the loader. In bands Apply PipeFusion is behind it, with all steps exact."""
+ULYSSES = {
+    "ulysses_degree": 2,
+    "ring_degree": 1,
+    "patch_mode": "none",
+    "patch_degree": 1,
+    "attention": "auto",
+    "comm_overlap": True,
+}
+PIPEFUSION = {"num_pipeline_patch": 2, "warmup_steps": 1000, "overlap": True}
 
 
 class Server(SimpleNamespace):
@@ -141,17 +159,23 @@ def install_loaders(load: Callable[[str], Any], files: Collection[str], case: st
     stand_ins.replace("CheckpointLoaderSimple", lambda ckpt_name: (loaded(ckpt_name), stand_ins.Clip(case), vae))
 
 
-def with_ours(prompt: dict[str, Any], files: dict[str, str]) -> dict[str, Any]:
-    """Our loader on two ranks for the MODEL of each of its loaders; an all-in-one file's CLIP and VAE stay."""
+def with_ours(prompt: dict[str, Any], files: dict[str, str], mode: str = "stages") -> dict[str, Any]:
+    """Our loader on two ranks, in one of MODES, for the MODEL of each loader; an all-in-one file's CLIP and VAE stay."""
     loaders = {
         name: file
         for name, node in prompt.items()
         if node["class_type"] in LOADERS and (file := node["inputs"][LOADERS[node["class_type"]]]) in files
     }
-    ours = {
-        f"{name} ours": {"class_type": "ParallelDiTLoader", "inputs": ON_TWO_RANKS | {"model_name": file}}
-        for name, file in loaders.items()
-    }
+    ours: dict[str, Any] = {"ulysses": {"class_type": "UlyssesConfig", "inputs": ULYSSES}} if mode == "ulysses" else {}
+    for name, file in loaders.items():
+        loaded, model = (
+            f"{name} loaded",
+            {"class_type": "ParallelDiTLoader", "inputs": ON_TWO_RANKS | MODES[mode] | {"model_name": file}},
+        )
+        ours[f"{name} ours"] = model
+        if mode == "bands":
+            ours[loaded] = model
+            ours[f"{name} ours"] = {"class_type": "ApplyPipeFusion", "inputs": {"model": [loaded, 0], **PIPEFUSION}}
 
     def linked(value: Any) -> Any:
         return [f"{value[0]} ours", 0] if isinstance(value, list) and value[0] in loaders and value[1] == 0 else value
@@ -181,11 +205,15 @@ def with_stand_ins(clip: stand_ins.Clip, vae: stand_ins.Vae) -> AbstractContextM
     return patch.dict(inspect.unwrap(loader.load).__globals__, clip_and_vae=lambda _path: (clip, vae))
 
 
+def has_boolean_masks(case: stand_ins.Case) -> bool:
+    return small_model(case.name).get("boolean_masks", False)
+
+
 @contextmanager
 def prepared(files: dict[str, str], loras: dict[str, str]) -> Iterator[tuple[stand_ins.Case, stand_ins.Vae]]:
     """Within it nodes have stand-ins for a template's files: whose prompts they make, and its VAE. See `main`."""
     case = stand_ins.Case(next(iter(files.values())))
-    with detecting(case.settings["detected"]):
+    with detecting(detected(case.name)):
         native = load_native(next(iter(files))).model
         vae = stand_ins.install(case, native.latent_format)
         if case.name.startswith("z-image"):
@@ -196,7 +224,7 @@ def prepared(files: dict[str, str], loras: dict[str, str]) -> Iterator[tuple[sta
         if case.name.startswith("minimax-h3"):
             branch = core_controls.of_h3(native.model_config.unet_config)
             stand_ins.replace("ModelPatchLoader", lambda name: (branch,))
-        attending = masking if case.settings["boolean_masks"] else lambda model: model
+        attending = masking if has_boolean_masks(case) else lambda model: model
         install_loaders(lambda name: attending(load_native(name)), files, case, vae)
         for name, file in loras.items():
             write_lora(name, file)
@@ -228,7 +256,7 @@ def main(
         if not expected:
             return
         results.case("ours", lambda: differences(expected, run(with_ours(prompt, files))))
-        if case.settings["boolean_masks"]:  # read as such by one kernel alone
+        if has_boolean_masks(case):  # read as such by one kernel alone
             results.case("native itself", lambda: [0.0 for _ in expected])
             return
         install_loaders(lambda name: other_attention(load_native(name)), files, case, vae)

@@ -6,7 +6,7 @@
 from unittest.mock import patch
 
 import torch
-from comfy.patcher_extension import PatcherInjection, WrappersMP
+from comfy.patcher_extension import WrappersMP
 
 
 def outside(executor, *arguments, **named):
@@ -70,11 +70,6 @@ class OwnKernel(Node):
         model.model_options["transformer_options"]["optimized_attention_override"] = kernel
 
 
-class Injection(Node):
-    def put(self, model):
-        model.set_injections("meddling", [PatcherInjection(inject=lambda patcher: None, eject=lambda patcher: None)])
-
-
 class Wrapper(Node):
     def put(self, model):
         model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "meddling", outside)
@@ -85,5 +80,5 @@ class BlockWrapper(Node):
         model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "meddling", blocks_outside)
 
 
-NODES = (ForwardCache, BlockCompile, LayerPatch, Nothing, OwnKernel, Injection, Wrapper, BlockWrapper)
+NODES = (ForwardCache, BlockCompile, LayerPatch, Nothing, OwnKernel, Wrapper, BlockWrapper)
 NODE_CLASS_MAPPINGS = {f"Meddling{kind.__name__}": kind for kind in NODES}

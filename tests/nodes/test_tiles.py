@@ -1,22 +1,15 @@
-"""Tiles that ranks compute for ComfyUI's own class of VAE. The module needs no ComfyUI: it is loaded by itself."""
+"""Tiles that ranks compute for ComfyUI's own class of VAE."""
 
 import gc
-import importlib.util
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 
-FILE = Path(__file__).parents[2] / "nodes" / "vae" / "tiles.py"
 
-
-@pytest.fixture(scope="module")
-def tiles():
-    spec = importlib.util.spec_from_file_location("tiles", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def tiles(module):
+    return module("vae.tiles")
 
 
 @pytest.fixture

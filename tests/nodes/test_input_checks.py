@@ -1,21 +1,14 @@
-"""What nodes hold their inputs to. The module needs no ComfyUI, but the package around it does: it is loaded by itself."""
+"""What nodes hold their inputs to."""
 
-import importlib.util
 import inspect
-from pathlib import Path
 
 import pytest
 import torch
 
-FILE = Path(__file__).parents[2] / "nodes" / "ui" / "input_checks.py"
 
-
-@pytest.fixture(scope="module")
-def checks():
-    spec = importlib.util.spec_from_file_location("input_checks", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def checks(module):
+    return module("ui.input_checks")
 
 
 def refuse_odd(count: int | None, words: str | None = "few") -> None:
