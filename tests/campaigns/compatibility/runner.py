@@ -121,7 +121,7 @@ class PackSession:
                 requests=requests,
                 progress=str(self.progress),
                 expected=str(self.base / "expected"),
-                seconds=SECONDS,
+                budget=SECONDS,
                 limit=TRIAL_SECONDS,
             )
         except (AssertionError, OSError) as error:

@@ -181,10 +181,10 @@ def psnr(expected: torch.Tensor, found: torch.Tensor) -> float | None:
 
 
 def trials(
-    model: str, mode: str, requests: list[dict[str, Any]], progress: str, expected: str, seconds: float, limit: float
+    model: str, mode: str, requests: list[dict[str, Any]], progress: str, expected: str, budget: float, limit: float
 ) -> None:
-    """Each line of `progress` has "key", "mode" and "begun" or the outcome. Ends early after `seconds`, and where a trial
-    left something behind; a trial of more than `limit` seconds ends the process."""
+    """Each line of `progress` has "key", "mode" and "begun" or the outcome. Ends early after `budget` seconds, and where a
+    trial left something behind; a trial of more than `limit` seconds ends the process."""
     if mode == "native":  # compiled or not, it gives the same
         torch.compile = lambda model=None, **_named: model if model is not None else lambda function: function
     started = time.monotonic()
@@ -192,7 +192,7 @@ def trials(
         trial = Trials(model, mode, Path(expected))
         trial.plain(SHORT)
         for request in requests:
-            if time.monotonic() - started > seconds:
+            if time.monotonic() - started > budget:
                 return
 
             def tell(request=request, **said: Any) -> None:
