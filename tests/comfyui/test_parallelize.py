@@ -57,6 +57,5 @@ def test_degrees_of_a_mode(found):
 
 @pytest.mark.parametrize("case", SAID)
 def test_what_cannot_be_is_refused_by_name(found, case):
-    assert found[case] is not None, "it was taken"
     assert found.error(case).startswith("ValueError: ")
     assert SAID[case] in found.error(case)
