@@ -31,8 +31,9 @@ from parallel_backend.own_class.trials.narrow import narrowed
 from parallel_backend.own_class.trials.trial import trial
 
 PACK = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
-own_calls, own_class, class_code = (
-    importlib.import_module(f"{PACK}.model.{name}") for name in ("call.own_calls", "call.proofs", "loading.class_code")
+own_calls, proofs, prepared_call, class_code = (
+    importlib.import_module(f"{PACK}.model.{name}")
+    for name in ("call.own_calls", "call.proofs", "call.prepared_call", "loading.class_code")
 )
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def captured(name: str, published: Published) -> tuple[Any, Call, Sizes]:
     latent = {"samples": latents[0] if len(latents) == 1 else comfy.nested_tensor.NestedTensor(tuple(latents))}
     prompts = [[[torch.randn(1, *published.text), dict(entries(published.more))]] for _ in range(2)]
     try:
-        with patch.object(own_class, "proven", note):
+        with patch.object(prepared_call, "proven", note):
             ksampler(model, prompts, latent, steps=2, cfg=published.cfg)
     except Captured:
         pass

@@ -5,7 +5,7 @@ from itertools import product
 from unittest.mock import patch
 
 from boot import Results
-from make_plans import PACK, captured, own_calls, own_class
+from make_plans import PACK, captured, own_calls, proofs
 from published import PUBLISHED
 
 from parallel_backend.own_class.built.building import build
@@ -26,8 +26,8 @@ def served(name: str) -> dict[str, object]:
     stub = model.model.diffusion_model
     own, times = stub.setup.own_class, own_calls.times_of(model.model.model_sampling)
     lists = block_lists(build(own))
-    with patch.object(own_class, "kept_proof", side_effect=AssertionError("it is tried")):
-        proof = own_class.proven(stub, call, sizes)
+    with patch.object(proofs, "kept_proof", side_effect=AssertionError("it is tried")):
+        proof = proofs.proven(stub, call, sizes)
         found: dict[str, object] = {"blocks": sum(map(len, lists.values())), "run": len(proof.blocks)}
     for sequence, bands, tensor in product((False, True), (False, True), (1, 2, 4)):
         asked = own_calls.asked(call, sizes, times, sequence, bands, tensor)
