@@ -93,7 +93,7 @@ class SamplingRun:
     ended: float = 0.0
     """When the last of them ended."""
     steps: int = 0
-    """Number of the sampler's steps, as in its last progress report. 0: it has made no report."""
+    """Number of the sampler's steps, from a call's transformer_options. 0: they do not give it."""
     whole_calls: dict[Any, Counted] | None = None
     """Shapes of the conditioning of calls that were tried for bands (own_calls.shapes) -> their tokens beside
     the latent's. None: no bands."""
