@@ -136,8 +136,8 @@ def widgets(name: str, model_choice: Widget) -> dict[str, dict[str, Widget]]:
                 list(DEGREES),
                 AS_SET,
                 "auto: ignores the degrees here and in Ulysses Config. It finds the fastest degrees at the first image, "
-                "and keeps them until the model is unloaded. They are exact; if PipeFusion is applied, they may be "
-                "close to exact. devices says which GPUs may be used.",
+                "and keeps them until the model is unloaded. They give the exact image, or with PipeFusion maybe a close "
+                "one. devices says which GPUs may be used.",
             ),
             "offload": offload(),
             "cuda_graphs": flag(
@@ -240,7 +240,7 @@ def model_of(
     values: Mapping[str, Any],
     config: ParallelConfig,
 ) -> RemoteModelPatcher:
-    """The MODEL of an opened file. `planned`: degrees are worked out at the first picture. `values`: of all `widgets`.
+    """The MODEL of an opened file. `planned`: degrees are worked out at the first image. `values`: of all `widgets`.
 
     ValueError as `load_model`."""
     checkpoint = file.checkpoint

@@ -19,7 +19,7 @@ from .ui.host import prompt_server
 
 ROUTE = "/parallel_dit/move_in"
 MOST_BYTES = 1 << 24
-"""Of a workflow file."""
+"""The largest workflow file in bytes."""
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 """Types of inputs that the editor shows as widgets."""
 CONTROL = "control_after_generate"
@@ -149,7 +149,7 @@ class Link:
 
 
 FIELDS = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
-"""Of a link that is an object, as in subgraphs. In the outermost graph a link is a list of them."""
+"""Fields of a link that is an object, as in subgraphs. In the outermost graph a link is a list of these values."""
 
 
 class Graph:

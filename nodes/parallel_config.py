@@ -108,7 +108,7 @@ class UlyssesConfig:
                     1,
                     1,
                     10000,
-                    "For patch_mode displaced: number of first steps that are exact. In them GPUs wait for "
+                    "For patch_mode displaced: number of first steps that are exact. In these steps GPUs wait for "
                     "each other's keys.",
                 ),
                 "transfer_dtype": choice(

@@ -29,7 +29,7 @@ from .ui.widgets import CATEGORY, MAX_DEGREE, SEVERAL_GPUS, choice, link, offloa
 
 
 def check_widgets(gpus: int | None, offload: str | None = STREAMED) -> None:
-    """ValueError for more GPUs than there are, and for a text that is no `offload`. None: a value that comes over a link."""
+    """ValueError for more GPUs than there are, and if the text is not an `offload`. None: the value comes by a link."""
     if offload is not None:
         offload_of(offload)
     _check_gpus(gpus or 0, possible_devices("auto"))
@@ -137,7 +137,7 @@ def _check_gpus(ranks: int, possible: tuple[str, ...]) -> None:
 def _parallel(
     source: NativeSource, gpus: int, mode: str, config: ParallelConfig, setup_values: dict[str, Any], offload: str
 ) -> tuple[RemoteModelPatcher, Degrees | None, str]:
-    """(the MODEL of the file on its ranks, its degrees, ModelFile.left_over). No degrees: the first picture's plan has them.
+    """(the MODEL of the file on its ranks, its degrees, ModelFile.left_over). No degrees: the first image's plan has them.
 
     `setup_values`: values of SETUP_WIDGETS that are not the loader's defaults.
     """

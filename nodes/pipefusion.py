@@ -20,8 +20,8 @@ SETTINGS = {
         1,
         0,
         10000,
-        "Number of first steps that are exact. After them each patch sees the other patches as they were one step ago. "
-        "If it equals steps, all steps are exact and there is no speed-up.",
+        "Number of first steps that are exact. After these steps each patch sees the other patches as they were one step "
+        "ago. If it equals steps, all steps are exact and there is no speed-up.",
     ),
     "overlap": flag(True, "Transfers between stages run during computation."),
 }

@@ -21,9 +21,9 @@ EVENT, ROUTES = "parallel_dit.ranks", "/parallel_dit/ranks"
 SECONDS = 1.0
 """Seconds between two updates of the panel."""
 STEP = 1 << 27
-"""Bytes to which memory is rounded, so that it is not sent again for each small change."""
+"""Memory is rounded to this many bytes, so that small changes are not sent."""
 MOST_BYTES = 1 << 12
-"""Of a request."""
+"""The largest request in bytes."""
 
 
 class OpenPanels:
@@ -36,7 +36,7 @@ class OpenPanels:
         self._task: asyncio.Task | None = None
 
     def open(self, client: str) -> None:
-        """Send the state to the page from now on, the first time within SECONDS."""
+        """Begin to send the state to the page `client`. It gets the first state within SECONDS."""
         self._clients[client] = None
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._tell())

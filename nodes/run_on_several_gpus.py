@@ -33,7 +33,7 @@ ROUTE = "/parallel_dit/plan"
 OURS = ("ParallelDiTLoader", "ParallelCheckpointLoader")
 MOST_LOADERS = 1000
 MOST_BYTES = 1 << 22
-"""Of a request: MOST_LOADERS with some thousand bytes each."""
+"""The largest request in bytes: MOST_LOADERS with some thousand bytes each."""
 MOST_PLANS = 1000
 """Files whose plans are kept."""
 GGUF_FOLDER = "unet_gguf"
@@ -42,7 +42,7 @@ GGUF_FOLDER = "unet_gguf"
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """What the menu entry does with a loader. The field names are those of the answer's JSON."""
+    """What the menu entry does with a loader. Field names are those of the answer's JSON."""
 
     parallel: bool = False
     """The loader is one of this pack's."""

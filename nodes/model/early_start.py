@@ -1,4 +1,4 @@
-"""Starts a model's ranks while other nodes, such as text encoders, still compute for its first picture."""
+"""Starts a model's ranks while other nodes, such as text encoders, still compute for its first image."""
 
 import comfy.model_management
 

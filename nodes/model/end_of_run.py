@@ -1,4 +1,4 @@
-"""What the user is told on a sampler's node when its run has ended."""
+"""The text on a sampler's node when its run has ended."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

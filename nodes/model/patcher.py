@@ -243,7 +243,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
             callback(self)
 
     def deepclone_multigpu(self, *_arguments, **_named):
-        """ValueError: ComfyUI would load the model's file once more for each GPU."""
+        """Always raises ValueError, because ComfyUI would load the model's file again for each GPU."""
         refuse("ComfyUI's MultiGPU CFG Split", "Remove that node: the loader's devices and degrees replace it.")
 
     def get_key_patches(self, filter_prefix=None):

@@ -1,7 +1,7 @@
-"""How ComfyUI's model management sees, and takes, the ranks' memory on GPUs that ComfyUI uses too.
+"""Lets ComfyUI's model management count and free the ranks' memory on GPUs that ComfyUI uses too.
 
-When ComfyUI needs memory on a GPU, it asks the models that it has loaded there. The ranks on that GPU then move so many
-bytes of weights, block by block, into host memory (client/giving_way.py), and move them back in their next run.
+When ComfyUI needs memory on a GPU, it asks the models that it has loaded there. The ranks on that GPU then move that many
+bytes of weights, block by block, to host memory (client/giving_way.py). They move the weights back in their next run.
 """
 
 import weakref
@@ -25,11 +25,11 @@ ALL = 1e32
 
 
 class SizeWithRanks(int):
-    """Bytes of a model, of which all but `local` are on ranks. An int that counts as `local` where it is added to another.
+    """Bytes of a model: `local` bytes in this process, the others on ranks. In a sum it counts as `local` alone.
 
-    `load_models_gpu` adds up the sizes of what it loads: so much page-locked memory it takes ComfyUI's process to need, and
-    drops the text encoder's for that if memory is short. Ranks need none there. What ComfyUI asks a GPU for is another
-    figure, a size less what is loaded of it, and all of the ranks' bytes count in that.
+    `load_models_gpu` adds up the sizes of the models that it loads, and takes the sum for the page-locked memory that
+    ComfyUI's process needs. If memory is short, it drops the text encoder. Ranks need no page-locked memory in that process.
+    ComfyUI asks a GPU for another figure: the size less the loaded bytes. The ranks' bytes count there.
     """
 
     local: int
@@ -69,11 +69,11 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         return (self._local_bytes() if self.model.model_loaded_weight_memory else 0) + self.rank_bytes()
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """As ComfyUI's, but always in full: this process has few bytes of the model, and ranks load at the first call."""
+        """As ComfyUI's, but always loads in full, because this process holds few bytes. Ranks load at the first call."""
         return super().partially_load(device_to, ALL, force_patch_weights)
 
     def partially_unload(self, device_to, memory_to_free=0, *arguments, **named):
-        """Have the ranks on this GPU free so many bytes. Returns the freed bytes. If they are fewer, ComfyUI unloads."""
+        """Have the ranks on this GPU free `memory_to_free` bytes. Returns the freed bytes. If too few, ComfyUI unloads."""
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
         return registry().give_back(stub.setup, str(self.load_device), memory_to_free)

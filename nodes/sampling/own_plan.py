@@ -23,14 +23,17 @@ from .pipefusion import AUTO_KEY, WRAPPER_KEY, prove
 
 
 def first_trial(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool) -> Trials:
-    """What a trial of the run's calls shows of all modes but tensor parallelism. ValueError if the class does not run."""
+    """Tries the run's first step, and returns which modes it proves, without tensor degrees above 1.
+
+    ValueError if the class does not run.
+    """
     return Trials(setup.own_class, {1: _tried(sampling, stub, setup, bands, 1)})
 
 
 def with_tensor(
     sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool, trials: Trials, degree: int
 ) -> Trials:
-    """With what a trial for this tensor degree shows."""
+    """`trials` with the result of a trial for this tensor degree."""
     try:
         found: Proof | str = _tried(sampling, stub, setup, bands, degree)
     except ValueError as refused:  # such as host memory without room for it
@@ -39,7 +42,7 @@ def with_tensor(
 
 
 def _tried(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool, tensor: int) -> Proof:
-    """Of the run's first step. The setup that `stub` has then is that of one rank, or of this tensor degree."""
+    """The proof by a trial of the run's first step. Sets the setup of `stub` to one rank, or to this tensor degree."""
     stub.setup = replace(setup, devices=setup.devices[:1], degrees=Degrees(tensor=tensor))
     prove(sampling, stub, bands)
     assert stub.run.proof is not None

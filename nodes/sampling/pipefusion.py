@@ -43,7 +43,7 @@ from .known_samplers import takes_noise_sampler
 from .noise import whole_noise
 
 WRAPPER_KEY, AUTO_KEY = "parallel_dit_pipefusion", "parallel_dit_auto_degrees"
-"""Of this wrapper, and of the one that plans degrees at the first run (auto_degrees.py)."""
+"""Keys of this wrapper, and of the wrapper that plans degrees at the first run (auto_degrees.py)."""
 
 
 def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate, is_asked=True):

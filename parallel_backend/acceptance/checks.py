@@ -35,7 +35,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Result:
-    """Of one check. `why`: its failures, or why it was not made. `left_out`: parts that were not checked."""
+    """Result of one check. `why`: its failures, or why it was not made. `left_out`: parts that were not checked."""
 
     name: str
     about: str

@@ -48,7 +48,7 @@ def look_at_lifetime(session: SelfTestSession, findings: Findings) -> None:
 
 
 def held_bytes(pool: Pool, session: SelfTestSession) -> list[int]:
-    """By rank: bytes in use on its GPU, by any process."""
+    """Bytes in use on each rank's GPU, by any process."""
     reports = wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), session.poll)
     return [(report.total_bytes or 0) - (report.free_bytes or 0) for report in reports]
 

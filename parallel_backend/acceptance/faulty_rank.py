@@ -8,7 +8,7 @@ from parallel_backend.wire.rank_settings import RankSettings
 AT = 4
 """The micro-step that fails, counted from 1. The watchdog's limit comes from the ones before, which are as long."""
 SPIN_CYCLES = 200_000_000_000
-"""Of a GPU's clock: about two minutes, if the rank is not ended."""
+"""Cycles of a GPU's clock: about two minutes, if the rank is not ended."""
 
 
 def main(settings: RankSettings, connection: Connection) -> None:

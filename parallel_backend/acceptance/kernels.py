@@ -25,7 +25,7 @@ MASKS = {"all keys": None, "some keys": (20, 55), "no key in one entry": (0, 31)
 """How many of the keys each of the two batch entries may see."""
 
 ROWS, COLUMNS, TOKENS = 384, 512, 40
-"""Of a quantised weight, and of its layer's input."""
+"""Sizes of a quantised weight, and the number of tokens of its layer's input."""
 LAYERS = (
     Layer("int8_tensorwise"),
     Layer("int8_tensorwise", rotation=256),

@@ -126,7 +126,7 @@ class Host:
 
     name: str = "command line"
     options: tuple[str, ...] = ()
-    """Its command line."""
+    """Options of its command line."""
     native: Native | None = None
     """None: the host cannot run models itself."""
 

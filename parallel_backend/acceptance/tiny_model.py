@@ -68,7 +68,7 @@ def on_ranks(x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.T
 def reference(
     model: torch.nn.Module, x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """The model's forward in this process."""
+    """Output of the model, computed in this process, to compare with the ranks' output."""
     return model(x, timestep, **tensors)
 
 

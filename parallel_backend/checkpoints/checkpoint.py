@@ -289,7 +289,7 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
 
 
 def with_class(checkpoint: Checkpoint, own: OwnClass) -> Checkpoint:
-    """The checkpoint of a class of which something else is proven, such as layers that tensor ranks share."""
+    """The checkpoint for a class with other proofs, such as for layers that tensor ranks share."""
     return replace(checkpoint, built=replace(built_class(own), call=checkpoint.built.call))
 
 

@@ -64,7 +64,7 @@ class Format:
     usual_block: int = 0
     """`block` of a layer whose settings do not have it."""
     bits: int = 8
-    """Of a value."""
+    """Bits of a value."""
     rotated: bool = False
     """Groups of a row's values are rotated (ConvRot); the layer's settings have their size (`convrot_groupsize`)."""
 
@@ -156,7 +156,7 @@ class Layer:
     full_precision: bool = False
     """The layer multiplies the expanded weight with its input in full precision."""
     linear_dtype: str = "int4"
-    """Of convrot_w4a4: the dtype to which a rotated input is rounded, int4 or int8."""
+    """For convrot_w4a4: the dtype to which a rotated input is rounded, int4 or int8."""
     row: int = 0
     """Of w6a8_int8: columns of a row, whose bytes have the low bits of all values before the high ones. It is not cut."""
 
@@ -371,7 +371,7 @@ def cut_scale(
 
 
 def _whole_tiles(size: tuple[int, int], rows: list[Span], columns: list[Span]) -> list[slice] | None:
-    """The tiles of these rows as slices, where the rows fill whole tiles. None: tiles have to be taken apart."""
+    """The tiles of these rows as slices, if the rows fill whole tiles. None: tiles would have to be split."""
     edges = [edge for span in rows for edge in (span.start, span.stop)]
     inner = edges[:-1] if edges[-1] == size[0] else edges  # the weight's last row may end within a tile
     if columns != [Span(0, size[1])] or any(edge % TILE[0] for edge in inner):

@@ -176,7 +176,7 @@ class Reader:
         return parts
 
     def tensor(self, entry: Entry) -> torch.Tensor:
-        """As stored: a view of the mapped file, all of which stays open with it."""
+        """As stored: a view of the mapped file. The whole file stays open with the view."""
         assert not entry.pieces
         if self._file is None:
             self._file = self._stack.enter_context(open_file(self.checkpoint.path))

@@ -1,4 +1,4 @@
-"""A single file's tensors under their names in ComfyUI's class: without the prefix, and with what belongs to each weight.
+"""A single file's tensors under their names in ComfyUI's class: without prefix, each weight with its scales and the like.
 
 Beside an attention layer's weights a file, or a LoRA, may have a tensor `<layer>.comfy_attention.config` of JSON bytes,
 which ComfyUI reads from 0.37 on: an object, or a list of objects of which the first that can run counts. Its `attention`
@@ -104,7 +104,7 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Contents:
-    """What the header of a single file says."""
+    """Contents of the header of a single file."""
 
     path: Path
     entries: dict[str, Entry]
@@ -126,7 +126,7 @@ class Contents:
         return short(self.path.name)
 
     def tensors(self, enlarged: TensorSizes = ()) -> dict[str, torch.Tensor]:
-        """By key, without memory. `enlarged`: other sizes of some."""
+        """Tensors without values, by key. `enlarged`: other sizes of some tensors."""
         shapes = {key: entry.shape for key, entry in self.entries.items()} | dict(enlarged)
         return {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
 
@@ -152,7 +152,7 @@ class Contents:
         return next((each for each in OTHERS if all(key in self.entries for key in each.keys)), None)
 
     def refusal(self) -> ValueError:
-        """Of a file that ranks cannot run: what it is, and what to do with it."""
+        """The error for a file that ranks cannot run: its kind, and advice."""
         if (other := self.other) is not None:
             return ValueError(
                 f"model_name: {self.name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one GPU."
@@ -220,7 +220,7 @@ def file_state(path: Path) -> str:
 
 
 def contents_of(path: Path) -> Contents:
-    """What the file's header says.
+    """Contents of the file's header.
 
     ValueError for no file, one of another kind, and for weights that are packed in a way that ComfyUI does not read.
     """

@@ -68,7 +68,7 @@ class Entry:
     key: str
     """In the file, with its prefix."""
     shape: tuple[int, ...]
-    """Of the values, not of the bytes in which they are packed."""
+    """Shape of the values, not of the bytes in which they are packed."""
     dtype: str
     """fp32, bf16, fp16, fp8_e4m3fn, fp8_e5m2, one of packed_formats.GGUF_BLOCKS or of quantised_formats.KEPT, or
     safetensors' own name."""
@@ -79,7 +79,7 @@ class Entry:
     pieces: "tuple[tuple[Entry, Span], ...]" = ()
     """The tensors of the file, and the rows of each, that make up this one in order. Empty: it is a tensor of the file."""
     scales: "Mapping[str, Entry]" = field(default_factory=dict)
-    """By name, the tensors of the file that belong to this weight (quantised_layers.py): its scales and others."""
+    """Other tensors of the file that belong to this weight, such as its scales, by name (quantised_layers.py)."""
 
     @property
     def scale(self) -> "Entry | None":
@@ -109,7 +109,7 @@ class MappedFile(abc.ABC):
     """
 
     entries: dict[str, Entry]
-    """Its tensors, by key."""
+    """The file's tensors, by key."""
     texts: Mapping[str, str]
     """Fields of its header that are texts, by name."""
 
@@ -197,8 +197,8 @@ class SafetensorsFile(MappedFile):
 
 
 class GgufFile(MappedFile):
-    """Needs the `gguf` package. A tensor of blocks is [rows, bytes] uint8. If its rows are no whole number of blocks, it is
-    expanded to float32."""
+    """Needs the `gguf` package. A tensor of blocks is [rows, bytes] uint8. If a row is not a whole number of blocks,
+    the tensor is expanded to float32."""
 
     def __init__(self, path: Path):
         super().__init__(path)

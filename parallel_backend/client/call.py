@@ -15,7 +15,7 @@ from parallel_backend.own_class.calls.patching import Latents
 from parallel_backend.processes.pool import again
 
 Residuals = dict[str, torch.Tensor]
-"""What a control adds, by its names (own_class/calls/residuals.py) -> [B, n, hidden] for the call's n picture tokens, or
+"""What a control adds, by its names (own_class/calls/residuals.py) -> [B, n, hidden] for the call's n image tokens, or
 for all of the class's tokens (residuals.AROUND). Several may have the same tensor."""
 
 
@@ -71,7 +71,7 @@ class Conditioning:
     """The replica with the first entries and their K/V buffers."""
     changes: BlockChanges = UNCHANGED
     cuts: dict[tuple[Span, int], "CallCut"] = field(default_factory=dict, compare=False, repr=False)
-    """By a call's `tokens`, and its number of the companion's tokens."""
+    """(a call's `tokens`, number of the companion's tokens) -> how the call is cut."""
 
     def shares(self, replicas: int) -> tuple[Span, ...]:
         """Batch entries by replica. Larger shares begin at `first_replica`, which has all entries if they must stay
@@ -136,7 +136,7 @@ class PostedCall:
         return self.conditioning.layout.companion_tokens if self.with_text else 0
 
     def rows(self, cut: SequenceCut) -> list[tuple[Span, Span]]:
-        """By sequence rank, two spans of its rows of `x`: picture tokens, and the companion's tokens."""
+        """By sequence rank, two spans of its rows of `x`: image tokens, and the companion's tokens."""
         count = len(self.conditioning.token_order.images(self.tokens)) + self.companion_tokens
         assert self.x.shape[:2] == (self.conditioning.batch, count)
         return cut.rows(self.conditioning.token_order, self.tokens, self.companion_tokens)
@@ -187,6 +187,6 @@ class PostedStep:
 
     seq: int
     output: PartialOutput
-    """Of its call."""
+    """The call's output."""
     entries: Span
     local: Span

@@ -17,7 +17,7 @@ Reply = TypeVar("Reply", Probed, LinksProbed)
 
 def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple[Probe, tuple[int, int]] | None:
     """The message that has blocks timed, and the tokens of the longer and the shorter sequence. `rows`: numbers of token
-    rows of the two, or so many as the call has that the class was tried for; 32 rows are a picture of 512 x 512. None:
+    rows of the two, or so many as the call has that the class was tried for; 32 rows are an image of 512 x 512. None:
     there is no call, or it cannot be cut so."""
     built = checkpoint.built
     timed = built.timed_calls(rows, PROBE_COLUMNS, PROBE_TEXT)

@@ -110,25 +110,28 @@ class MemoryGuard:
         return AdapterRoom(read, self.make_room, self.resident, setup.degrees, self.memory_check.streams, value_bytes)
 
     def adapted(self) -> None:
-        """Additions to the weights were added or freed. The next call asks for free memory, and brings back what fits."""
+        """Note that LoRA values were added to the weights or freed.
+
+        The next call asks for free memory, and brings back the weights that fit.
+        """
         self._free = None
         self._admitted.clear()
 
     def gave_way(self) -> None:
-        """Weights have left a device for other use. The next call asks for free memory, and brings back what fits."""
+        """Note that weights have left a device. The next call asks for free memory, and brings back the weights that fit."""
         for run in list(self._runs.values()):  # a copy, since runs begin and end on other threads
             run.free.lose(self.resident.expected())
         self.refresh()
 
     def refresh(self) -> None:
-        """A sampling run begins: free memory may have changed since the last one."""
+        """Begin a sampling run: read free memory again, because it may have changed since the last run."""
         self._free = None
         self._admitted.clear()
         if self._of_this_run:
             self._of_last_run, self._of_this_run = self._of_this_run, set()
 
     def admit(self, conditioning: Conditioning, poll: Poll, timed: bool = False, added: int = 0) -> None:
-        """To be called before an exact call: ValueError if it cannot fit. `timed`, `added`: see memory_model.Request.
+        """Check an exact call before it is made. ValueError if it cannot fit. `timed`, `added`: see memory_model.Request.
 
         Ranks are asked for their memory only before a run's first call, since their answer waits for calls under way.
         """

@@ -20,7 +20,7 @@ class RankOverview:
     state: str
     """"starting", "idle", "waiting" (for another rank), "working", or "failed"."""
     doing: str
-    """Its work in words. Empty: none or unknown."""
+    """The rank's work, as a text. Empty: none or unknown."""
     weights: int
     """Bytes of weights and LoRAs on its device."""
     run: int
@@ -36,10 +36,10 @@ class ModelOverview:
     """A model on ranks."""
 
     name: str
-    """Of its file."""
+    """Name of the model's file."""
     degrees: str
     weights: tuple[int, ...]
-    """By rank, bytes of weights on its device."""
+    """Bytes of weights on the device of each rank."""
     streamed: tuple[int, ...]
     """By rank, bytes of weights that it copies to its device in each step, or that another model has displaced."""
     parked: bool
@@ -55,7 +55,7 @@ class PoolOverview:
 
     ranks: tuple[RankOverview, ...]
     models: tuple[ModelOverview, ...]
-    """The one used last comes last."""
+    """Models in the order of their last use, the newest last."""
     links: tuple[tuple[int, int, float, float], ...]
     """Two ranks, the lower one first, bytes a second and seconds of latency, as measured last. Empty: not known."""
     notes: tuple[str, ...]
@@ -101,7 +101,7 @@ def _model(one: OnRanks) -> ModelOverview:
     pool = model.pool
 
     def by_rank(values: Sequence[N]) -> tuple[N | int, ...]:
-        """Of all ranks of the pool: 0 for those without the model. Empty: unknown."""
+        """Values of all ranks of the pool: 0 for ranks without the model. Empty: unknown."""
         places = map(pool.place, range(len(pool.whole.devices)))
         return tuple(0 if place is None else values[place] for place in places) if values else ()
 

@@ -231,7 +231,7 @@ class Posting:
             raise
 
     def _messages(self, replica: int, step: PostedStep) -> list[m.Step]:
-        """By sequence rank."""
+        """The messages to each sequence rank."""
         call, entries, shards = step.output.call, step.entries.slice, step.output.shards
         added = self._added(replica, step) if call.residuals else [()] * len(shards)
         numbers = {tensor: number for number, tensor in enumerate(dict.fromkeys(map(id, call.residuals.values())))}

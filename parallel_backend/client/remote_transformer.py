@@ -52,18 +52,18 @@ class RemoteTransformer:
         self.balance, self._memory, self._posting, self._adaptation = balance, memory, posting, adaptation
         self._ranks, self.pool = memory.ranks, memory.ranks.pool
         self.last_run: list[m.RunStats] = []
-        """By rank, of the last run that was closed."""
+        """Statistics of each rank in the last closed run."""
         self._runs = itertools.count(1)
         self._ranks.listen(posting.on_output, self._on_failure)
 
     @property
     def resident(self) -> ResidentWeights:
-        """Where the model's weights are."""
+        """The places of the model's weights."""
         return self._memory.resident
 
     @property
     def weight_bytes(self) -> list[int]:
-        """By rank, bytes of weights on its device."""
+        """Bytes of weights on the device of each rank."""
         return list(self.resident.device_bytes)
 
     @property
@@ -79,7 +79,7 @@ class RemoteTransformer:
 
     @property
     def adapter_bytes(self) -> list[int]:
-        """By rank, bytes that `adapt` added."""
+        """Bytes that `adapt` added on each rank."""
         return self._adaptation.bytes
 
     def adapt(self, name: Hashable | None, deltas: Iterable[Delta], poll: Poll, strengths: tuple[float, ...] = ()) -> None:

@@ -47,12 +47,12 @@ class ResidentWeights:
 
     @property
     def device_bytes(self) -> tuple[int, ...]:
-        """By rank, bytes of weights on its device."""
+        """Bytes of weights on the device of each rank."""
         return tuple(held.device_bytes for held in self._held)
 
     @property
     def host_bytes(self) -> tuple[int, ...]:
-        """By rank, bytes of weights in host memory."""
+        """Bytes of weights of each rank in host memory."""
         return tuple(held.host_bytes for held in self._held)
 
     @property

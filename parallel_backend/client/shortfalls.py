@@ -14,7 +14,7 @@ Size = tuple[tuple[int, ...], int]
 
 
 class Shortfalls:
-    """For the models of this process, separately for each size of a run. Thread-safe."""
+    """Limits of the models in this process, separately for each size of a run. Thread-safe."""
 
     def __init__(self) -> None:
         self._most: dict[tuple[Setup, Size | None], dict[int, int]] = {}  # None: it ran out before any run

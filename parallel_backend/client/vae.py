@@ -41,7 +41,7 @@ class NotExact(RuntimeError):
 
 @dataclass(frozen=True)
 class Made:
-    """The data of which ranks make a part of a VAE."""
+    """The data from which ranks make a part of a VAE."""
 
     recipe: str
     """PutVAE.recipe."""

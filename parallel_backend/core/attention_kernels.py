@@ -1,7 +1,8 @@
 """The attention kernels that ranks can use: a row of KERNELS for each module in rank/attention/kernels.
 
-The widget `attention` lists the kernels. A kernel's name alone is a demand, refused before ranks start if the kernel cannot
-run. `auto/sage` is a wish: for the widget's `auto` the nodes name ComfyUI's kernel. `auto` alone is torch's SDPA.
+The widget `attention` lists the kernels. A kernel's name alone is required: an error before ranks start if it cannot
+run. `auto/sage` is a preference: if the widget is `auto`, the nodes add the name of ComfyUI's kernel. `auto` alone means
+torch's SDPA.
 """
 
 import importlib.util

@@ -10,7 +10,7 @@ import torch
 log = logging.getLogger(__name__)
 
 STAGING_BYTES, STAGING_PIECES = 16 << 20, 2
-"""Of the page-locked memory through which a device gets weights from a file."""
+"""Size and number of the pieces of page-locked memory through which a device gets weights from a file."""
 ALIGNMENT = 16
 """Bytes to which a tensor's start there is rounded."""
 

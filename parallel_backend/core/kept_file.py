@@ -29,7 +29,7 @@ def read_kept(path: Path, key: dict[str, object], name: str) -> Any | None:
 
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, RecursionError)
-"""What `read_kept` raises, and what reads its content may."""
+"""Errors of `read_kept`, and those that readers of its content may raise."""
 
 
 def write_kept(path: Path, key: dict[str, object], name: str, content: object) -> None:
@@ -43,7 +43,7 @@ def kept_path(folder: Path, key: dict[str, object], name: str) -> Path:
 
 
 def digest(content: object) -> str:
-    """Of JSON values."""
+    """Digest of JSON values."""
     return hashlib.sha256(_text(content).encode()).hexdigest()
 
 

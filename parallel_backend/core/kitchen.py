@@ -120,7 +120,7 @@ def _has_cuda_kernels() -> bool:
 
 
 TOLERANCE = 0.05
-"""Of a trial's values, which are about 1: several roundings of bf16."""
+"""Tolerance for a trial's values, which are about 1: several roundings of bf16."""
 
 ROWS, HEADS, SIZE = 3, 2, 64
 
@@ -170,7 +170,7 @@ TRIALS: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
 }
 """Operation -> arguments of a trial."""
 IN_PLACE = ("rms_rope_split_half_",)
-"""Those that write into their first two arguments."""
+"""Functions that write into their first two arguments."""
 
 
 def _on(device: torch.device, value: Any) -> Any:

@@ -15,7 +15,7 @@ ROOT = "comfy.ldm."
 MANY = 1 << 6
 """As many heads as a degree may be."""
 HEAD_SIZE = 64
-"""For which every attention kernel is tried if no trial has shown any head."""
+"""Head size for which attention kernels are tried if no trial has shown any head."""
 WORDS, REFERENCES, COMPANION, LATENT = "words", "references", "companion", "latent"
 """Kinds of tokens in OwnLatent.layout."""
 DTYPE = "torch dtype "
@@ -62,9 +62,9 @@ class OwnSlice:
     """A tensor among a block's arguments that is cut by tokens over the sequence ranks."""
 
     tensor: int
-    """Its number among the tensors of the block's call, positional ones first."""
+    """The tensor's number among the tensors of the block's call, positional tensors first."""
     axis: int
-    """Its axis of tokens."""
+    """The tensor's axis of tokens."""
     streams: tuple[int, ...]
     """Numbers of the streams whose tokens it has, one behind the other."""
     enters: bool
@@ -82,7 +82,7 @@ class OwnAttention:
     """Numbers of the streams whose tokens they are, in order. Empty `keys`: every rank has all of them, and
     nothing is exchanged."""
     heads: int
-    """Of queries. Keys that several of them share are repeated."""
+    """Number of query heads. Keys that several heads share are repeated."""
     head_size: int
     sharing: int = 1
     """Heads in a row that have the same keys and values."""
@@ -93,7 +93,7 @@ class OwnCut:
     """A layer of a block that tensor ranks share."""
 
     layer: str
-    """Its name in the block."""
+    """The layer's name in the block."""
     kind: str
     """Value of base.tensor_plan.CutKind."""
     sizes: tuple[int, ...]
@@ -197,7 +197,7 @@ class OwnLatent:
 
 @dataclass(frozen=True)
 class OwnEntry:
-    """Where the latent's tokens enter again."""
+    """A place at which the latent's tokens enter again."""
 
     stream: int
     before: bool
@@ -229,7 +229,7 @@ class OwnClass:
     video: bool
     """Latents have a time axis."""
     unet: bool = False
-    """Its blocks are no row of like ones. Split batch alone shares it out."""
+    """A UNet: its blocks are not a list of similar blocks. Only split batch can run it on several ranks."""
     blocks: tuple[OwnBlock, ...] = ()
     """Empty: no trial has been made, or a UNet."""
     latent: OwnLatent | None = None

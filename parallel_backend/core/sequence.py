@@ -33,8 +33,8 @@ class SequenceCut:
         return tuple(band for band in bands for _ in range(self.inner))
 
     def rows(self, order: TokenOrder, tokens: Span, companion_tokens: int) -> list[tuple[Span, Span]]:
-        """By sequence rank, two spans of a micro-step's input rows in the client: the rank's picture tokens among `tokens`,
-        and the companion's tokens, which follow all picture tokens."""
+        """By sequence rank, two spans of a micro-step's input rows in the client: the rank's image tokens among `tokens`,
+        and the companion's tokens, which follow all image tokens."""
         image = order.images(tokens)
         companion = Span(len(image), len(image) + companion_tokens)
         return [(order.images(part).shift(-image.start), companion) for part in self.image(tokens)]

@@ -29,7 +29,7 @@ class Span:
         return Span(max(self.start, start), max(self.stop, start)).shift(-start)
 
     def common(self, other: "Span") -> "Span":
-        """What is in both. Empty if nothing is."""
+        """The part that both spans have. Empty if there is none."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 

@@ -37,13 +37,13 @@ class SparseAttention:
     cubes: bool = False
     """Blocks are cubes of the video (VSA)."""
     segments: Runs = ()
-    """Of the joint sequence of ComfyUI's own class. Empty: unknown."""
+    """Segments of the joint sequence of ComfyUI's own class. Empty: unknown."""
     grid: tuple[int, ...] = ()
     """With `segments`: the video's tokens by axis."""
 
     @property
     def title(self) -> str:
-        """For the report."""
+        """Name in the report."""
         if self.cubes:
             return f"VSA, {self.kept:.1%} of the cubes"
         return f"SLA, {self.kept:.1%} of the blocks" if self.kept else f"Sol-Attn, tau {self.tau:g}"

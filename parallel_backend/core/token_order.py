@@ -74,7 +74,7 @@ class TokenOrder:
         return torch.where(inside < self.row, row * self.row + inside, self.image + index - (row + 1) * self.row)
 
     def places_in_class(self, grid: tuple[int, ...], span: Span) -> torch.Tensor:
-        """[n] int64, as `places`, but picture tokens have the numbers of the class (class_order)."""
+        """[n] int64, as `places`, but image tokens have the numbers of the class (class_order)."""
         order, places = class_order(grid, self.along), self.places(span)
         if order is None:
             return places

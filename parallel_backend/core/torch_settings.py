@@ -42,7 +42,7 @@ DETERMINISTIC, WARN_ONLY = "are_deterministic_algorithms_enabled", "is_determini
 
 
 def read_settings() -> Settings:
-    """This process's. Without those that this version of torch lacks, or whose other name has been written."""
+    """Settings of this process. Settings that this torch lacks, or that were set under another name, are left out."""
     found: Settings = {}
     for name in (*ATTRIBUTES, *FUNCTIONS, DETERMINISTIC, WARN_ONLY):
         try:

@@ -91,12 +91,12 @@ class Balance:
     patch_shares: tuple[float, ...]
     """Each patch rank's share of the image. Their sum is 1."""
     stage_costs: tuple[StageCost, ...] | None
-    """By stage, for `timed_tokens`. None: nothing was measured."""
+    """Cost of each stage, for `timed_tokens`. None: nothing was measured."""
     timed_tokens: int = 1
     """Image tokens of the longer timed sequence, on each rank."""
 
     def costs(self, tokens: float) -> tuple[StageCost, ...] | None:
-        """By stage, for an image with `tokens` tokens on each rank."""
+        """Cost of each stage, for an image with `tokens` tokens on each rank."""
         if self.stage_costs is None:
             return None
         return tuple(cost.scaled(tokens / self.timed_tokens) for cost in self.stage_costs)

@@ -14,5 +14,5 @@ PCIe 3.0 with 16 lanes or 4.0 with 8 carries this: 15.75e9 by the standard, less
 
 
 def context_bytes(device: str) -> int:
-    """Of a rank's process on `device`, before it has a model; 0 on a CPU."""
+    """Bytes that a rank's process takes on `device` before it has a model. 0 on a CPU."""
     return CONTEXT if "cuda" in device else 0

@@ -32,10 +32,10 @@ TARGET_SHARE = 0.75
 
 
 class MemoryCheck:
-    """For one model on its ranks. `device_count`: devices of this machine.
+    """Checks whether one model and its runs fit in the memory of its ranks' devices.
 
-    `spans`: the blocks of each stage. They may be set again once blocks are measured. `last`: the last check's requests and
-    memories, for the advice after a later error.
+    `device_count`: devices of this machine. `spans`: the blocks of each stage. They may be set again after blocks are
+    measured. `last`: requests and memories of the last check, for the advice after a later error.
     """
 
     def __init__(self, checkpoint: Checkpoint, setup: Setup, spans: tuple[Span, ...], device_count: int):
@@ -46,17 +46,17 @@ class MemoryCheck:
         self._warned: tuple[Request, ...] | None = None
 
     def memory(self, requests: tuple[Request, ...]) -> list[MemoryNeed]:
-        """By rank, with these requests."""
+        """Memory that each rank needs for these requests."""
         return memory_by_rank(self.sizes, self.degrees, self.spans, requests)
 
     def learn(self, requests: tuple[Request, ...], taken: Sequence[int]) -> None:
-        """Micro-steps of these requests took so many bytes beside what stays, by rank: so do estimates from now on."""
+        """Correct later estimates: by rank, micro-steps of these requests took `taken` bytes beyond those that stay."""
         needs = memory_by_rank(replace(self.sizes, measured=1.0), self.degrees, self.spans, requests)
         shares = [nbytes / need.activations for nbytes, need in zip(taken, needs, strict=True) if need.activations]
         self.sizes = replace(self.sizes, measured=max(shares, default=1.0))
 
     def weights(self) -> list[RankWeights]:
-        """By rank."""
+        """Weights of each rank."""
         return weights_by_rank(self.sizes, self.degrees, self.spans)
 
     def streams(self, memory: DeviceMemory) -> bool:
@@ -66,7 +66,7 @@ class MemoryCheck:
     def missing(self, requests: tuple[Request, ...], memory: DeviceMemory, resident: Sequence[int] | None) -> int:
         """Bytes that a device lacks for all weights of its ranks and the whole estimate, with `offload`'s bytes left free.
 
-        0 where it lacks none, or its free bytes are unknown.
+        0 if it lacks none, or if its free bytes are unknown.
         `resident`: bytes of weights that each rank has on its device now. None: the model is not loaded, and takes the place
         of the weights that ranks hold.
         """

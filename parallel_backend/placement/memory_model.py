@@ -74,7 +74,7 @@ class MemoryNeed:
 
     @property
     def certain(self) -> int:
-        """The part of `run` that is no estimate."""
+        """The part of `run` that is certain, not estimated."""
         return self.buffers + self.arriving + self.least
 
 

@@ -22,7 +22,7 @@ class ModelSizes:
     ends: int
     """Bytes of the other weights, which each stage has."""
     attention: tuple[tuple[StreamKeys, ...], ...]
-    """For each block, the keys of each of its attention layers."""
+    """Keys of each attention layer, for each block."""
     heads: int
     sharing: int
     """How many of `heads` in a row have the same keys and values."""
@@ -79,9 +79,9 @@ class RankWeights:
     """A rank's weights, in bytes."""
 
     ends: int
-    """Of the weights outside the blocks. They never leave the device while the rank computes."""
+    """Bytes of the weights outside the blocks. They never leave the device while the rank computes."""
     blocks: tuple[int, ...]
-    """Of each block, in their order."""
+    """Bytes of each block, in their order."""
 
     @property
     def total(self) -> int:

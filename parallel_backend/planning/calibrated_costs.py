@@ -36,11 +36,11 @@ class BlockCost:
     """Operations of attention for a query and a key, divided by those of a token's linear layers."""
 
     def work(self, queries: float, keys: float) -> float:
-        """Seconds without the fixed ones."""
+        """Seconds that depend on the numbers of queries and keys: without `fixed`."""
         return self.token * queries + self.attention(queries, keys)
 
     def attention(self, queries: float, keys: float) -> float:
-        """The part of `work` that the keys cause."""
+        """Seconds of attention, a part of `work`."""
         return self.token * self.pairs * queries * keys
 
     def whole(self, tokens: float) -> float:
@@ -67,7 +67,7 @@ class DeviceCost:
     blocks: Mapping[str, BlockCost]
     """Block list -> cost of one of its blocks."""
     around: BlockCost
-    """Of all computing outside the blocks."""
+    """Cost of all computing outside the blocks."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Calibration:
 
     machine: Machine
     costs: tuple[DeviceCost, ...]
-    """By device."""
+    """Cost of each device."""
     hop: float = 0.0
     """Seconds from a model call's output to the next call's start."""
 
@@ -98,7 +98,7 @@ class StepCost:
     blocks: Mapping[str, tuple[float, ...]]
     """Kind of block -> by rank, seconds of one such block, with its transfers."""
     around: tuple[float, ...]
-    """By rank, seconds outside the blocks."""
+    """Seconds outside the blocks, for each rank."""
 
 
 Sent = Mapping[str, Mapping[str, Sequence[float]]]
@@ -117,7 +117,7 @@ class CalibratedCosts:
         return self.calibration.machine
 
     def by_device(self, mode: Mode) -> StepCost:
-        """Of a whole call: the costs by which stages are cut."""
+        """Costs of a whole call, by which stages are cut."""
         costs, tokens = [self.calibration.costs[device] for device in mode.devices], self.workload.tokens
         return StepCost(
             {name: tuple(_of(cost, name).whole(tokens) for cost in costs) for name in self.workload.kinds},
@@ -161,7 +161,7 @@ class CalibratedCosts:
         return sent
 
     def _gathered(self, degrees: Degrees, size: float) -> dict[str, list[float]]:
-        """Bytes that a rank sends along each axis until all sequence ranks have `size` bytes, of which it had its part:
+        """Bytes that a rank sends along each axis until all sequence ranks have all `size` bytes. It starts with its part:
         tokens that leave the blocks, for a class's own epilogue."""
         gathered, own = {}, size / degrees.sequence
         for axis in ("ulysses", "ring", "patch"):

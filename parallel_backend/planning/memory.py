@@ -18,7 +18,7 @@ class Holding:
     """A rank's memory."""
 
     need: MemoryNeed
-    """With all of its weights."""
+    """Memory that the rank needs with all of its weights on the device."""
     weights: RankWeights
     resident: int
     """Bytes of the device that the weights may take."""
@@ -35,7 +35,7 @@ class Holding:
         return self.weights.streamed(self.resident)
 
     def copy_seconds(self) -> list[float]:
-        """By block, in their order; 0 for those that stay on the device."""
+        """Seconds to copy each block, in their order. 0 for blocks that stay on the device."""
         seconds = [0.0] * len(self.weights.blocks)
         for index in self.weights.streamed_blocks(self.resident):
             seconds[index] = self.weights.blocks[index] / self.copies

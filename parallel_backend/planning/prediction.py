@@ -28,11 +28,11 @@ ENDS_SHARE = 0.5
 class Prediction:
     mode: Mode
     seconds: float
-    """Of a sampling run, with the model loaded."""
+    """Seconds of a sampling run, with the model loaded."""
     step_bytes: dict[str, tuple[int, ...]]
     """Mesh axis -> bytes that each rank sends in a step after the warm-up."""
     held: tuple[Holding, ...]
-    """By rank."""
+    """Memory that each rank holds."""
     lacks: str = ""
     """Why the mode does not fit; empty if it does."""
 
@@ -43,7 +43,7 @@ class Prediction:
 
     @property
     def memory(self) -> tuple[MemoryNeed, ...]:
-        """By rank, streamed weights included."""
+        """Memory that each rank needs, streamed weights included."""
         return tuple(holding.need for holding in self.held)
 
     @property
@@ -150,7 +150,7 @@ def _seconds(costs: CalibratedCosts, mode: Mode, cut: Balance, held: Sequence[Ho
     next_stage = degrees.sequence * degrees.tensor  # from a rank to the same rank of the next stage
 
     def transfer(kind: StepKind) -> list[float]:
-        """By stage, seconds to the next one over the slowest of its links."""
+        """For each stage, seconds of a transfer to the next stage over the slowest of its links."""
         together = 1 if kind is StepKind.EXACT else entries
 
         def seconds(rank: int) -> float:

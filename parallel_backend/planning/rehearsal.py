@@ -19,7 +19,7 @@ from .prediction import Prediction, predict
 from .workload import Workload
 
 STEPS = 3
-"""Of a rehearsed run: an exact one, and two in patches, as keys are extrapolated from the second one on."""
+"""Steps of a rehearsed run: an exact step, and two in patches, since keys are extrapolated from the second one on."""
 RUNS = 4
 """The most rehearsed runs of a mode. The first one allocates memory and picks kernels."""
 ENOUGH_SECONDS = 10.0

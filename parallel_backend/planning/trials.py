@@ -1,4 +1,4 @@
-"""What trials of ComfyUI's own class have shown, as reasons against modes."""
+"""Results of trials of ComfyUI's own class, as reasons against modes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,11 +10,11 @@ from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 
 @dataclass(frozen=True, eq=False)
 class Trials:
-    """Of one call of the class `own`."""
+    """Trials of one call of the class `own`."""
 
     own: OwnClass
     proofs: Mapping[int, Proof | str]
-    """By tensor degree. A text: why there is no proof."""
+    """Tensor degree -> its proof, or a text that says why there is no proof."""
     guesses: bool = False
     """Tensor degrees that were not tried count as proven: they are tried before they run."""
 
@@ -35,7 +35,7 @@ class Trials:
         return next(lacking, "")
 
     def with_tensor(self, degree: int, found: Proof | str) -> "Trials":
-        """With what a trial for this tensor degree has found."""
+        """These trials, with the result of a trial for this tensor degree."""
         return replace(self, proofs={**self.proofs, degree: found})
 
     def class_for(self, degrees: Degrees) -> OwnClass:

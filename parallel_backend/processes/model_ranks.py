@@ -18,7 +18,7 @@ class ModelRanks:
 
     def __init__(self, pool: SomeRanks, keep_others: bool = False):
         self.loaded = [0.0] * len(pool.devices)
-        """By rank, the share of its weights that is loaded."""
+        """The share of its weights that each rank has loaded."""
         self._on_output: Callable[[m.Output], None] = lambda output: None
         self._on_failure: Callable[[Exception], None] = lambda error: None
         self._failure: Exception | None = None

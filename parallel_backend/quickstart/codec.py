@@ -58,7 +58,7 @@ def process_out(latents: torch.Tensor) -> torch.Tensor:
 
 
 def encode(images: torch.Tensor) -> torch.Tensor:
-    """Pictures [B, 8h, 8w] in 0..1 -> raw latents [B, 16, h, w] float32."""
+    """Images [B, 8h, 8w] in 0..1 -> raw latents [B, 16, h, w] float32."""
     basis = _basis(images.device)
     blocks = (images.float() - MEAN).unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))  # [B, h, 8, w, 8]
     frequencies = torch.einsum("bhywx,vy,ux->bvuhw", blocks, basis, basis)

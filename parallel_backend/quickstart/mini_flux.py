@@ -202,19 +202,19 @@ def mlp(width: int, operations: Any, **where: Any) -> nn.Sequential:
 
 
 def normed(x_BSW: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The stream behind a norm, modulated."""
+    """The normalised stream, scaled and shifted."""
     return torch.addcmul(shift, 1 + scale, F.layer_norm(x_BSW, x_BSW.shape[-1:], eps=EPS))
 
 
 def fed(x_BSW: torch.Tensor, attended: torch.Tensor, feed: nn.Module, modulation: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One of two streams behind its attention and its feed-forward."""
+    """Adds the attention's output and the feed-forward's output to one of the two streams."""
     _, _, gate, shift, scale, feed_gate = modulation
     x_BSW = x_BSW + gate * attended
     return x_BSW + feed_gate * feed(normed(x_BSW, shift, scale))
 
 
 def sines(times_B: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[B] -> [B, TIME_FEATURES], in the dtype of `like`."""
+    """Cosines and sines of the times at all frequencies: [B] -> [B, TIME_FEATURES], in the dtype of `like`."""
     half = TIME_FEATURES // 2
     rates = torch.exp(-math.log(MAX_PERIOD) * torch.arange(half, device=times_B.device) / half)
     angles = TIME_FACTOR * times_B.float()[:, None] * rates

@@ -19,12 +19,12 @@ from .attention.words import WordKeys
 
 @dataclass(frozen=True)
 class StepForm:
-    """What all micro-steps with the same tokens and batch entries of a conditioning have in common."""
+    """Values that all micro-steps with the same tokens and batch entries of a conditioning share."""
 
     image: Span
     """The rank's image tokens, with those of references."""
     pictures: Span
-    """Those of them that are of the image, numbered without references."""
+    """The image's tokens among them, numbered without references."""
     tensors: dict[str, torch.Tensor]
     """Conditioning tensors of the batch entries."""
 
@@ -42,10 +42,10 @@ class RankConditioning:
     companion_tokens: int = 0
     changes: BlockChanges = UNCHANGED
     kept: defaultdict[Span, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
-    """By the rank's image tokens, what is made once for all micro-steps with them."""
+    """The rank's image tokens -> values made once for all micro-steps with these tokens."""
 
     forms: dict[tuple[Span, Span], StepForm] = field(default_factory=dict)
-    """By tokens and batch entries of micro-steps."""
+    """(tokens, batch entries) of micro-steps -> their form."""
 
     @property
     def made(self) -> int:
@@ -79,7 +79,7 @@ class ConditioningStore:
 
     @property
     def nbytes(self) -> int:
-        """Of all conditionings' tensors, and of keys and values that are kept with them."""
+        """Bytes of all conditionings' tensors, and of the keys and values kept with them."""
         tensors = sum(tensor.nbytes for held in self._held.values() for tensor in held.tensors.values())
         return tensors + sum(words.nbytes for words in self._words())
 

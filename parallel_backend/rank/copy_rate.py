@@ -7,13 +7,16 @@ from parallel_backend.core.device_copies import host_buffer
 SIZE = 64 << 20
 """Bytes of a copy: long enough for the link's full speed, some milliseconds of PCIe."""
 COPIES = 4
-"""Number of copies, of which the fastest counts: the first one also wakes the link up."""
+"""Number of copies. The fastest one counts, because the first one also wakes the link up."""
 SPARE = 4
 """A GPU with less free memory than SPARE times SIZE is not measured."""
 
 
 def measured_copy_rate(device: torch.device) -> float:
-    """Bytes a second from host memory, page-locked where weights are kept so, to this CUDA device. 0.0 if it is too full."""
+    """Bytes per second of copies from host memory to this CUDA device. 0.0 if the device has too little free memory.
+
+    The host memory is page-locked if this system page-locks weights.
+    """
     if torch.cuda.mem_get_info(device)[0] < SPARE * SIZE:
         return 0.0
     source = host_buffer((SIZE,), torch.uint8, device)

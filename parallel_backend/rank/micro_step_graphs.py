@@ -132,7 +132,7 @@ class MicroStepState:
 
 
 Outputs = tuple[torch.Tensor, ...]
-"""Of a micro-step: its output, and what else the next stage gets."""
+"""A micro-step's output, and the other tensors that the next stage gets."""
 Work = Callable[[MicroStepInputs], Outputs]
 """The forward: inputs -> outputs, all of it on the device."""
 
@@ -193,7 +193,7 @@ class CudaCaptures:
 
 
 CAPTURES: dict[str, Callable[[torch.device], CudaCaptures]] = {"cuda": CudaCaptures}
-"""By type of device. Others have no graphs."""
+"""Type of device -> its captures. Other devices have no graphs."""
 
 
 @dataclass(frozen=True)

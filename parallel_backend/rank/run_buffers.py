@@ -13,13 +13,13 @@ class RunBuffers:
 
     def __init__(self):
         self.buffers: dict[tuple[int, int], KVBuffer] = {}
-        """By (run, conditioning)."""
+        """(run, conditioning) -> its buffer."""
         self._runs: dict[int, OpenRun] = {}
         self._largest = 0  # bytes of all buffers together, since the last `close_run`
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         return sum(each.nbytes for each in self.buffers.values())
 
     def open_run(self, run: OpenRun) -> None:

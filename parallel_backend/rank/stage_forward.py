@@ -154,7 +154,7 @@ class StageForward:
         return kept[NUMBERS]
 
     def _residuals(self, step: Step) -> dict[str, torch.Tensor]:
-        """What a control adds for the rank's tokens, by the control's names."""
+        """Residuals of a control for the rank's tokens, by the control's names."""
         # Always copies: the client reuses the shared memory once it has the micro-step's outputs, and other tensor ranks may
         # then still compute.
         added = [to_device(tensor, self._stage.device, self._stage.dtype, copy=True) for tensor in step.added]

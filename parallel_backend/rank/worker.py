@@ -90,13 +90,13 @@ class Worker:
         self.device = torch.device(settings.device)
         self.copies = copies or copies_of(self.device)
         self.engines: dict[int | None, Engine] = {}
-        """By the model's number."""
+        """Number of a model -> its engine."""
         self._outside: dict[int | None, tuple[Peers, Degrees]] = {}
         """By the model's number, models on other ranks alone: this one takes part in making their process groups."""
         self._threads: dict[int | None, int] = {}
-        """By the model's number, CPU threads of its micro-steps."""
+        """Number of a model -> CPU threads of its micro-steps."""
         self.vae: dict[str, VAEPart] = {}
-        """By name: decoder and encoder."""
+        """Name of a VAE's part, decoder or encoder -> the part."""
         self._inbox: queue.SimpleQueue[m.Envelope] = queue.SimpleQueue()
         self._ahead: list[m.Envelope] = []
         self._outbox = Outbox(channel, self.device, lambda error: self._inbox.put(m.Envelope(error)))
@@ -211,7 +211,7 @@ class Worker:
                 raise m.BadMessage(f"{type(message).__name__} is not for a rank")
 
     def _load(self, message: m.Load, peers: Peers, place: int) -> m.Loaded:
-        """`peers`: the ranks that get the model, of which this one has the number `place`."""
+        """`peers`: the ranks that get the model. `place`: this rank's number among them."""
         self._threads[self._model] = message.threads or self.settings.threads
         self._use_threads(self._threads[self._model])
         stage = LoadedStage(place, self.device, message, self._report, peers, self.heartbeat, self.copies)
@@ -297,7 +297,7 @@ class Worker:
         self._release_unused()
 
     def _release_unused(self) -> int:
-        """Return unused memory to the driver or the system. Returns its bytes; 0 on a CPU, where the number is not known."""
+        """Return unused memory to the driver or the system. Returns its bytes; 0 on a CPU, since the number is unknown."""
         if self.device.type != "cuda":
             give_back()
             return 0

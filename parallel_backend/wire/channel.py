@@ -52,7 +52,7 @@ class Channel:
         self._models: dict[int, int | None] = {}  # by borrowed segment, the model whose messages use it
 
     def send(self, message: Any, request_id: int | None = None, model: int | None = None) -> None:
-        """Raises OSError when the other end is gone, AssertionError for an object that is no message.
+        """Raises OSError when the other end is gone, AssertionError for an object that is not a message.
 
         `request_id`, `model`: see Envelope. The whole message is encoded before any of it is written. An error while it is
         written ends the connection in this direction: the other end would take the next message for the missing bytes.
@@ -104,7 +104,7 @@ class Channel:
             raise
 
     def receive(self) -> Envelope:
-        """Blocks. Raises EOFError or OSError when the other end is gone, BadMessage for bytes that are no message.
+        """Blocks. Raises EOFError or OSError when the other end is gone, BadMessage for bytes that are not a message.
 
         After a BadMessage nothing more can be received, since it is unknown where the next message begins.
         """

@@ -29,7 +29,7 @@ class Probe:
     own_class: OwnClass
     """See Setup."""
     calls: tuple[OwnCall, ...] = ()
-    """Of a longer and a shorter sequence."""
+    """A call with a longer and a call with a shorter sequence."""
 
 
 @dataclass(frozen=True)

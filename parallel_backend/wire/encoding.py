@@ -38,7 +38,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class BadMessage(ValueError):
-    """The bytes are no valid message, or a message that this sender may not send."""
+    """The bytes are not a valid message, or this sender may not send the message."""
 
 
 class Envelope(NamedTuple):

@@ -40,7 +40,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the device's driver has answered."""
+    """An answer of the device's driver."""
 
     at: Mark | None = None
     """The last mark that the device has passed."""

@@ -64,7 +64,7 @@ class StartSettings:
     """Time from one heartbeat to the next."""
     self_test: SelfTest = SELF_TEST
     torch_settings: dict[str, bool | str] = field(default_factory=dict)
-    """What ranks set in torch, see core/torch_settings.py."""
+    """Settings of torch in the ranks, see core/torch_settings.py."""
 
     def of_rank(self, rank: int, rendezvous: Path | tuple[str, int], log: Path | None = None) -> RankSettings:
         more = log, self.heartbeat_seconds, self.self_test, self.torch_settings

@@ -16,7 +16,7 @@ class PutConditioning:
     grid: tuple[int, ...]
     """Numbers of tokens along the image's axes: (frames,) rows, columns."""
     references: int
-    """Number of tokens of reference pictures."""
+    """Number of tokens of reference images."""
     batch: int
     """Number of batch entries of this replica."""
     tensors: dict[str, torch.Tensor]
@@ -61,7 +61,7 @@ class Step:
     residuals: dict[str, int]
     """Name (own_class/calls/residuals.py) -> index in `added` of the tensor that a ControlNet adds."""
     added: tuple[torch.Tensor, ...]
-    """[entries, m, hidden] each, for the rank's m picture tokens, or of residuals.AROUND for all tokens."""
+    """[entries, m, hidden] each, for the rank's m image tokens, or of residuals.AROUND for all tokens."""
     x: torch.Tensor
     """[entries, n + a, channels]: the rank's latent tokens and, if the text runs, companion tokens."""
 

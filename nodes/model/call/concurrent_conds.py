@@ -3,7 +3,7 @@
 ComfyUI makes one model call after the other for conditionings that it cannot join (prompts of different length, areas). A
 CALC_COND_BATCH wrapper splits them into parts and has ComfyUI evaluate each part by itself. A part's model call goes to the
 ranks; before it waits for the answer, it starts the next part. So one thread keeps all replicas and pipeline stages busy.
-Model calls are the same as without the wrapper, and so is the result.
+Model calls and the result are the same as without the wrapper.
 """
 
 import logging
@@ -121,7 +121,7 @@ def why_sequential(model, entries: list[dict], model_options: dict) -> str | Non
 
 
 def model_calls(entries: list[tuple[int, dict]], x_in: torch.Tensor, timestep: torch.Tensor) -> list[list[int]]:
-    """For each model call the indices of the conditionings that ComfyUI joins to it.
+    """For each model call, the indices of the conditionings that ComfyUI joins to it.
 
     `entries`: (index of the conditioning, entry).
     """

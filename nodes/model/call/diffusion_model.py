@@ -117,14 +117,14 @@ class RemoteDiffusionModel(torch.nn.Module):
         return type(self)(self.checkpoint, *device_settings, self.weights, self.unet_config)
 
     def enlarged_by(self, patches: Mapping[str, list[Patch]]) -> TensorSizes:
-        """Tensors that the patches enlarge, and to which sizes, other than by further output heads."""
+        """Tensors that the patches enlarge, with their new sizes. Further output heads do not count."""
         banked = BANK_KEYS if self._has_bank else frozenset()
         return self.weights.sizes_with({key: each for key, each in patches.items() if key not in banked})
 
     def enlarged(self, sizes: TensorSizes) -> "RemoteDiffusionModel":
-        """The model in which a LoRA enlarges these tensors: of the class that ComfyUI's detection finds for these sizes.
+        """A copy of this model in which a LoRA enlarges the tensors `sizes`. ComfyUI's detection finds its class.
 
-        ValueError if ranks cannot run it."""
+        ValueError if ranks cannot run the enlarged model."""
         try:
             file = open_file(self.setup.path, importing(self.devices[0]), sizes)
         except ValueError:
@@ -138,12 +138,12 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     @property
     def own(self) -> OwnClass:
-        """The class, with what is proven so far."""
+        """ComfyUI's class of the model, with the proofs of trials so far."""
         return self.setup.own_class
 
     @functools.cached_property
     def meta(self) -> torch.nn.Module:
-        """The model without values."""
+        """The model on the meta device."""
         return build(self.own)
 
     @functools.cached_property
@@ -152,7 +152,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     @functools.cached_property
     def proofs(self) -> Proofs:
-        """Of its calls."""
+        """Proofs of the model's calls."""
         return Proofs()
 
     def reset_prefix_cache(self, _enabled: bool) -> None:
@@ -218,7 +218,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         return kept(self, lambda: self._loaded(expected), adapted)
 
     def _loaded(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
-        """As `transformer`, with the patches of any earlier run."""
+        """As `transformer`, but the weights may still have the patches of an earlier run."""
         known = self.run.loaded()
         if known is not None and self.run.of_setup is self.setup and registry().use_again(known):
             return known
@@ -263,7 +263,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         return heads_of(self.weights, patches) if self._has_bank else 1
 
     def choose_heads(self, timestep: torch.Tensor, options: Mapping[str, Any]) -> None:
-        """For a model call at `timestep`, if the run's patches have a bank of heads."""
+        """Set the strengths of the heads for a call at `timestep`, if the run's patches have a bank of heads."""
         if (heads := self.heads_of(self.run.patches)) > 1:
             self.run.head_strengths = strengths_in_call(heads, timestep, options)
 

@@ -1,4 +1,4 @@
-"""What a call of ComfyUI's own class is to a trial: what it can hold, and which calls are alike."""
+"""Calls of ComfyUI's own class for a trial: the values that they can have, and which calls are alike."""
 
 import functools
 import itertools
@@ -97,14 +97,14 @@ def own_residuals(control: Control | None, x: torch.Tensor, bands: Patching | No
 
 @dataclass(frozen=True)
 class NodeChanges:
-    """What other nodes ask for inside the class in a call."""
+    """Changes inside the class that other nodes ask for in a call."""
 
     skipped: Mapping[tuple[str, int], Any] = field(default_factory=dict)
     """(kind, number) of each block -> the function in its place."""
     nag: Callable[..., torch.Tensor] | None = None
     """NAG's function."""
     guidance: NormalizedGuidance | None = None
-    """Its settings. None: it leaves the call alone."""
+    """The node's settings. None: it does not change the call."""
     text: TextGuidance | None = None
     """WanVideoNAG's."""
 
@@ -170,8 +170,9 @@ def structure(call: Call, sizes: tuple[int, ...]) -> str:
 
 
 def form(call: Call, sizes: tuple[int, ...]) -> str:
-    """Names and axes of the call's tensors, and what is no tensor and no number. `sizes`: of the whole latent, of which a
-    single frame is another thing than several.
+    """Text of the call's structure: names and axes of its tensors, and its values that are neither tensors nor numbers.
+
+    `sizes`: of the whole latent. A single frame has another structure than several frames.
 
     Of dtypes those of times and whole numbers: other values are drawn in float32, whatever theirs is.
     """
@@ -223,6 +224,6 @@ def share_of_work(own: OwnClass, call: Call) -> str:
 
 def near(times: Sequence[float]) -> list[float]:
     """Times of a trial that are as good as these: the first of them, and of the others the nearest tenth of it. A shift of
-    the sigmas, which depends on the picture's size, moves the last one a little."""
+    the sigmas, which depends on the image's size, moves the last one a little."""
     scale = (times[0] or 1.0) if times else 1.0  # a logarithm of a sigma of 1 is a time of 0
     return [*(round(time, 3) for time in times[:1]), *(round(time / scale, 1) for time in times[1:])]

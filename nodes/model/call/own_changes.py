@@ -29,7 +29,7 @@ CLOSE = 1e-5
 
 
 class OwnChanges:
-    """What trials have shown in this process, by structure of a call."""
+    """Results of trials in this process, by structure of a call."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
@@ -46,7 +46,7 @@ class OwnChanges:
         tensor: int,
         asked: NodeChanges,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(fields of BlockChanges, further arguments) of a `call`, of which `proof` is. `lists`: all blocks of the class;
+        """(fields of BlockChanges, further arguments) of a `call`, which has the `proof`. `lists`: all blocks of the class;
         `tensor`: ranks that share its layers. ValueError, with the node, if ranks are not proven to do what is `asked`."""
         given = own, proof, call, times
         of_call = structure(call, sizes), tuple(numbers_of(call).items()), proof

@@ -31,7 +31,7 @@ class OwnMethods:
     def computed(
         self, method: str, patches: Mapping[str, list[Patch]], name: Any, first: torch.Tensor, *more: Any, **named: Any
     ) -> torch.Tensor:
-        """What the method returns, on the device of `first`, such as text [B, T, C] of the text encoder.
+        """Result of the method, on the device of `first`, such as text [B, T, C] of the text encoder.
 
         `patches`: a ModelPatcher's, some of them for these weights. `name` stands for the patches. `first`, `more`, `named`:
         what the method is given. They are kept in host memory: a video of faces is large.

@@ -1,4 +1,4 @@
-"""What is decided once for all calls of a sampling run that are alike. Only values differ between such calls."""
+"""Decisions made once for all similar calls of a sampling run, which differ in values alone."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping

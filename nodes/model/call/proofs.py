@@ -47,15 +47,15 @@ from .own_changes import OTHER_CALL, OwnChanges
 log = logging.getLogger(__name__)
 
 Key = tuple[str, bool, bool, int]
-"""What a trial is for: structure of the call, whether tokens are cut, whether in bands, tensor degree."""
+"""Key of a trial: structure of the call, whether tokens are cut, whether in bands, tensor degree."""
 
 
 @dataclass
 class Proofs:
-    """What trials of a MODEL's calls have shown."""
+    """Results of the trials of a MODEL's calls."""
 
     known: dict[Any, Proof] = field(default_factory=dict)
-    """By structure of a call."""
+    """Structure of a call -> its proof."""
     changes: OwnChanges = field(default_factory=OwnChanges)
     fitting: set[Any] = field(default_factory=set)
     """Widths of a call's tensors that fit the class's layers."""

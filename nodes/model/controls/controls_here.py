@@ -48,7 +48,7 @@ class ControlsHere:
         options: Mapping[str, Any],
         run: SamplingRun,
     ) -> Control | None:
-        """The outputs of ControlNets, with what a picture's Fun controls in transformer_options add to a native call."""
+        """The outputs of ControlNets and of an image's Fun controls, which are in transformer_options."""
         if not (controls := fun_controls(self._checkpoint.built.own.kind, options)):
             return control
         assert context is not None, "calls of these models need a text"

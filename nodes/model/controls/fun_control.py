@@ -1,7 +1,7 @@
 """Z-Image's Fun control (ZImageFunControlnet), run in ComfyUI's process. Ranks get its output as residuals.
 
 The node puts a network on the MODEL, as a patch that the native model calls behind each noise refiner and each block. The
-network reads the picture's tokens before the refiners and before the blocks, the time and the positions, but no block's
+network reads the image's tokens before the refiners and before the blocks, the time and the positions, but no block's
 output. So all residuals of a call can be computed before the ranks begin. The few layers in front of the blocks run here
 too, and the patch is called with zeros, to which it adds the residual.
 """
@@ -70,7 +70,7 @@ class FunControl:
         context: torch.Tensor,
         options: Mapping[str, Any],
     ) -> Control:
-        """The residuals of `controls` in a model call: kind -> for each block [B, picture tokens, hidden] or None.
+        """The residuals of `controls` in a model call: kind -> for each block [B, image tokens, hidden] or None.
 
         `model`: from `self.model`. x [B, C, H, W], timestep [B], context [B, T, C] and `options` (transformer_options) are
         the arguments of the native model's call.

@@ -52,7 +52,7 @@ Controls = Mapping[tuple[str, int], list[Any]]
 
 
 def sequence_controls(options: Mapping[str, Any]) -> Controls:
-    """Those in a call's transformer_options."""
+    """The controls in a call's transformer_options."""
     replaced = options.get(REPLACED, {}).get(BLOCKS, {})
     found = {block[:2]: controls_around(function) for block, function in replaced.items()}
     return {block: controls for block, controls in found.items() if controls}
@@ -62,7 +62,7 @@ class SequenceControl:
     """Computes the residuals of such controls, with the checkpoint's layers around the blocks."""
 
     def __init__(self, checkpoint: Checkpoint, native: NativeClass, unet_config: Mapping[str, Any], dtype: torch.dtype):
-        """`native`: ComfyUI's class, `unet_config` its arguments. `dtype`: in which ranks compute."""
+        """`native`: ComfyUI's class. `unet_config`: its arguments. `dtype`: compute dtype of the ranks."""
         self._checkpoint, self._native, self._unet_config, self._dtype = checkpoint, native, unet_config, dtype
         self.layers = LayersHere(self._make, "a Fun ControlNet")
 
@@ -73,9 +73,9 @@ class SequenceControl:
         call: NativeArguments,
         is_carried: bool,
     ) -> Residuals:
-        """Residuals of all tokens in the class's own order, on the CPU, by the names of own_class.calls.residuals.
+        """Residuals for all tokens, in the class's own order, on the CPU. Their names: see own_class.calls.residuals.
 
-        `model`: from `layers`. `call` is one of the native class's `_forward`, or if `is_carried` of its `forward`.
+        `model`: from `layers`. `call`: arguments of the native class's `_forward`. If `is_carried`: of its `forward`.
         """
         added = self._added(model, controls, call, self._native.forward if is_carried else self._native._forward)
         return {f"{AROUND}{kind}.{index}": residual for (kind, index), residual in added.items()}

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 NAME = "proof"
 PACKAGES = "torch", "comfy-kitchen", "einops"
-"""What classes compute with beside ComfyUI's code."""
+"""Packages that classes use beside ComfyUI's code."""
 
 
 def kept_proof(

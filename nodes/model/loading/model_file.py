@@ -35,7 +35,7 @@ class ModelFile:
 
     checkpoint: Checkpoint
     own: OwnClass
-    """By which ranks run it."""
+    """ComfyUI's class of the model, which ranks run."""
     model: comfy.model_base.BaseModel
     """ComfyUI's, without its diffusion_model."""
 
@@ -54,7 +54,7 @@ class ModelFile:
 def open_file(path: Path, imported: Mapping[str, Any], enlarged: TensorSizes = ()) -> ModelFile:
     """A single file, for ranks that have ComfyUI `imported` so. Its header is read, and no weights.
 
-    ValueError, beginning with the input's name, for a file that ranks cannot run: of sound, solids and tools, too.
+    ValueError, beginning with the input's name, for a file that ranks cannot run, such as audio, 3D and tool models.
     `enlarged`: sizes of tensors that a LoRA enlarges.
     """
     with refusals(path):

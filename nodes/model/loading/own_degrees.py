@@ -1,4 +1,4 @@
-"""Degrees at which a UNet runs on ranks, and how much of a class they share out."""
+"""Checks the degrees of a UNet, and reports how many of a model's blocks the ranks share."""
 
 from torch import nn
 
@@ -9,7 +9,7 @@ from parallel_backend.own_class.plans.proof import Proof
 
 
 def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
-    """ValueError, naming the widget, for what a UNet does not do on ranks."""
+    """Raises ValueError, which names the widget, if ranks cannot run a UNet with these settings."""
     if not own.unet:
         return
     runs = f"{name} runs by split_batch_degree alone"
@@ -23,7 +23,10 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
 
 
 def shared_out(proof: Proof, model: nn.Module, degrees: Degrees) -> str:
-    """How many of the model's blocks the ranks share out, in words. The others run whole on every rank."""
+    """Text for the user: how many of the model's blocks the ranks share. Every rank runs the other blocks in full.
+
+    Empty if one rank runs a whole call.
+    """
     if degrees.pipe == degrees.sequence == degrees.tensor == 1:
         return ""
     return f": {len(proof.blocks)} of {sum(map(len, block_lists(model).values()))} blocks are shared out"

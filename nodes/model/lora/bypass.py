@@ -1,4 +1,4 @@
-"""LoRA in bypass mode: ComfyUI adds the adapter's output to the layer's, and leaves the weight alone, as ranks always do."""
+"""LoRA in bypass mode: ComfyUI adds the adapter's output to the layer's and does not change the weight, as on ranks."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ MANAGER = "BypassInjectionManager"
 
 
 def bypass_patches(injections: Mapping[str, Iterable[Any]]) -> dict[str, list[Patch]]:
-    """A ModelPatcher's checked `injections` as patches by key."""
+    """Converts `injections` to weight patches, by key of the weight. `check_injections` must have accepted them."""
     patches: dict[str, list[Patch]] = {}
     for by_key in injections.values():
         for injection in by_key:

@@ -20,7 +20,7 @@ from .lora import PREFIX, NativeWeights
 from .patch_trial import Patch, shape_after
 
 SHIFTS = {"minimax_h3_sigma_shift_video": 12.0, "minimax_h3_sigma_shift_audio": 3.0}
-"""Entries of ComfyUI's transformer_options -> usual values: shifts of the noise schedules of video and sound."""
+"""Entries of ComfyUI's transformer_options -> usual values: shifts of the noise schedules of video and audio."""
 BANKED = "MiniMaxH3"
 """Class of ComfyUI's supported_models that has such LoRAs."""
 STREAMS = ("final_layer.video_out", "final_layer.audio_out")

@@ -202,7 +202,7 @@ def why_not(patch: Patch, shape: torch.Size) -> tuple[str, str] | None:
 
 
 def why_not_hooked(patch: Patch, shape: torch.Size) -> tuple[str, str] | None:
-    """As `why_not`, of such a patch in a conditioning, where each call may have another strength."""
+    """As `why_not`, for a patch in a conditioning, whose strength may differ from call to call."""
     kind = patch[1].name.upper() if isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase) else "a whole weight"
     for_all = "It would be computed again at each call. Use a LoRA, LoHa or LoKr file, or load this one for the whole model."
     if shape_after([patch], shape) != shape:

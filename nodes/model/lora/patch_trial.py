@@ -1,4 +1,4 @@
-"""What ComfyUI makes of a patch: its own functions try it on a weight that has a shape and no values."""
+"""Effect of a patch: ComfyUI's own functions try it on a weight that has a shape and no values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,11 +13,11 @@ Patch = tuple[float, Any, float, tuple[int, int, int] | None, Callable[[torch.Te
 """ComfyUI's patch: strength, adapter or ("diff", tensors) and the like, strength of the weight itself, (dim, start, length)
 of the weight's part that it changes, function that is applied to what is added."""
 FAILS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""What ComfyUI's functions raise for tensors that they cannot compute with."""
+"""Errors that ComfyUI's functions raise for tensors with which they cannot compute."""
 
 
 def shape_after(patches: Sequence[Patch], shape: torch.Size) -> torch.Size:
-    """Shape of a weight of this shape with the patches, of which some may enlarge it."""
+    """Shape of a weight after the patches, some of which may enlarge it. `shape`: before them."""
     return torch.Size(comfy.lora.calculate_shape(patches, torch.empty(shape, device="meta"), ""))
 
 

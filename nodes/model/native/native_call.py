@@ -24,13 +24,13 @@ class NativeArguments:
     latents: Latents
     timestep: Any
     others: Mapping[str, Any]
-    """By name, `context` among them."""
+    """Other arguments by name, such as `context`."""
     options: dict[str, Any]
-    """Its transformer_options."""
+    """The call's transformer_options."""
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON has the value."""
+    """Whether the value can be stored as JSON."""
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
     if isinstance(value, dict):
@@ -39,7 +39,7 @@ def is_plain(value: Any) -> bool:
 
 
 def runs_wrappers(native: NativeClass) -> bool:
-    """Whether the native class's `forward` runs wrappers. PixArt's and others ignore them."""
+    """Whether the native class's `forward` runs wrappers. Some classes, such as PixArt's, ignore wrappers."""
     return "WrapperExecutor" in native.forward.__code__.co_names
 
 

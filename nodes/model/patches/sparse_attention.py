@@ -20,7 +20,7 @@ BLOCK = re.compile(r"nodes_sparse_attention\.make_h3_block_patch\.<locals>\.bloc
 PREPARE = re.compile(r"nodes_sparse_attention\.apply_block_sparse_attention\.<locals>\.<lambda>")
 """The node's callback before each evaluation, which puts its override on top again. Evaluations may come in any order."""
 OFF = "off"
-"""Of the widget sink_conditioning."""
+"""Value of the widget sink_conditioning."""
 
 
 def is_sparse(override: Any) -> bool:

@@ -45,7 +45,7 @@ class TextGuidance:
     guides_all: bool
     """Whether all of a call's entries are guided, or only the first half of them (the positive prompt's)."""
     attends_to_picture: bool
-    """Whether the model's cross-attention attends to CLIP's picture too: then only a call of two entries has halves."""
+    """Whether the model's cross-attention attends to CLIP's image too: then only a call of two entries has halves."""
     node: Any = None
     """The node's object that makes the functions."""
     function: Any = None
@@ -74,7 +74,7 @@ class TextGuidance:
 
 
 def tried_guidance(guidance: TextGuidance) -> TextGuidance:
-    """With settings of which each counts."""
+    """`guidance` with other settings, each of which has an effect."""
     scale, tau, alpha = SETTINGS
     return replace(guidance, scale=scale, tau=tau, alpha=alpha)
 

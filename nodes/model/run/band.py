@@ -12,8 +12,10 @@ from .run_shapes import PART, Shapes, is_for_all
 
 
 class NotTried(NotLocal):
-    """No trial was made for a band's call, such as one that another node makes behind the guider's. `prove` makes it, for
-    the whole latent: the run can then begin anew."""
+    """No trial was made for a band's call, such as a call that another node makes after the guider's.
+
+    `prove` makes the trial for the whole latent. The run can then begin again.
+    """
 
     def __init__(self, reason: str, prove: Callable[[], object]):
         super().__init__(reason)

@@ -1,4 +1,4 @@
-"""What a MODEL on ranks is sampled with, from the beginning of a sampling run to its end."""
+"""State of a MODEL on ranks from the beginning of a sampling run to its end."""
 
 import contextlib
 import logging
@@ -36,7 +36,7 @@ NO_CALL: tuple[float, Mapping[str, Any]] = (0.0, {})
 
 @dataclass(frozen=True)
 class CallShape:
-    """What the seconds of a model call depend on."""
+    """The properties of a model call that determine its seconds."""
 
     latent: tuple[int, ...]
     """Shape of the (first) latent, [B, C, (T,) H, W], with the call's batch entries."""
@@ -63,7 +63,7 @@ def steps_of(options: Mapping[str, Any]) -> int:
 
 @dataclass
 class SamplingRun:
-    """What a RemoteDiffusionModel is sampled with, from a patcher's pre_run on. Its patchers (clones) all share the model.
+    """State of a RemoteDiffusionModel from a patcher's pre_run on. Its patchers (clones) all share the model.
 
     The patches are those of the patcher. `bypass_patches`: its LoRAs in bypass mode, as patches by key.
     """
@@ -77,13 +77,13 @@ class SamplingRun:
     """Stands for `patches` and `bypass_patches`."""
     cache: SamplingCache | None = None
     head_strengths: tuple[float, ...] = ()
-    """Of the present call, if a PDD acceleration LoRA is among the patches, see head_bank.py."""
+    """Strengths of the heads in the present call, if the patches have a PDD acceleration LoRA, see head_bank.py."""
     told_of_idle: bool = False
     """Whether the user has been told of replicas with nothing to do."""
     loaded: Callable[[], RemoteTransformer | None] = lambda: None
     """Weak reference to the model on the ranks that answered the last call."""
     of_setup: Setup | None = None
-    """Of `loaded`."""
+    """Setup of the model `loaded`."""
     loads: int = 0
     """How often `loaded` became another one. More than once: another MODEL takes the ranks in between."""
     calls: Counter[CallShape] = field(default_factory=Counter)
@@ -93,14 +93,14 @@ class SamplingRun:
     ended: float = 0.0
     """When the last of them ended."""
     steps: int = 0
-    """Of the sampler, as the last of them told. 0: it did not."""
+    """Number of the sampler's steps, from a call's transformer_options. 0: they do not give it."""
     whole_calls: dict[Any, Counted] | None = None
     """Shapes of the conditioning of calls that were tried for bands (own_calls.shapes) -> their tokens beside
     the latent's. None: no bands."""
     unproven_bands: str = ""
     """Why bands of those calls are not proven. Empty: they are."""
     proof: Proof | None = None
-    """Of the last whole call."""
+    """Proof of the last whole call."""
     prepared: dict[Hashable, Any] = field(default_factory=dict)
     """By likeness of calls, what holds for all of them (call/prepared_call.py)."""
     lines: list[str] = field(default_factory=list)
@@ -110,9 +110,9 @@ class SamplingRun:
     before: Setup | None = None
     """The setup before the first loss of a device, for which the run's calls were tried. None: no device was lost."""
     call: tuple[float, Mapping[str, Any]] = NO_CALL
-    """Of the last model call, when it began, by time.perf_counter, and its transformer_options."""
+    """The last model call: its start time by time.perf_counter, and its transformer_options."""
     shape: CallShape | None = None
-    """Of its model calls. None: it has made none."""
+    """Shape of the run's model calls. None: it has made none."""
     _lost: tuple[float, str] | None = None
     """When the call began that is to be made again, and its step."""
 
@@ -165,7 +165,7 @@ class SamplingRun:
         return self.shape, self.whole_calls is not None
 
     def lost(self) -> None:
-        """Its ranks are lost, and the last call is going to be made again."""
+        """Note that the ranks are lost, and that the last call will be made again."""
         self._lost = self._lost or (self.call[0], self.step)
         self.loads = 0  # the next one replaces no other MODEL's
         if self.cache is not None:

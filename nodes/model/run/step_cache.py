@@ -56,7 +56,7 @@ class SamplingCache:
         self._off |= self.shapes is None or not is_for_all(latents, options, self.shapes)
 
     def report(self) -> str:
-        """Summary for the user."""
+        """Text for the user: how many model calls were computed, or why the cache was not used."""
         return f"step cache: not used, because {PART}" if self._off else self.cache.summary
 
     def may_forecast(self, options: dict[str, Any]) -> bool:
@@ -69,7 +69,7 @@ class SamplingCache:
 
 
 def with_step_cache(model: comfy.model_patcher.ModelPatcher, settings: CacheSettings) -> comfy.model_patcher.ModelPatcher:
-    """A clone of the MODEL with a step cache, or without one where the threshold is 0."""
+    """A clone of the MODEL with a step cache, or without one if the threshold is 0."""
     patched = model.clone()
     options = patched.model_options["transformer_options"]
     patched.remove_wrappers_with_key(KIND, CACHE_KEY)
@@ -91,7 +91,7 @@ def note_shapes(executor, guider, sigmas, extra_args, callback, noise: torch.Ten
 
 
 def begin_cache(model: comfy.model_patcher.ModelPatcher) -> SamplingCache | None:
-    """Cache for a new sampling run of this MODEL. None: the MODEL has no step cache, or not in this run (HOOKED)."""
+    """The cache for a new sampling run of this MODEL. None if it has no cache, or cannot use it in this run (HOOKED)."""
     settings = model.model_options["transformer_options"].get(CACHE_KEY)
     if settings is None:
         return None

@@ -30,7 +30,7 @@ def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching, text: int =
     """Spans of a latent's rows (or frames) on token borders, one per band; fewer than `bands` if there are too few rows.
 
     `text`: text tokens (BuiltClass.text_tokens), which run with the first band, so that it has fewer rows.
-    `references`: tokens of reference pictures, which are spread over all rows.
+    `references`: tokens of reference images, which are spread over all rows.
     """
     size, patch, grid = shape[patching.band_dim], patching.band_size, patching.grid(shape)
     rows = grid[patching.band_dim]
@@ -151,7 +151,7 @@ class BandedRun:
             self.exact_calls += 1
 
     def finish(self, band: int) -> None:
-        """The band's sampler has returned."""
+        """Note that the band's sampler has returned. NotLocal if all have, after different numbers of calls."""
         with self._lock:
             self._finished.add(band)
             self._post_what_can_go()

@@ -190,7 +190,7 @@ def cosmos_predict2_block(kind: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def pixart_attention(kind: type[nn.Module]) -> type[nn.Module]:
-    """PixArt's attention: the number of heads comes from the layers, of which a tensor rank has fewer features."""
+    """PixArt's attention: the number of heads comes from the layers, whose features tensor ranks split."""
 
     class ByHeads(kind):  # type: ignore[valid-type, misc]
         def forward(self, x, mask=None, HW=None, block_id=None):

@@ -38,7 +38,7 @@ class Beside(NamedTuple):
     factors: torch.Tensor | None = None
     """[1, S, 1, 1]: factors of the values in the video's attention. None: all are 1."""
     rule: "SameFrame | None" = None
-    """Of the call's attention, if there is a pose."""
+    """Rule of the call's attention, if there is a pose."""
     pose: Stream | None = None
 
 
@@ -144,7 +144,7 @@ def animate2_model(kind: type[nn.Module]) -> type[nn.Module]:
                 return forward()
 
         def rope_encode_pose(self, t, h, w, w_patches, **named):
-            """Of as many frames as the video's, at the same times, to the right of it."""
+            """Rotary embedding of the pose: for as many frames as the video's, at the same times, right of the video."""
             beside = {"rope_options": {"shift_x": float(w_patches)}}
             return self.rope_encode(t, h, w, transformer_options=beside, **named)
 

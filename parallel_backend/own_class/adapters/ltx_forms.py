@@ -37,11 +37,11 @@ class Indexed(NamedTuple):
     data_BFD: torch.Tensor
     index_S: torch.Tensor
     tokens: int
-    """Number of all tokens, of which a rank's `index_S` has some."""
+    """Number of all tokens. `index_S` of a rank has some of them."""
 
     @classmethod
     def of(cls, data_BFD: torch.Tensor, tokens: int) -> "Indexed":
-        """For all `tokens`, frame by frame."""
+        """`data_BFD` with the index for all `tokens`, frame by frame."""
         frames = data_BFD.shape[1]
         return cls(data_BFD, torch.arange(tokens, device=data_BFD.device) // -(-tokens // frames), tokens)
 
@@ -75,7 +75,7 @@ def ltx_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int,
 
 
 def ltx2_arguments(arguments: Mapping[str, Any], native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
-    """A call's arguments of LTX-2, with what its mask and its guides mean for the blocks in their place.
+    """A call's arguments of LTX-2. Its mask and guides are replaced by arguments of the blocks.
 
     `spatial`: times differ within frames. `guide_weights` [1, K] of the last K tokens, `unseen` [1, N] as in Factors.
     ValueError for guides that do not fit the latent.

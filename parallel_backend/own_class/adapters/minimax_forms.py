@@ -36,7 +36,7 @@ def minimax_h3_segments(
 
 
 def minimax_h3_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
-    """A call's arguments without the layout, an object that the class makes itself."""
+    """A call's arguments without `layout`, which is an object that the class can make itself."""
     payload = arguments.get("minimax_payload")
     if not isinstance(payload, dict):
         return dict(arguments)

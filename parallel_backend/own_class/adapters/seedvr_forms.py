@@ -54,7 +54,7 @@ class Grouped(NamedTuple):
     rows: torch.Tensor
     """[n] int64: each window's of the video, then all of the text."""
     counts: tuple[int, ...]
-    """By window: how many of `rows` it has."""
+    """Number of `rows` that each window has."""
     video: torch.Tensor
     """[v] int64: those of the video, window by window."""
     text: torch.Tensor

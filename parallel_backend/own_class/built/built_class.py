@@ -1,4 +1,4 @@
-"""What the backend knows about a class and its file: made when the file is opened."""
+"""Facts about a class and its file, collected when the file is opened."""
 
 import functools
 import math
@@ -36,12 +36,12 @@ def pairs_of(hidden: int) -> float:
 
 
 class StreamKeys(NamedTuple):
-    """Whose keys an attention layer has."""
+    """The tokens whose keys an attention layer has."""
 
     image: bool
     """The image's tokens'."""
     streams: tuple[int, ...]
-    """Those of the other tokens of these streams."""
+    """Streams whose other tokens are among them."""
     head_size: int
 
 
@@ -60,7 +60,7 @@ class Counted(NamedTuple):
 
 @dataclass(frozen=True)
 class BuiltClass:
-    """What is known about `own`."""
+    """Facts about the class `own` and its tensors."""
 
     own: OwnClass
     shapes: Mapping[str, tuple[int, ...]]
@@ -185,8 +185,11 @@ class BuiltClass:
         return work.attention / max(1, work.layers) / tokens
 
     def example(self, prompt: int) -> dict[str, torch.Tensor]:
-        """Conditioning tensors of batch 1: of the call that was tried, or of a text of `prompt` tokens on the meta device.
-        Drawing values would advance the global generator, from which a sampler's noise may come."""
+        """Example conditioning tensors with batch size 1.
+
+        They come from the call of the trial. If there was no trial, they are a text of `prompt` tokens on the meta device:
+        random values would advance the global generator, and a sampler may draw its noise from it.
+        """
         if self.call is None:
             return {"context": torch.empty(1, prompt, 1, device="meta")}
         return conditioning(one_entry(self.call))
@@ -260,7 +263,7 @@ class BuiltClass:
 
 @functools.lru_cache(maxsize=8)
 def built_class(own: OwnClass) -> BuiltClass:
-    """What is known about a class. Imports and builds it, without memory for weights."""
+    """Builds a class without memory for weights, and returns the facts about it. Imports the class."""
     model = build(own, torch.bfloat16)
     tensors = model.state_dict()
     return BuiltClass(

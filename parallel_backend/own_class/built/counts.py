@@ -35,9 +35,9 @@ class Work:
     """Operations of a block: multiplications and additions count one each."""
 
     layers: int = 0
-    """Of everything but attention, and of attention whose keys every rank has all of."""
+    """Operations of everything but attention, and of attention whose keys are all on every rank."""
     attention: int = 0
-    """Of attention between tokens that ranks cut: they grow with the square of the number of tokens."""
+    """Operations of attention between tokens that ranks cut. They grow with the square of the number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Counts:
     streams: Mapping[int, int]
     """Stream -> number of its tokens. Empty if no trial has cut tokens."""
     blocks: tuple[Work, ...]
-    """Of each block, in the order of a call."""
+    """Work of each block, in the order of a call."""
     outside: int
     """Operations outside of blocks, which every stage and every sequence rank computes."""
 

@@ -18,7 +18,7 @@ from parallel_backend.own_class.built.building import CASTS, imported
 TORCH = "torch.nn"
 """Module name for classes outside of ROOTS: they must be torch.nn's, and are found there by their names."""
 BASE = frozenset(vars(nn.Module()))
-"""What torch keeps in every module."""
+"""Names that torch keeps in every module."""
 
 Tree = dict[str, Any]
 """JSON: class, values, children, names of parameters and of buffers."""

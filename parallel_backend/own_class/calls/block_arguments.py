@@ -11,7 +11,7 @@ from parallel_backend.core.own_class import OwnSlice
 from parallel_backend.own_class.calls.unproven import Unproven
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of a block: positional ones, and those by name."""
+"""Positional and named arguments of a block."""
 
 
 def tensor_places(leaves: Sequence[Any]) -> list[int]:

@@ -50,7 +50,7 @@ def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Seq
 
 
 def tensors_in(arguments: Mapping[str, Any], batch: int) -> dict[str, torch.Tensor]:
-    """What `to_tensors` gives without STRUCTURE."""
+    """Tensors of `to_tensors`, without STRUCTURE."""
     found: dict[str, torch.Tensor] = {}
 
     def take(name: str, value: Any) -> None:

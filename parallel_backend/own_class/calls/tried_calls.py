@@ -48,7 +48,7 @@ class Call:
     x: torch.Tensor
     timestep: torch.Tensor
     named: Mapping[str, Any]
-    """With entries of transformer_options that ranks get."""
+    """Named arguments, with the entries of transformer_options that ranks get."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of ComfyUI's transformer_options that ranks do not get."""
     whole_axes: frozenset[tuple[int, int]] = frozenset()
@@ -82,7 +82,7 @@ class Call:
 
     @property
     def times(self) -> tuple[torch.Tensor, ...]:
-        """The one timestep, or one for each latent."""
+        """The single timestep, or one timestep for each latent."""
         told = self.named.get(TIMES)
         return (self.timestep,) if told is None else apart(self.timestep, told)
 
@@ -216,7 +216,7 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
             for axis, size in enumerate(sizes):
                 at = axis - len(sizes)
                 if -at > tensor.ndim - 2 or (number, axis) in call.whole_axes:
-                    continue  # a picture beside a video has no frames
+                    continue  # an image beside a video has no frames
                 most = min(size, side if isinstance(side, int) else max(side) if number else side[axis])
                 if axis >= len(sizes) - 2:
                     tensor = tensor.narrow(at, 0, math.ceil(scale * most))

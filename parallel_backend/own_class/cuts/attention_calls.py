@@ -41,7 +41,7 @@ def is_attention(value: Any) -> bool:
 
 
 def module_global(kind: type, name: str) -> Any:
-    """What a class's module has under this name now. An attention function may be a trial's or a rank's."""
+    """The object that a class's module has under this name now. An attention function may be a trial's or a rank's."""
     return vars(sys.modules[kind.__module__])[name]
 
 

@@ -30,7 +30,7 @@ class Run(NamedTuple):
     kind: str
     """One of OwnLatent.layout."""
     rows: Span
-    """Its rows of the stream."""
+    """The run's rows of the stream."""
     numbers: Span
     """Among the stream's other tokens. Empty: they are the latent's, or references."""
     shared: Span
@@ -41,12 +41,12 @@ class Part(NamedTuple):
     """A rank's tokens that are the latent's and its references', or that are not."""
 
     rows: Pick
-    """Its rows of the stream."""
+    """The part's rows of the stream."""
     of_latent: bool
     place: Span
     """In the order of bands, or among the stream's other tokens."""
     is_kept: bool
-    """Its keys are kept. False: a row stands in for text, since a class cannot tell the sizes of tensors without rows."""
+    """Whether its keys are kept. False: a row stands in for text, since a class cannot read sizes without rows."""
 
 
 @dataclass(frozen=True)

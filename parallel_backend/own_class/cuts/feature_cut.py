@@ -171,11 +171,11 @@ class Place:
     """A place where ranks may each have a part: heads of attention, or a layer's input."""
 
     sizes: tuple[int, ...]
-    """Of the parts of the input, see OwnCut. Empty: heads."""
+    """Sizes of the parts of the input, see OwnCut. Empty: heads."""
     units: tuple[int, ...]
     """See OwnCut."""
     needs: tuple[Needs, ...]
-    """Of each rank."""
+    """The features that each rank needs."""
 
     def cut(self) -> dict[str, torch.Tensor] | None:
         """Leaf or norm that can be cut -> features of each rank, bool [ranks, width]; no two ranks need the same. None: some

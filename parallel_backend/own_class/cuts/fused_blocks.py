@@ -1,7 +1,7 @@
 """Modules of ComfyUI's classes with fused arithmetic between their products (fused.py).
 
-A module gets a form if its class's source is one of FORMS. Its parameters and layers stay. The class's own arithmetic runs
-if its source is another, or if a call asks for what a form leaves out.
+If the source of a module's class is in FORMS, the module gets a fused form and keeps its parameters and layers. The class's
+own arithmetic runs if its source is not in FORMS, or if a call uses a feature that the form does not have.
 """
 
 import functools
@@ -30,7 +30,7 @@ def fuse(model: nn.Module) -> None:
 
 @functools.cache
 def source_digest(kind: type) -> str:
-    """Of a class's source."""
+    """Digest of a class's source."""
     return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
 
 

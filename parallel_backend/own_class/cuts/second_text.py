@@ -33,7 +33,7 @@ PROMPT_ATTENTION = re.compile(r"blocks\.\d+\.cross_attn")
 
 @dataclass
 class _Given:
-    """Of the present call."""
+    """Values of the present call."""
 
     text: torch.Tensor
     """[B, U, hidden], embedded."""

@@ -1,7 +1,7 @@
-"""A class's blocks shared out to stages. Each stage runs the class's forward, with stand-ins for the others' blocks.
+"""Splits a class's blocks over stages. Each stage runs the class's forward, with stand-ins for the other stages' blocks.
 
-A stand-in returns fresh tensors, since the class may write into them. They are NaN, so that a result that depends on a value
-which another stage has shows as not finite. The stand-in before the stage's first block returns what the stage before sends.
+A stand-in returns new tensors, because the class may write into them. The tensors are NaN: if a result depends on a value of
+another stage, it is not finite. The stand-in before the stage's first block returns the tensors that the stage before sends.
 """
 
 import functools
@@ -65,7 +65,7 @@ class StageBlocks:
     ):
         self._model, self.blocks, self._span, self._link, self.tokens = model, blocks, span, link, tokens
         self.residuals: Callable[[], Mapping[str, torch.Tensor]] = dict
-        """Of the present call, by name."""
+        """Residuals of the present call, by name."""
         self.add_up: Sum = own_sums
         """Adds up over ranks with other heads, if attention is guided."""
         self.attend: Attend | None = None
@@ -80,7 +80,7 @@ class StageBlocks:
         self._received, self._sent = (crossing(blocks, at) if at < len(blocks) else [] for at in (span.start, span.stop))
         self._values: dict[int, Sequence[torch.Tensor]] = {}  # of this call, by number: what such blocks return
         self._forwards = {block.name: model.get_submodule(block.name).forward for block in blocks}
-        """By block: what it computes."""
+        """Name of a block -> the forward of its class."""
         runs = ((model.get_submodule(block.name), functools.partial(self._run, at)) for at, block in enumerate(blocks))
         self._undo = put_forwards(runs)
 
@@ -109,7 +109,7 @@ class StageBlocks:
         return out
 
     def has_words(self) -> bool:
-        """Whether words run in the present call."""
+        """Whether the present call computes the tokens beside the image's: text, or a second latent's tokens."""
         return self.tokens is None or self.tokens.has_words
 
     def _with_second_text(self, second: Mapping[str, Any] | None, named: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -133,7 +133,7 @@ class StageBlocks:
         return self._cut.residual_of_all(residual_BSD)
 
     def close(self) -> None:
-        """Make the model again what it was."""
+        """Restore the model's own forwards."""
         self._second.close()
         self._undo.close()
 

@@ -53,7 +53,7 @@ class TokenCut(ABC):
     def __init__(self, blocks: Sequence[OwnBlock], index: int, ranks: SequenceCut):
         self.blocks, self.index, self.ranks = list(blocks), index, ranks
         self.number = 0
-        """Of the block that runs."""
+        """Number of the running block."""
         self.tokens: dict[int, int] = {}
         """Tokens of each stream that has entered."""
         self.alone = False
@@ -88,7 +88,7 @@ class TokenCut(ABC):
 
     @property
     def has_words(self) -> bool:
-        """Whether words run in the present call."""
+        """Whether the present call computes the tokens beside the image's: text, or a second latent's tokens."""
         return self.band is None or self.band.has_words
 
     def begin(self) -> None:
@@ -298,7 +298,7 @@ class TokenCut(ABC):
         return of_ranks + len(self._stand_ins.intersection(streams)) if self._stand_ins else of_ranks
 
     def _computed_rows(self, streams: Sequence[int]) -> list[int]:
-        """By stream: how many rows this rank computes."""
+        """Number of rows that this rank computes, of each stream."""
         return [self._rows((stream,)) for stream in streams]
 
     def _real(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
@@ -318,13 +318,13 @@ class TokenCut(ABC):
         return torch.cat([zero if stream in self._stand_ins else part for stream, part in parts], dim=1)
 
     def parts(self, stream: int) -> list[list[Pick]]:
-        """By rank: its rows of a stream that has entered."""
+        """Each rank's rows of a stream that has entered."""
         if self.band is None:
             return [[span] for span in self.ranks.parts(Span(0, self.tokens[stream]))]
         return [[part.rows for part in of_rank] for of_rank in self.band.parts(stream, self.tokens, self.ranks)]
 
     def lengths(self, streams: Sequence[int]) -> list[int]:
-        """By rank: its tokens of these streams."""
+        """Number of each rank's tokens of these streams."""
         key = tuple(streams)
         if key not in self._lengths:
             self._lengths[key] = [sum(map(len, self.picks(key, rank))) for rank in range(self.ranks.size)]

@@ -127,7 +127,7 @@ def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Repres
 
 @dataclass(frozen=True)
 class RecordedBlock:
-    """What a block did in one call. `reads`: earlier blocks of its list whose output is among its arguments.
+    """A block's behaviour in one call. `reads`: earlier blocks of its list whose output is among its arguments.
 
     `returns`: for each returned value, the arguments that have its shape and dtype; None if the value is None. `alone`: the
     block returns one tensor, and not a tuple.
@@ -158,7 +158,7 @@ Recorded = tuple[list[list[RecordedBlock]], dict[str, str]]
 
 
 def recorded_blocks(model: nn.Module, lists: Mapping[str, Sequence[str]], calls: Sequence[Call]) -> Recorded:
-    """What the blocks of these lists do in these calls. `calls`: two, of different sizes."""
+    """Records the blocks of these lists in these calls. `calls`: two, of different sizes."""
     odd: dict[str, str] = {}
     orders = []
     for call in calls:

@@ -1,4 +1,4 @@
-"""What a trial has shown."""
+"""The result of a trial."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ NOT_TRIED = "it was not tried"
 
 @dataclass(frozen=True)
 class Proof:
-    """What a trial has shown. An empty text: proven."""
+    """The result of a trial. An empty text: proven."""
 
     blocks: tuple[OwnBlock, ...]
     """All blocks of the model. Empty: none could be found."""
@@ -26,7 +26,7 @@ class Proof:
     options: tuple[str, ...] = ()
     """Tensors in ComfyUI's transformer_options that ranks must get, such as the run's sigmas: the class reads one."""
     latent: OwnLatent | None = None
-    """Where the latent's tokens are. None: bands are not proven."""
+    """Places of the latent's tokens. None: bands are not proven."""
     bands: str = NOT_TRIED
     """Why bands are not proven."""
     tensor: str = NOT_TRIED

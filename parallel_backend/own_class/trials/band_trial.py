@@ -163,9 +163,9 @@ def _check_words(runs: Runs, latent: OwnLatent, call: Call) -> None:
 
 
 def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
-    """Whether the class fills up a latent of other sizes than whole tokens in a circle: OwnLatent.pads.
+    """OwnLatent.pads: whether the class pads a latent circularly if its size is not a multiple of the patch size.
 
-    It does if a latent gives the same output as that latent filled up in a circle outside of the class.
+    It does if a latent and the same latent padded circularly by us give the same output.
     """
     frames, side, _ = latent.patch
     sides = call.latents[0].shape[2:]
@@ -189,7 +189,7 @@ def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
 def _why_not(
     runs: Runs, latent: OwnLatent, calls: Sequence[Call], watched: WatchedOutputs | None = None, few: bool = False
 ) -> str:
-    """What is wrong with the bands of these calls. Empty: nothing.
+    """Why the bands of these calls are wrong. Empty if they are right.
 
     `watched` sees the bands' runs; each band then also runs with NaN outside of it. `few`: only the first and the last band
     of each call are tried. Bands of the last call that run without words are tried as naive patches, too.
@@ -250,7 +250,7 @@ class _Band:
     words_have_run: bool = False
 
     def why_not(self, whole: WholeRun, outside: torch.Tensor, watched: WatchedOutputs | None = None) -> str:
-        """What is wrong with it, with another latent outside of it. Empty: nothing."""
+        """Why the band's run is wrong, with another latent outside of the band. Empty: it is right."""
 
         def tried() -> str:
             both = zip(self.output(whole, outside, None, watched), self._own(whole.result), strict=True)
@@ -261,7 +261,7 @@ class _Band:
     def output(
         self, whole: WholeRun, outside: torch.Tensor, tensor_rank: TensorRank | None, watched: WatchedOutputs | None = None
     ) -> list[torch.Tensor]:
-        """Its part of the output, of each latent, with another latent outside of it."""
+        """The band's part of each latent's output, with another latent outside of the band."""
         x = outside.clone()
         for part, own in zip(self._own(x), self._own(self.call.x), strict=True):
             part.copy_(own)

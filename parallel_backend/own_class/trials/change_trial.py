@@ -36,7 +36,7 @@ class Shown:
     why: str = ""
     """Why it is not proven. Empty: it is."""
     has_effect: bool = False
-    """Of guidance: the class calls the function that guides its attention."""
+    """For guidance: whether the class calls the function that guides its attention."""
     lists: Mapping[str, str] = field(default_factory=dict)
     """Of skipped blocks: kind of blocks -> the list that has them by their numbers. Kinds that are missing have no effect:
     the class does not ask for them."""
@@ -63,7 +63,7 @@ class ChangeTrial(ABC):
         self.short: Short
         """The tried model."""
         self.blocks: list[OwnBlock]
-        """Of the tried model, those that ranks share out."""
+        """The blocks of the tried model that ranks share."""
 
     @abstractmethod
     def tried(self) -> Shown:
@@ -91,7 +91,7 @@ class ChangeTrial(ABC):
 
     @property
     def calls(self) -> list[Call]:
-        """Of the tried model: at no time and at the trial's times."""
+        """Calls of the tried model, at no time and at the trial's times."""
         return [drawn(self.short.call, 1), *(drawn(self.short.call, 3, time) for time in self.times)]
 
     def calls_of_tokens(self, actual: Call, time: Sequence[float] = ()) -> list[Call]:

@@ -59,13 +59,13 @@ class WholeRun(TokenCut):
     def __init__(self, blocks: Sequence[OwnBlock]):
         super().__init__([replace(block, attention=()) for block in blocks], 0, ONE)
         self.shapes: list[list[torch.Size]] = []
-        """Of each block's tensors."""
+        """Shapes of each block's tensors."""
         self.calls: list[list[NotedAttention]] = []
         """Each block's attention."""
         self.outputs: dict[int, tuple[torch.Tensor | None, ...]] = {}
-        """Of each block, by number."""
+        """Number of a block -> its outputs."""
         self.result: Any = None
-        """Of the model."""
+        """The model's output."""
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self.number = number
@@ -128,7 +128,7 @@ class ComparedRank(TokenCut):
         return out
 
     def noted(self) -> NotedAttention:
-        """What the whole has at the present call of attention."""
+        """The whole run's values at the present call of attention."""
         calls = self._noted.calls[self.number]
         if self._attended >= len(calls):
             raise Unproven(f"{self.block.name} attends more often if its tokens are cut")

@@ -1,4 +1,4 @@
-"""What a trial says of a run that is compared with the whole model's. An empty text: they agree."""
+"""Result of comparing a trial's run with the whole model's. An empty text: they agree."""
 
 import math
 from collections.abc import Callable, Iterable

@@ -54,7 +54,7 @@ class TensorShares:
     """See OwnBlock, for these three."""
 
     def below(self, name: str) -> "TensorShares":
-        """With names relative to a module that contains this one as `name`."""
+        """The shares with names relative to a module that contains this one as `name`."""
         cuts = tuple(replace(cut, layer=f"{name}.{cut.layer}") for cut in self.cuts)
         divided = tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.divided)
         return TensorShares(cuts, divided, tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.headed))
@@ -210,7 +210,7 @@ class TensorSharing:
         return ""
 
     def _run(self, call: Call, _rank: TensorRank | None) -> Any:
-        """With all tokens, in one stage."""
+        """Run the call with all tokens, in one stage."""
         return call.run(self._model, options=False)
 
     def why_not_for(self, call: Call) -> str:

@@ -44,7 +44,7 @@ SETTINGS = 5.0, 1.5, 0.5
 """Scale, tau and alpha with which it is tried: each of them counts, and no other value is computed elsewhere."""
 TOGETHER = "both prompts are in one call"
 SEED = 5
-"""Of a second text."""
+"""Seed of a second text."""
 
 
 class CheckedSums:
@@ -76,7 +76,7 @@ class CheckedSums:
         return self._whole[number].clone()
 
     def why_not(self) -> str:
-        """What is wrong with the ranks' sums. Empty: nothing."""
+        """Why the ranks' sums are wrong. Empty: they are right."""
         add_up = len(self._sums) == len(self._whole) and all(map(close, self._sums, self._whole))
         return "" if add_up else "the ranks' sums do not add up to the whole's if its attention is guided"
 

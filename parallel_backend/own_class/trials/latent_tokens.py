@@ -1,7 +1,7 @@
-"""Finds out where a latent's tokens are: in which stream that enters a class's blocks, in which rows of it.
+"""Finds a latent's tokens: the stream in which they enter a class's blocks, and their rows in the stream.
 
-It is learnt by runs of the prologue with another latent row, column or frame each. Lists of blocks that tokens leave, such
-as refiners, pass them on as they are meanwhile.
+Each run of the prologue (the code before the blocks) changes one row, column or frame of the latent. In these runs, lists of
+blocks that tokens leave, such as refiners, pass tokens on unchanged.
 """
 
 import itertools
@@ -99,15 +99,18 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
 
 
 Streams = Mapping[int, torch.Tensor]
-"""Where they enter the blocks, by number."""
+"""Number of a stream -> its tokens when they enter the blocks."""
 Changed = Mapping[int, tuple[int, ...]]
 """Stream -> its rows that a change of the latent changes, if there are any."""
 
 
 @dataclass(frozen=True)
 class _Raster:
-    """The latent's tokens in a stream, with as many others before and `behind`. `patch`: what a token has of it. `grid`: its
-    tokens by axis. `beside`: other tokens behind each row of an image's, which `behind` does not count."""
+    """The latent's tokens in a stream. `start`, `behind`: numbers of other tokens before and after them.
+
+    `patch`: size of the latent's part that a token has. `grid`: the latent's tokens by axis. `beside`: other tokens after
+    each row of an image's tokens, which `behind` does not count.
+    """
 
     stream: int
     start: int
@@ -189,10 +192,11 @@ class _LatentSearch:
         return [_Raster.of(changed, self.first, streams) for streams in entries_of(self._runs.blocks)]
 
     def companion(self, found: _Raster) -> tuple[str, "_Companions"]:
-        """Pattern from the second latent to its tokens (Companion.pattern), and those. `found`: the first one's tokens.
-        Unproven if the second has some of those, or tokens that are not made of whole axes.
+        """Companion.pattern from the second latent to its tokens, and these tokens. `found`: the first latent's tokens.
 
-        The pattern says how many tokens there are. That they are the second latent's, the bands show."""
+        Unproven if both latents have a token in common, or if the second latent's tokens are not made of whole axes. The
+        pattern only gives the number of tokens. The later trial of bands shows that they are the second latent's.
+        """
         sizes = self._call.latents[1].shape
         stream, rows = _only(self._by_latent(1, 0, 0), set(self.first))
         if stream == found.stream and set(found.rows) & set(rows):
@@ -244,7 +248,7 @@ class _LatentSearch:
         raise Unproven("references before and behind its latent are not arguments of their own")
 
     def _by_latent(self, part: int, axis: int, index: int) -> Changed:
-        """What the values at this index of an axis change, of latent number `part`."""
+        """Streams and rows that change with the values at this index of an axis of latent number `part`."""
         x = self._call.x.clone()
         self._call.parts(x)[part].select(axis, index).add_(1)
         return self._changed(replace(self._call, x=x))

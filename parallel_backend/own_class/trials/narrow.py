@@ -22,7 +22,7 @@ from parallel_backend.own_class.calls.tried_calls import Call
 HEADS = re.compile(r"heads$")
 """Names of arguments that are numbers of heads."""
 WIDTHS = re.compile(r"dim|size|width|channels|features")
-"""Of arguments that may be widths, if they are at least WIDE."""
+"""Names of arguments that may be widths, if they are at least WIDE."""
 WIDE = 512
 FEWEST = 2
 """Heads that are left."""

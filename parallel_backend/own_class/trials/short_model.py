@@ -145,7 +145,7 @@ def runs(model: nn.Module, call: Call) -> bool:
 
 
 def _error_of(model: nn.Module, call: Call) -> Exception | None:
-    """What the class raises for the call: exceptions of any kind, since its code is not known."""
+    """The exception that the class raises for the call. Any kind, since its code is unknown. None: it raises none."""
     try:
         drawn(call, 1).run(model)
     except Exception as error:
@@ -154,7 +154,7 @@ def _error_of(model: nn.Module, call: Call) -> Exception | None:
 
 
 MOST_BLOCKS = 16
-"""Of all lists that are left."""
+"""The most blocks of all lists that are left."""
 
 
 def shallower(own: OwnClass, lists: Mapping[str, Sequence[str]]) -> Iterator[tuple[OwnClass, dict[str, int]]]:

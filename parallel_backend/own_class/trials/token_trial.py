@@ -28,7 +28,7 @@ ENDS = 0, RANKS - 1
 SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
 """Most latent rows, columns and frames of a call: the first with which there are enough tokens. Most tokens of text."""
 Size = tuple[int, int]
-"""Of a call: see SIDES and WORDS."""
+"""Size of a call: see SIDES and WORDS."""
 
 
 def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
@@ -97,7 +97,7 @@ class Runs:
         self._counted: dict[tuple[torch.Size, int], int] = {}
 
     def sizes(self, actual: Call) -> tuple[Size, Size]:
-        """Of calls like `actual`: with few tokens that ranks still share out, and with other numbers of them."""
+        """Sizes of calls like `actual`: one with few tokens that ranks still share, and one with other numbers of tokens."""
         words = words_of(actual)
         for side in SIDES:
             call = smaller(actual, side, WORDS)
@@ -120,7 +120,7 @@ class Runs:
         return next(iter(told_apart or itertools.compress(sizes, counts)), (side, WORDS))
 
     def _most_tokens(self, call: Call) -> int:
-        """Of a tensor that the first block gets. 0 if the class does not run with the call."""
+        """The most tokens of a tensor that the first block gets. 0 if the class does not run with the call."""
         size = call.x.shape, words_of(call)
         if size not in self._counted:
             try:
@@ -147,7 +147,7 @@ class Runs:
         return whole
 
     def why_not(self, cut: TokenCut, call: Call, whole: WholeRun) -> str:
-        """What is wrong with a rank's run of the call. Empty: nothing."""
+        """Why a rank's run of the call is wrong. Empty: it is right."""
 
         def tried() -> str:
             return difference("cut tokens give another result", self.run(call, cut), whole.result)

@@ -73,7 +73,7 @@ class Found:
     tried: Sequence[OwnBlock] = ()
     """Blocks of the tried model, with the cut of their tokens if they can be cut. Empty: nothing is proven."""
     sizes: tuple[Size, ...] = ()
-    """Of calls with which tokens were cut. Empty: they cannot be."""
+    """Sizes of calls with which tokens were cut. Empty: tokens cannot be cut."""
     idle: tuple[str, ...] = ()
     """Lists of blocks that no call runs, such as layers that only text passes, before the model is called."""
 

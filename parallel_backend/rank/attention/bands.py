@@ -14,7 +14,7 @@ from .kv_buffer import Arriving, Piece
 
 
 class Places(Protocol):
-    """Where the tokens of the present call are in the buffer."""
+    """Places in the buffer of the present call's tokens."""
 
     def in_buffer(self, streams: tuple[int, ...], ranks: range) -> tuple[list[Piece], int, bool]:
         """See BandTokens.pieces and BandTokens.words, and whether some of the streams' tokens are the latent's."""

@@ -31,7 +31,7 @@ class AttentionContext:
     """Facts of a loaded stage. Nothing here changes from one micro-step to the next."""
 
     patch: Axis
-    """Of a naive patch: a single rank, since it sees no other patch."""
+    """The patch axis. It has a single rank if patches are naive, because such a patch sees no other patch."""
     ring: Axis
     ulysses: Axis
     tensor: Axis
@@ -68,7 +68,7 @@ class AttentionContext:
 
 @dataclass
 class AttentionStep:
-    """What attention reads of the present micro-step. Alike on all ranks of a stage."""
+    """Facts about the present micro-step for attention. The same on all ranks of a stage."""
 
     kernel: RankKernel
     entries: Span
@@ -80,7 +80,7 @@ class AttentionStep:
     overlap: bool = True
     """Transfers run during compute where possible."""
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What a control adds, [entries, n, hidden] each, by the control's names."""
+    """Residuals of a control, [entries, n, hidden] each, by the control's names."""
     sparse: SparseStep | None = None
     """Block-sparse attention. None: in full."""
     kept: dict[Any, Any] = field(default_factory=dict)
@@ -125,16 +125,16 @@ class LayerCall:
     rows: TokenNumbers
     gate_BQhD: torch.Tensor | None
     heads: Span
-    """Of the call's heads, those that the tensors have."""
+    """The tensors' heads, among the call's heads."""
     mask_bK: torch.Tensor | None = None
     """bool, keys that are seen. None: all."""
     spec: OwnAttention = WHOLE
     layer: int = 0
     """Number of the call among all of the class."""
     queries: Sequence[int] = ()
-    """By sequence rank: its query tokens."""
+    """Query tokens of each sequence rank."""
     keys: Sequence[int] = ()
-    """By sequence rank: its key tokens."""
+    """Key tokens of each sequence rank."""
 
 
 class Form(Protocol):

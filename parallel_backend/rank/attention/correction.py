@@ -1,6 +1,6 @@
 """Corrects stale keys and values by the fresh ones that a micro-step has just computed.
 
-Until they are overwritten, the buffer has the extrapolated old rows of what the micro-step computes. In the call after
+Until they are overwritten, the buffer has the extrapolated old rows that the micro-step computes again. In the call after
 the warm-up, which has no line to extrapolate along, much of the difference from the fresh rows is common to all tokens,
 since the timestep causes it. That common part is applied to the rows that are not computed yet.
 
@@ -16,7 +16,7 @@ import torch
 LEAST = 1e-6
 """Added to sums of squares: rows that are all zero stay as they are."""
 TOKENS_AT_ONCE = 1024
-"""Tokens of which there are float32 copies at a time."""
+"""Number of tokens that have float32 copies at a time."""
 
 
 def key_scale(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -179,7 +179,7 @@ def _queries_keys_values(rows_K3BHD: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _module(kernel: AttentionKernel, variant: str) -> Any:
-    """What has `attend` and, where the kernel returns it, `attend_lse`."""
+    """The object with `attend`, and with `attend_lse` if the kernel returns the log-sum-exp."""
     module = importlib.import_module(f".kernels.{kernel.name}", __package__)
     return module.Variant(variant) if variant else module
 

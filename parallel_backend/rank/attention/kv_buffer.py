@@ -28,7 +28,7 @@ class Arriving:
     gathering: Gathering | ChangeGathering
     """Gathers [2, b, s, h, D] of each rank."""
     pieces: list[list[Piece]]
-    """By rank, where the rank's part belongs."""
+    """For each rank: the places of its part."""
     entries: Span
     """The b batch entries."""
 
@@ -105,8 +105,8 @@ class KVBuffer:
     extrapolate: bool
     """See sampling.OpenRun."""
     correct: bool = True
-    """Stale image tokens are corrected by fresh ones. False where some of them are tokens of references: these do not change
-    as the picture's do."""
+    """Stale image tokens are corrected by fresh ones. False if some of them are tokens of references, which do not change
+    as the image's tokens do."""
     filled: int = 0
     """Image tokens [0, filled) have been written. Without warm-up the first calls read only these."""
     layers: dict[int, LayerBuffer] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class KVBuffer:
         return tuple(x_BShD.data_ptr() for layer in self.layers.values() for x_BShD in (layer.k_BShD, layer.v_BShD))
 
     def slots(self) -> dict[int, LayerBuffer]:
-        """By layer, the state that `restore` goes back to."""
+        """Layer -> the state that `restore` goes back to."""
         return {number: replace(layer) for number, layer in self.layers.items()}
 
     def follow(self, layers: Iterable[int]) -> None:

@@ -9,8 +9,11 @@ from .gathered import of_axis
 
 
 class Ring:
-    """The form (arXiv 2310.01889): queries stay, keys and values of all ranks rotate. It computes by the user's kernel, for
-    its log-sum-exp. `gathered`: takes calls with a rule, which needs all keys at once."""
+    """Ring attention (arXiv 2310.01889): each rank keeps its queries, and keys and values move from rank to rank.
+
+    The user's kernel computes each part with its log-sum-exp. `gathered` takes calls with an attention rule, because a rule
+    needs all keys at once.
+    """
 
     def __init__(self, gathered: Form, context: AttentionContext):
         self._gathered, self._ranks = gathered, context.of_ring

@@ -45,7 +45,7 @@ Places = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of all ranks go. Rows are those of Ulysses' result, in rank order."""
+    """Places to which the rows of all ranks go. Rows are those of Ulysses' result, in rank order."""
 
     source_N: torch.Tensor | None
     """int64: row of each place of the blocks; -1: an empty place. None: the rows are in order."""
@@ -87,7 +87,7 @@ class SparseStep:
 
     def of_class(self, streams: tuple[int, ...], place_of_rows: Places | None, tokens: int) -> Layout | None:
         """For a layer of ComfyUI's own class that mixes so many tokens, of these streams. `place_of_rows`: None if the rows
-        are in the class's order. Returns None for VSA if nobody knows what these tokens are."""
+        are in the class's order. Returns None for VSA if the kinds of these tokens are unknown."""
         if (key := (streams, tokens)) not in self._of_class:
             self._of_class[key] = self._layout_of_class(place_of_rows, tokens)
         return self._of_class[key]

@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 
 class StoreError(RuntimeError):
-    """The file was removed, replaced or cut."""
+    """The file was removed, replaced or shortened."""
 
 
 class StoreFile:
     """The file of torch's FileStore. The client makes it, empty, in a directory that only this user can read.
 
-    FileStore opens the file by name for each access, and makes an empty one where it is gone. So if a clean-up of temporary
-    files removed it, ranks that make their next group would wait for each other until a watchdog ends them.
+    FileStore opens the file by name for each access, and makes an empty file if it is gone. So if a program cleans up
+    temporary files, ranks that make their next group would wait for each other until a watchdog ends them.
     """
 
     def __init__(self, path: Path):
@@ -30,7 +30,7 @@ class StoreFile:
             raise self._error("removed") from error
 
     def check(self) -> None:
-        """StoreError if it was removed, replaced or cut. From any thread."""
+        """Raises StoreError if the file was removed, replaced or shortened. May be called from any thread."""
         known = self._size  # first: another thread's check may see more of the file than this one, and before this one ends
         held = os.fstat(self._held)
         try:

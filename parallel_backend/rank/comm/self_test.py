@@ -1,7 +1,7 @@
 """The self-test of the links between ranks, on the real transport: all that a run will use, opened before weights are read.
 
-Direct access between consumer cards may be reported as working and still hang, or transfer wrong values, where an IOMMU or
-PCIe ACS is switched on (nccl-tests #117). So received values are checked, and the first transfer has a shorter time limit.
+Direct access between consumer GPUs may be reported as working and still hang, or transfer wrong values, if an IOMMU or PCIe
+ACS is switched on (nccl-tests #117). So received values are checked, and the first transfer has a shorter time limit.
 
 NCCL makes a group's communicator at the group's first transfer, connects two ranks at their first send to each other (nccl
 src/enqueue.cc), and connects for a sum once it takes an algorithm, which is by size. Each connection takes memory of the

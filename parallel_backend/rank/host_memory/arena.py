@@ -64,8 +64,8 @@ class SharedArena(Arena):
     """One rank's view of memory that ranks share. The memory is freed with the last rank's view."""
 
     def __init__(self, layout: Layout, segment: Segment, lock: int):
-        """`lock`: this rank's handle of the segment, by which ranks exclude each other. `close` closes it, or the end of the
-        arena: a model that failed to load is not closed."""
+        """`lock`: this rank's handle of the segment, which ranks lock to exclude each other. `close` closes the handle. If a
+        model failed to load, `close` is not called, and the handle is closed when the arena is freed."""
         super().__init__(layout)
         self._segment, self._lock = segment, lock
         self._close_lock = weakref.finalize(self, os.close, lock)
@@ -118,19 +118,19 @@ class SharedArena(Arena):
 
 
 def new_file() -> int:
-    """The handle of an empty anonymous file for `shared_arena`. OSError where the system refuses one."""
+    """The handle of an empty anonymous file for `shared_arena`. OSError if the system refuses one."""
     return os.memfd_create("parallel-dit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def shared_arena(layout: Layout, process: int, handle: int) -> SharedArena:
     """The arena in the file that a process of this user on this machine has as `handle`.
 
-    The first rank makes the file as large as the layout, for good. OSError where the system does not let this process open
+    The first rank makes the file as large as the layout, for good. OSError if the system does not let this process open
     the file. ValueError if the file was made for another layout.
     """
     import fcntl
 
-    # Each rank opens the file anew: flock excludes openings of a file, not processes that share one opening.
+    # Each rank opens the file again: flock excludes openings of a file, not processes that share one opening.
     lock = os.open(f"/proc/{process}/fd/{handle}", os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Where a rank's blocks lie in its host memory."""
+"""Layout of a rank's blocks in its host memory."""
 
 import hashlib
 import itertools

@@ -44,7 +44,7 @@ class Stage:
     model: nn.Module
     blocks: StageBlocks
     plan: TensorPlan
-    """Of the stage's blocks."""
+    """Tensor plan of the stage's blocks."""
     modules: dict[str, nn.Module]
     """The stage's blocks by their names, in the order in which they run."""
 
@@ -52,8 +52,8 @@ class Stage:
 class OwnLink:
     """own_class.cuts.stages.Link over the pipe axis.
 
-    Only the class's forward can tell what a micro-step receives, so that early receives are posted for a micro-step of which
-    there was one like it before. What it sends goes behind the forward, of which a CUDA graph has no transfer.
+    Only the class's forward can tell what a micro-step receives, so early receives are posted only if there was a similar
+    micro-step before. Tensors are sent after the forward, because a CUDA graph of the forward has no transfers.
     """
 
     def __init__(self, link: StageLink, receives_early: bool):
@@ -63,7 +63,7 @@ class OwnLink:
         self._known: dict[tuple[int, Span, Span, bool], list[Wanted]] = {}  # by Step.form
         self._posted: list[Wanted] = []  # for the next micro-step
         self.given: tuple[torch.Tensor, ...] | None = None
-        """What has been received before the forward. None: it receives itself."""
+        """Tensors received before the forward. None: the forward receives them itself."""
         self._leaving: list[torch.Tensor] = []
 
     def begin_step(self, step: Step, upcoming: Step | None) -> None:
@@ -71,11 +71,11 @@ class OwnLink:
         self._step, self._upcoming, self.given = step, upcoming, None
 
     def drop_conditioning(self, conditioning: int) -> None:
-        """Its calls get other arguments from now on."""
+        """Forget a conditioning, since its calls will have other arguments."""
         self._known = {form: wanted for form, wanted in self._known.items() if form[0] != conditioning}
 
     def receive_known(self) -> tuple[torch.Tensor, ...] | None:
-        """What the forward is going to receive. None if there was no micro-step like this one."""
+        """Receive the tensors that the forward will read. None if there was no micro-step like this one."""
         assert self._step is not None
         if self._link.before is None:
             return ()
@@ -116,7 +116,7 @@ class OwnLink:
         self._leaving.append(tensor)
 
     def take_leaving(self) -> list[torch.Tensor]:
-        """What the forward has sent, which does not travel yet."""
+        """Returns the tensors that the forward has sent, which do not travel yet."""
         leaving, self._leaving = self._leaving, []
         return leaving
 

@@ -130,7 +130,7 @@ class Compiler:
             wrap(name, functools.partial(_compiled, traced=self._prepare(name, block), backend=self._backend))
 
     def close(self) -> None:
-        """Free the graphs, which keep the blocks alive. Other models of the process compile anew at their next use."""
+        """Free all graphs of the process, since graphs keep their blocks in memory. Other models compile again when used."""
         torch._dynamo.reset()
 
     def _prepare(self, block_name: str, block: nn.Module) -> Modules:

@@ -40,7 +40,7 @@ class ModuleCache:
         self._elsewhere = 0  # count of outputs that `_places` could not take, since they are not SIMPLE
         self._call: tuple[Hashable, ...] | None = None  # prompt and timestep of `outputs`
         self.outputs: dict[ModuleCall, Any] = {}
-        """Of the newest call."""
+        """Outputs of the newest call."""
         self.is_open = False
         """A band's micro-step is under way."""
         self.calls: Counter[nn.Module] = Counter()  # in the micro-step under way

@@ -1,4 +1,4 @@
-"""Products with quantised weights by comfy-kitchen, ComfyUI's kernel library, where ComfyUI would use it on the device.
+"""Products with quantised weights by comfy-kitchen, ComfyUI's kernel library, if ComfyUI would use it on the device.
 
 The rules are those of comfy/ops.py (`mixed_precision_ops`, `pick_operations`) and comfy/model_management.py
 (`supports_fp8_compute` and similar functions). int8 and the 4-bit integer formats multiply on every device, awq_w4a16 by

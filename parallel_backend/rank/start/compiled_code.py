@@ -1,4 +1,4 @@
-"""Where a rank's libraries keep code that they have compiled: in folders that only this user can write to.
+"""Chooses folders for code that a rank's libraries compile. Only this user can write to them.
 
 torch and Triton load such files later as code: libraries, pickles, headers. torch's usual place is a folder by the user's
 name in the machine's temporary folder, which anybody can make first; torch looks neither at its owner nor at its mode. This
@@ -16,16 +16,17 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton"}
-"""Variable -> folder in ours. A user's setting stays where nobody else can write."""
+"""Variable -> folder in ours. A user's own setting stays if only this user can write there."""
 TEMPORARY = "TMPDIR"
 """torch has compiled headers (codecache's _HEADER_DIR) in the temporary folder, whatever its own variable says."""
 
 
 def keep_compiled_code_private(environment: MutableMapping[str, str] = os.environ, scratch: Path | None = None) -> None:
-    """Set the variables of `environment`, this process's, to folders of this user, made if they are not there.
+    """Set the variables in CACHES to folders that belong to this user. Folders that do not exist are made.
 
-    `scratch`: a folder of this user's, used where the one in the home cannot be; code compiled there is lost with it. None:
-    a new one. On Windows nothing is done: the temporary folder there is each user's own.
+    `environment`: variables of this process. `scratch`: a folder of this user, for use if the folder in the home directory
+    cannot be used. Code compiled there is lost with it. None: a new temporary folder. Does nothing on Windows, because each
+    user has a temporary folder there.
     """
     if sys.platform == "win32":
         return

@@ -12,9 +12,9 @@ from pathlib import Path
 from parallel_backend.core.parent_process import ParentProcess
 
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl(2)."""
+"""The option of Linux's prctl(2)."""
 LOOK_SECONDS = 1.0
-"""Where the system does not tell at once that the parent has ended, it is looked for so often."""
+"""Seconds between two looks for the parent, if the system does not tell at once that it has ended."""
 
 
 def end_with_parent(directory: Path) -> None:

@@ -1,8 +1,8 @@
-"""A VAE's own code on a band of the picture's rows or columns: what reads other rows exchanges them with the other ranks.
+"""A VAE's own code on a band of the image's rows or columns: what reads other rows exchanges them with the other ranks.
 
-Rows enter where the code pads: there a band gets its neighbours' rows, and padding only at the picture's edge. GroupNorms
+Rows enter where the code pads: there a band gets its neighbours' rows, and padding only at the image's edge. GroupNorms
 have one mean and variance over all ranks, and attention has all ranks' keys and values. All else has to be local:
-upsampling, pooling of whole factors, norms over channels. Whether it is, a trial shows (part.py).
+upsampling, pooling of whole factors, norms over channels. A trial checks that (part.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,9 @@ class Bands(TorchFunctionMode):
         super().__init__()
         self.axis, self.traffic = axis, traffic
         self.sizes: tuple[int, ...] = ()
-        """Number of rows, or columns, of each rank's band of the input. Set for every picture. Empty: it is whole."""
+        """Number of rows, or columns, of each rank's band of the input. Set for every image. Empty: it is whole."""
         self.dim = ROWS
-        """ROWS or COLUMNS: the dimension along which the picture is cut."""
+        """ROWS or COLUMNS: the dimension along which the image is cut."""
         self._banded = {
             F.conv2d: self._convolution,
             F.conv3d: self._convolution,
@@ -65,7 +65,7 @@ class Bands(TorchFunctionMode):
         return torch.cat(start_gather(band, lengths, dim, self.axis, self.traffic).wait(), dim=dim)
 
     def _numel(self, numel: Any, x: torch.Tensor) -> int:
-        """Of the largest band, so that code which goes by memory does the same on all ranks."""
+        """Number of elements of the largest band, so that code that depends on memory does the same on all ranks."""
         own = self.sizes[self.axis.index]
         return numel(x) * max(self.sizes) // own if x.ndim in (4, 5) else numel(x)
 
@@ -86,7 +86,7 @@ class Bands(TorchFunctionMode):
     def _convolved(
         self, convolved: Convolution, x: torch.Tensor, padding: tuple[int, int], stride: tuple[int, int]
     ) -> torch.Tensor:
-        """A convolution with `padding` zeros around the picture. Without any it has no rows to ask for: x may be padded."""
+        """A convolution with `padding` zeros around the image. Without padding it needs no other rows: x may be padded."""
         rows = padding[self.dim]
         if not rows:
             return convolved(x, padding)
@@ -99,7 +99,7 @@ class Bands(TorchFunctionMode):
         return out
 
     def _seamless(self, convolved: Convolution, x: torch.Tensor, padding: tuple[int, int], halo: Halo) -> torch.Tensor:
-        """Convolve with zeros beyond the band while the neighbours' rows arrive, then the first and last row anew with them.
+        """Convolve with zeros beyond the band while the neighbours' rows arrive, then redo the first and last row with them.
 
         This hides the transfer, and saves the copy of x into a larger tensor.
         """
@@ -145,7 +145,7 @@ class Bands(TorchFunctionMode):
         behind: int,
         padded: Callable[[torch.Tensor, list[int]], torch.Tensor],
     ) -> torch.Tensor:
-        """x with its neighbours' rows, and `padded` at the picture's edges."""
+        """x with its neighbours' rows, and `padded` at the image's edges."""
         parts = halo.wait()
         x = torch.cat([part for part in (parts[0], x, parts[1]) if part is not None], dim=self.dim)
         around = [before if parts[0] is None else 0, behind if parts[1] is None else 0]
@@ -177,7 +177,7 @@ class Bands(TorchFunctionMode):
 
 
 class OwnNeighbour(Bands):
-    """Of one rank, whose band stands in for its neighbours: shows what the code does, without another rank."""
+    """Bands of a single rank, which stands in for its neighbours: tries the code without another rank."""
 
     def _halo(self, x: torch.Tensor, before: int, behind: int) -> Halo:
         halo = super()._halo(x, before, behind)

@@ -21,7 +21,7 @@ class Halo:
     transfer: Transfer | None
 
     def wait(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The rows before and behind the band. None beyond the picture's edge, or if no rows were asked for."""
+        """The rows before and behind the band. None at the image's edge, or if no rows were requested."""
         if self.transfer is not None:
             self.transfer.wait()
         before, behind = (part if part is None else from_staging(part, self.device) for part in self.received)
@@ -29,8 +29,11 @@ class Halo:
 
 
 def start_halo(x: torch.Tensor, dim: int, before: int, behind: int, axis: Axis, traffic: Traffic) -> Halo:
-    """Start receiving the last `before` rows of the previous band, and the first `behind` rows of the next band, and sending
-    the same to the neighbours. Rows are counted along `dim`. Collective over the axis."""
+    """Start the exchange of rows with both neighbours. Collective over the axis.
+
+    Receives the last `before` rows of the previous band, and the first `behind` rows of the next band. Sends the same rows
+    of this band to the neighbours. Rows are counted along `dim`.
+    """
     length, on_host = x.shape[dim], staged(x, axis.group)
     assert length >= max(before, behind), f"a band of {length} rows has fewer than its neighbours need"
     sent: list[torch.Tensor] = []

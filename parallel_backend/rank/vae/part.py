@@ -1,4 +1,4 @@
-"""A part of a VAE on one rank: ComfyUI's own module made of a message, run on the rank's band of a picture or video."""
+"""A part of a VAE on one rank: ComfyUI's own module, built from a message, runs on the rank's band of an image or video."""
 
 import json
 from dataclasses import replace
@@ -43,10 +43,10 @@ class VAEPart:
         set_constants(recipe["constants"])
         self._trial = put.trial
         self.wrong = ""
-        """Why its bands are not the whole picture, as far as is known. Empty: they are."""
+        """Why bands give another result than the whole image. Empty: they give the same, as far as is known."""
 
     def begin(self, message: BeginVAE) -> VAEBegun:
-        """Find out whether all ranks have the memory. Before the first picture, try bands."""
+        """Check that all ranks have enough memory. Before the first image, also try bands."""
         missing = max(0, message.bytes_needed - free_bytes(self.device))
         fits = self._all(missing == 0)
         if fits and self._trial is not None:
@@ -69,12 +69,12 @@ class VAEPart:
         return VAEOutput(self.rank, output, self.traffic.report()[0])
 
     def end(self) -> None:
-        """Give back memory, which other programs may need until the next picture."""
+        """Give back memory, which other programs may need until the next image."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _computed(self, x: torch.Tensor, message: RunVAE) -> torch.Tensor:
-        """What the VAE's own code makes of a band of `message.sizes`, or of a whole picture if there are none."""
+        """Output of the VAE's own code for a band of `message.sizes`. If there are no sizes, x is a whole image."""
         bands, call = self.bands, getattr(self.model, self.call)
         bands.sizes, bands.dim = message.sizes, COLUMNS if message.columns else ROWS
         if not message.sizes:
@@ -84,7 +84,7 @@ class VAEPart:
 
     @torch.inference_mode()
     def _tried(self, trial: RunVAE) -> str:
-        """Why the rank's band of a small picture is not that of the whole. In float32, in which a fault is no rounding."""
+        """Why the rank's band of a small image differs from the whole result. Computed in float32 to rule out rounding."""
         self.model.float()
         x, index = trial.band.to(self.device, torch.float32), self.bands.axis.index
         dim = COLUMNS if trial.columns else ROWS
@@ -104,11 +104,10 @@ class VAEPart:
             return "" if difference <= TRIAL_LIMIT else f"its bands differ from the whole by {difference:.0e}"
         finally:
             self.model.to(self.dtype)
-            self.traffic.report()  # the next picture's is its own
+            self.traffic.report()  # the next image's is its own
 
     def _alone(self, x: torch.Tensor, part: torch.Tensor, trial: RunVAE) -> tuple[torch.Tensor, str]:
-        """The whole picture of x, and why the rank's part of x cannot be computed as a band, which is tried without
-        other ranks."""
+        """The whole output for x, and why the rank's part of x cannot be computed as a band. Tried without other ranks."""
         bands = OwnNeighbour(Axis("rows", 1, 0, (self.rank,), None), self.traffic)
         try:
             whole = self._computed(x, replace(trial, sizes=()))
@@ -130,7 +129,7 @@ class VAEPart:
             place.copy_(to_host([part])[0])
 
     def _all(self, fits: bool) -> bool:
-        """Whether the picture fits on all ranks. A rank that ran out of memory half-way would end the pool."""
+        """Whether the image fits on all ranks. A rank that ran out of memory half-way would end the pool."""
         vote = torch.tensor([fits], dtype=torch.float32, device=self.device)
         votes = start_gather(vote, [1] * self.bands.axis.size, 0, self.bands.axis, self.traffic).wait()
         return bool(torch.cat(votes).all())

@@ -1,1 +1,1 @@
-"""Where a rank's weights are: on its device for good, or in host memory and on the device while their block computes."""
+"""Places of a rank's weights: always on its device, or in host memory and on the device while their block computes."""

@@ -1,4 +1,4 @@
-"""Where a rank's weights are: on its device for good, in host memory and on the device while their block runs, or parked.
+"""Places of a rank's weights: always on its device, streamed (on the device only while their block runs), or parked.
 
 Weights in host memory stay there when they come to the device, so that they can leave it again without a copy. A group's
 memory keeps the file's values, since other ranks may read them: a parameter that is added to is set apart first.
@@ -84,15 +84,15 @@ class WeightStore:
         return self._slots.nbytes > 0
 
     def begin_step(self) -> None:
-        """A micro-step begins."""
+        """Prepare for a micro-step: check that all weights are there, and begin to stream."""
         self._check_all_there()
         self._slots.begin_step()
 
     def set_resident(self, resident: int, working: bool = True) -> None:
-        """See loading.SetResident. Between micro-steps only. Errors: see `load`.
+        """Limit the weights on the device to `resident` bytes, see loading.SetResident. Call it between micro-steps.
 
-        Groups that were written over stay on the device if host memory has no room for their values, which no file has. If
-        the device's memory is the host's, nothing is done, since nothing would be gained.
+        Errors: see `load`. A group with changed values is in no file, so it stays on the device if host memory has no room
+        for it. Nothing is done if the device and the host share one memory.
         """
         if self._copies.unified:
             return
