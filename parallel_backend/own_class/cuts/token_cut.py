@@ -31,12 +31,6 @@ STAND_IN = Span(0, 1)
 """The token of a stream that stands in for none."""
 
 
-def list_ends(blocks: Sequence[OwnBlock]) -> list[int]:
-    """Numbers of the last block of each list."""
-    lists = [block.name.rpartition(".")[0] for block in blocks]
-    return [number for number, name in enumerate(lists) if name not in lists[number + 1 :]]
-
-
 def entries_of(blocks: Sequence[OwnBlock]) -> list[set[int]]:
     """Streams that enter the blocks together: at the first block, and each time after tokens have left."""
     found: list[set[int]] = [set()]

@@ -18,7 +18,7 @@ from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, smaller, words_of
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
-from parallel_backend.own_class.cuts.token_cut import TokenCut, list_ends
+from parallel_backend.own_class.cuts.token_cut import TokenCut
 from parallel_backend.own_class.trials.compared_runs import RANKS, ComparedRank, TensorRank, WholeRun
 from parallel_backend.own_class.trials.comparison import difference, why_not
 from parallel_backend.own_class.trials.stage_trial import run_in_one
@@ -87,6 +87,12 @@ def _cut_tokens(runs: "Runs", actual: Call, times: Sequence[float]) -> list[OwnB
             return learning.blocks
         failures.append((learning.number, why))
     return max(failures, key=lambda failure: failure[0])[1]  # of the order that came furthest
+
+
+def list_ends(blocks: Sequence[OwnBlock]) -> list[int]:
+    """Numbers of the last block of each list."""
+    lists = [block.name.rpartition(".")[0] for block in blocks]
+    return [number for number, name in enumerate(lists) if name not in lists[number + 1 :]]
 
 
 class Runs:
