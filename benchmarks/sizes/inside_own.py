@@ -48,8 +48,6 @@ from testing.hollow.ranks import hollow_pool  # noqa: E402
 from testing.models import on_ranks  # noqa: E402
 from testing.real_sizes import REAL_MODELS, RealModel  # noqa: E402
 
-DEVICES = ("cuda:0",)
-
 
 def load_pack() -> None:
     """The pack under a name of its own: its `nodes` are then no module of ComfyUI's."""
@@ -61,10 +59,10 @@ def load_pack() -> None:
 
 def figures(real: RealModel, degrees: Degrees) -> list[Figures]:
     """By rank, as trace.py has them, of all blocks. What the degrees need is tried first."""
-    nodes_of_pack = importlib.import_module(f"{PACK}.nodes.model.call.answered_call")
+    model_file = importlib.import_module(f"{PACK}.nodes.model.loading.model_file")
     with tempfile.TemporaryDirectory() as folder:
         path = real.save(Path(folder) / "model.safetensors")
-        own = nodes_of_pack.own_class(path, DEVICES, ValueError(f"{name} has no class"))
+        own = model_file.open_file(path, model_file.importing("cuda:0")).own
         # Of the file some of the class's tensors are missing: those that compute on a prompt.
         keys, shapes = dict(own.keys), {name: tuple(each.shape) for name, each in build(own).state_dict().items()}
         write_header(path, {keys.get(name, name): shape for name, shape in shapes.items()})
