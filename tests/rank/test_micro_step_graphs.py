@@ -218,14 +218,10 @@ ENDS = {
 
 @pytest.mark.parametrize("why", ENDS)
 def test_what_ends_the_graphs_costs_a_warning(why, pools, mini_file, monkeypatch, caplog):
-    """Once for the model on each rank; the result is right, but for a kernel outside of the graph, which is emulated at its
-    capture alone."""
+    """Once for the model on each rank; the result is right."""
     ENDS[why](monkeypatch)
     with caplog.at_level(logging.WARNING):
-        if why.startswith("a replay"):
-            stats = sampled(load(pools(2), mini_file, Degrees(pipe=2), True))[1]
-        else:
-            stats = both(pools(2), mini_file, Degrees(pipe=2))
+        stats = both(pools(2), mini_file, Degrees(pipe=2))
     assert counts(stats) == {(0, 0)}
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and all("cuda_graphs: the model runs without, because " in each and why in each for each in said)
