@@ -18,9 +18,11 @@ export async function moveIn(then) {
     const response = await api.fetchApi("/parallel_dit/move_in", { method: "POST", body });
     const { workflow, moved, left, error } = await response.json();
     if (error) return say(MOVE_IN_TITLE, "error", error);
-    if (!moved.length) return say(MOVE_IN_TITLE, "warn", NONE);
-    await app.loadGraphData(workflow);
-    say(MOVE_IN_TITLE, "success", `A new workflow has ComfyUI's own nodes in place of: ${listed(moved)}.`);
+    if (!moved.length && !left.length) return say(MOVE_IN_TITLE, "warn", NONE);
+    if (moved.length) {
+        await app.loadGraphData(workflow);
+        say(MOVE_IN_TITLE, "success", `A new workflow has ComfyUI's own nodes in place of: ${listed(moved)}.`);
+    }
     for (const sentence of new Set(left)) say(MOVE_IN_TITLE, "warn", sentence);
-    await then();
+    if (moved.length) await then();
 }
