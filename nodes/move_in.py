@@ -9,13 +9,13 @@ have `ray_actors` where ComfyUI's have `model`; its loader takes LoRAs as an inp
 """
 
 import copy
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .ui.host import prompt_server
+from .ui.request_body import json_of
 
 ROUTE = "/parallel_dit/move_in"
 MOST_BYTES = 1 << 24
@@ -24,6 +24,10 @@ WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 """Types of inputs that the editor shows as widgets."""
 CONTROL = "control_after_generate"
 SUFFIX = re.compile(r"(DisTorch2?)?MultiGPU$")
+RAYLIGHT = re.compile(
+    r"Ray[A-Z]|XFuser|UnifiedParallelSampler|DP(KSampler|SamplerCustom|NoiseList|ConditioningList|LatentList)"
+)
+"""How types of raylight's nodes begin."""
 ACTORS = "RAY_ACTORS"
 STARTS = ("RayInitializer", "RayInitializerAdvanced", "RayKill")
 """raylight's nodes that start and end its processes."""
@@ -90,11 +94,9 @@ def add_route() -> None:
     @server.routes.post(ROUTE)
     async def move_in(request: web.Request) -> web.Response:
         try:
-            body = await request.read()
-            if len(body) > MOST_BYTES:
-                raise ValueError(f"workflow: it has more than {MOST_BYTES:,} bytes.")
-            return web.json_response(moved_in(json.loads(body), of_this_comfyui))
-        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            workflow = json_of(await request.read(), "workflow", MOST_BYTES)
+            return web.json_response(moved_in(workflow, of_this_comfyui))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # of a file in another form
             return web.json_response({"error": f"This is not a workflow file: {error}"}, status=400)
 
 
@@ -256,7 +258,7 @@ class Moving:
 
     @staticmethod
     def _theirs(kind: str) -> bool:
-        return kind.endswith("MultiGPU") or kind.startswith(("Ray", "XFuser", "UnifiedParallel", "DP")) or kind in RENAMED
+        return kind.endswith("MultiGPU") or kind in RENAMED or RAYLIGHT.match(kind) is not None
 
     def _stock(self, kind: str) -> str:
         return RENAMED.get(kind) or re.sub(r"^Ray", "", SUFFIX.sub("", kind))
@@ -309,7 +311,7 @@ class Moving:
         """Values of the new node's widgets: of their own the first ones, which are those of the node that was extended. A
         value that a combo box does not have becomes its default. A file that is missing stays, as ComfyUI says so."""
         given = iter(node.get("widgets_values") or [])
-        if node["type"].startswith("Ray") and node["type"] in ("RayVAELoader", "RayControlNetLoader"):
+        if node["type"] in ("RayVAELoader", "RayControlNetLoader"):
             given = iter([each for each in given if isinstance(each, str)])
         for each in into.inputs:
             if not each.widget:

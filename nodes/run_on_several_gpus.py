@@ -5,7 +5,6 @@ The request is `POST /parallel_dit/plan` with {"loaders": [{"class_type": ..., "
 Only headers of files are read.
 """
 
-import json
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from .model.loading.model_file import importing, open_file
 from .ui.devices import half_dtypes, possible_devices, why_hidden
 from .ui.host import prompt_server
 from .ui.long_work import Busy, LongWork
+from .ui.request_body import json_of
 from .ui.start_options import wanted_halves
 
 ROUTE = "/parallel_dit/plan"
@@ -69,23 +69,13 @@ def add_route() -> None:
     @server.routes.post(ROUTE)
     async def plan(request: web.Request) -> web.Response:
         try:
-            loaders = asked(parsed(await request.read()))
+            loaders = asked(json_of(await request.read(), "loaders", MOST_BYTES))
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
         try:
             return web.json_response(await work.done(lambda: answer(loaders, plans)))
         except Busy:
             return web.json_response({"error": "Other workflows are being planned. Try again."}, status=503)
-
-
-def parsed(body: bytes) -> Any:
-    """A request's JSON. ValueError for text that is not JSON, too long or too deep."""
-    if len(body) > MOST_BYTES:
-        raise ValueError(f"loaders: the request has more than {MOST_BYTES:,} bytes.")
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        raise ValueError("loaders: the request is not JSON.") from None
 
 
 def asked(body: Any) -> list[Mapping[str, Any]]:

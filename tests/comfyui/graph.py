@@ -15,6 +15,15 @@ COPY = "digits.safetensors"
 STEPS, SEED = 4, 42
 NATIVE, PLAIN, WARM, PIPELINED = "native", "plain", "all warm-up", "pipelined"
 Link = list
+CONFIG = {
+    "ulysses_degree": 1,
+    "ring_degree": 1,
+    "patch_mode": "none",
+    "patch_degree": 1,
+    "attention": "auto",
+    "comm_overlap": True,
+}
+"""Ulysses Config's inputs as workflows have them that were saved before it got patch_warmup_steps."""
 
 
 def workflow(name: str = "quickstart", **widgets: Any) -> dict[str, Any]:

@@ -18,22 +18,13 @@ import pytest
 from PIL import Image
 
 from scripts.comfyui_server import PACK
-from tests.comfyui.graph import small, workflow
+from tests.comfyui.graph import CONFIG, small, workflow
 from tests.comfyui.websocket import Events
 
 pytestmark = pytest.mark.comfyui
 
 LOADER, LATENT, SAMPLER = "1", "4", "5"
 """Ids in quickstart's API form."""
-CONFIG = {
-    "ulysses_degree": 1,
-    "ring_degree": 1,
-    "patch_mode": "none",
-    "patch_degree": 1,
-    "attention": "auto",
-    "comm_overlap": True,
-}
-"""Ulysses Config's inputs as workflows have them that were saved before it got patch_warmup_steps."""
 DISPLACED = {"patch_mode": "displaced", "patch_degree": 2}
 
 

@@ -10,19 +10,11 @@ from safetensors.torch import save_file
 
 from parallel_backend.quickstart.model import WEIGHTS
 from tests.comfyui import standins
-from tests.comfyui.graph import Graph, Link
+from tests.comfyui.graph import CONFIG, Graph, Link
 
 MODEL, LORA, VAE = "digits.safetensors", "soak-lora.safetensors", "ae.safetensors"
 WIDTH, RANK = 256, 4
 """Of the model; of the LoRA."""
-CONFIG = {
-    "ulysses_degree": 1,
-    "ring_degree": 1,
-    "patch_mode": "none",
-    "patch_degree": 1,
-    "attention": "auto",
-    "comm_overlap": True,
-}
 SIZES = ((128, 128), (120, 136), (96, 192), (152, 104), (64, 128), (200, 120), (160, 160), (72, 88))
 """Width and height in pixels; some give latents of odd sides."""
 SAMPLERS = ("euler", "dpmpp_2m", "heun", "euler_ancestral", "euler", "dpm_adaptive")
