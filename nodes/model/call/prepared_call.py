@@ -33,6 +33,8 @@ PROVE_KEY = "parallel_dit_prove"
 which ComfyUI may add others."""
 OF_EACH_CALL = (BOOKKEEPING | FOR_PATCHES) - {"cond_or_uncond"}
 """Entries of transformer_options whose values decide nothing here."""
+MOST_PREPARED = 64
+"""PreparedCalls that a run keeps, before it drops all: nodes may put other functions or numbers into each call."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,6 @@ def prepared(stub: Stub, call: RankCall) -> PreparedCall:
             known.clear()
         found = known[key] = _prepare(stub, call)
     return found
-
-
-MOST_PREPARED = 64
-"""Nodes may put other functions or numbers into each call: the newest are kept."""
 
 
 def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
