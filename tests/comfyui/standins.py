@@ -27,9 +27,10 @@ def write(models: Path) -> None:
                 (models / model["directory"]).mkdir(parents=True, exist_ok=True)
                 (models / model["directory"] / model["name"]).touch()
     for name in NOT_PUBLISHED:
-        folder = "loras" if "style" in name else "vae" if "vae" in name else "diffusion_models"
+        folder = "loras" if "style" in name else "diffusion_models"
         (models / folder / name).touch()
     Image.new("RGB", (64, 64), "teal").save(models.parent / "input" / "example.png")
+    (models.parent / "input" / "example.mp4").touch()
     mini.save(mini.random_model(mini.IN_COMFYUI | FLUX), models / "diffusion_models" / "flux1-dev.safetensors")
     save_file(clip(), models / "text_encoders" / "clip_l.safetensors")
     save_file(t5(), models / "text_encoders" / "t5xxl_fp8_e4m3fn.safetensors")
