@@ -50,7 +50,7 @@ class ParallelizeModel:
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "parallelize"
     DESCRIPTION = (
-        "Runs the MODEL of any loader on several GPUs. LoRA, model sampling and other nodes may stand before or after. "
+        "Runs the MODEL of any loader on several GPUs. LoRA, model sampling and other nodes may come before or after. "
         "The rank processes read the weights from the loader's file."
     )
 
@@ -59,7 +59,7 @@ class ParallelizeModel:
         return {
             "required": {
                 "model": link(
-                    "MODEL", "From Load Diffusion Model, Load Checkpoint or another loader. Other nodes may stand between."
+                    "MODEL", "From Load Diffusion Model, Load Checkpoint or another loader. Other nodes may be in between."
                 ),
                 "gpus": whole_number(
                     0,
@@ -71,7 +71,7 @@ class ParallelizeModel:
                 "mode": choice(
                     list(MODES),
                     AUTO,
-                    "auto: finds the fastest mode at the first image. It is exact; if Apply PipeFusion stands behind, "
+                    "auto: finds the fastest mode at the first image. It is exact; with Apply PipeFusion after this node, "
                     "it may be close to exact. pipefusion: for slow links, close to exact. ulysses, ring, tensor: "
                     "exact, for fast links. split batch: positive and negative prompt at the same time, exact.",
                 ),

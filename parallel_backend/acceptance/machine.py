@@ -141,7 +141,8 @@ def _driver() -> str | None:
 
 
 def look_at_links(session: SelfTestSession, findings: Findings) -> None:
-    """Every two ranks send to and fro, then all at once: the transfers that planning times. With P2P and without."""
+    """Each pair of ranks sends messages back and forth, then all at once, with P2P and without: the transfers that planning
+    times."""
     if session.world == 1:
         raise NotLookedAt("there is one rank; name more devices, or one device several times")
     pool = session.ranks(session.world)

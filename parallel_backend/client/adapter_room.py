@@ -23,7 +23,7 @@ WORKING = 4
 
 @dataclass
 class _Room:
-    """`free`: bytes of a device that additions may take; `taken`: by those that were sent. `asks`: more may come free."""
+    """`free`: bytes of a device that additions may take; `taken`: by those that were sent. `asks`: more may become free."""
 
     memory: DeviceMemory
     free: int
@@ -83,7 +83,7 @@ class AdapterRoom:
         return (values + weighed) * self._value_bytes, passing
 
     def _free(self, memory: DeviceMemory, nbytes: int) -> int:
-        """Free `nbytes` of the device before the ranks handle later messages. Returns the bytes that come free."""
+        """Free `nbytes` of the device before the ranks handle later messages. Returns the bytes that become free."""
         freed = self._make_room(memory.device, nbytes)
         if freed >= nbytes or not self._streams(memory):
             return freed

@@ -18,9 +18,9 @@ from .resident_weights import ResidentWeights
 def give_way(
     ranks: ModelRanks, weights: ResidentWeights, adaptation: Adaptation | None, device: str, nbytes: float, poll: Poll
 ) -> int:
-    """Free `nbytes` of `device` by the ranks on it. Bytes that came free. Waits for micro-steps under way.
+    """Free `nbytes` of `device` by the ranks on it. Bytes that came free. Waits for micro-steps in progress.
 
-    `adaptation` None: a run is under way, so adapters stay, and if possible the least that a rank needs to compute.
+    `adaptation` None: a run is in progress, so adapters stay, and if possible the least that a rank needs to compute.
     """
     on_device = [rank for rank, name in enumerate(ranks.devices) if name == device]
     freed = _release_unused(ranks, on_device, poll)
@@ -38,7 +38,7 @@ def give_way(
 
 
 def hand_over(weights: ResidentWeights, ranks: Sequence[int], nbytes: int, whole: bool, working: bool) -> int:
-    """Free `nbytes` on `ranks`, all on one device, for another model on them, without waiting. Bytes that come free.
+    """Free `nbytes` on `ranks`, all on one device, for another model on them, without waiting. Bytes that become free.
 
     `whole`: weights may not be streamed, so all weights of a rank leave. `working`: this model is used again while the other
     one has the memory, so the least that a rank needs to compute stays.

@@ -185,7 +185,7 @@ class Adaptation:
             self.bytes = [reply.adapter_bytes for reply in self._all_in_place(poll)]
 
     def drop_soon(self) -> list[int]:
-        """As `drop`, without waiting for the ranks. Bytes that come free, by rank; none while they are being sent."""
+        """As `drop`, without waiting for the ranks. Bytes that become free, by rank; none while they are being sent."""
         if not self._lock.acquire(blocking=False):
             return [0] * len(self.bytes)
         try:

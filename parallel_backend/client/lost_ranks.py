@@ -23,7 +23,7 @@ class FurtherTries:
     def allows(self, model: object | None, next_try: Callable[[], str]) -> bool:
         """`model` has lost its ranks, or None: its next load has. Whether to try again.
 
-        `next_try` prepares that and returns a line for the user. Empty: no try would end otherwise. Calls under way fail
+        `next_try` prepares that and returns a line for the user. Empty: no try would end otherwise. Calls in progress fail
         together: each of them may be tried again, and `next_try` is called for the first of them.
         """
         if self._over or (model is not None and self._lost() is model):

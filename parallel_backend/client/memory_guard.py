@@ -38,7 +38,7 @@ LEAST_SHORT = 1 << 28
 if it is larger. A guess: no GPU has run out so far."""
 
 MakeRoom = Callable[[str, int], int]
-"""(device of this machine such as cuda:0, bytes that it lacks) -> bytes that have come free. Provided by the program with
+"""(device of this machine such as cuda:0, bytes that it lacks) -> bytes that have become free. Provided by the program with
 other models on the device; called on the thread that loads or samples."""
 
 
@@ -89,7 +89,7 @@ class MemoryGuard:
 
     @property
     def in_run(self) -> bool:
-        """Whether a run with K/V buffers is under way."""
+        """Whether a run with K/V buffers is in progress."""
         return bool(self._runs)
 
     def wake(self, poll: Poll) -> None:
@@ -133,7 +133,7 @@ class MemoryGuard:
     def admit(self, conditioning: Conditioning, poll: Poll, timed: bool = False, added: int = 0) -> None:
         """Check an exact call before it is made. ValueError if it cannot fit. `timed`, `added`: see memory_model.Request.
 
-        Ranks are asked for their memory only before a run's first call, since their answer waits for calls under way.
+        Ranks are asked for their memory only before a run's first call, since their answer waits for calls in progress.
         """
         key = conditioning.id, timed, added
         if key in self._admitted:
@@ -153,7 +153,7 @@ class MemoryGuard:
     def check(self, run: int, conditioning: Conditioning, timed: bool = False, added: int = 0) -> None:
         """To be called before a call of a run: ValueError if the run with this conditioning too cannot fit.
 
-        `timed`, `added`: see memory_model.Request. Does not wait for ranks, since other calls may be under way.
+        `timed`, `added`: see memory_model.Request. Does not wait for ranks, since other calls may be in progress.
         """
         known = self._runs.get(run)
         if known is None or (conditioning.id in known.requests and not self.resident.parked):

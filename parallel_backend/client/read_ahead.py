@@ -29,7 +29,7 @@ def read_ahead(present: "ReadAhead | None", file: Path) -> "ReadAhead":
 
 
 class ReadAhead:
-    """Reading that is under way. Linux only: elsewhere a read would use a core to copy pages."""
+    """Reading that is in progress. Linux only: elsewhere a read would use a core to copy pages."""
 
     def __init__(self, file: Path):
         self.file = file

@@ -70,7 +70,7 @@ class ResidentWeights:
     def set(self, resident: Sequence[int], poll: Poll, working: bool = True) -> None:
         """Limit the bytes of weights on each rank's device, see loading.SetResident.
 
-        Waits for micro-steps under way, and for the copies.
+        Waits for micro-steps in progress, and for the copies.
         """
         with self._lock:
             by_rank = zip(self.limits, self.device_bytes, resident, strict=True)

@@ -19,7 +19,7 @@ from .shared_tensors import shared_weights
 
 Part = Literal["decoder", "encoder"]
 IN_FLIGHT = 2
-"""Number of clips whose tiles are under way, so that the next clip's tiles are on the ranks when they finish one."""
+"""Number of clips whose tiles are in progress, so that the next clip's tiles are on the ranks when they finish one."""
 FRAMES_TRIED = {"decoder": 4, "encoder": 24}
 """Most frames of the input with which bands are tried. Some encoders take only multiples of four or eight frames."""
 
@@ -139,7 +139,7 @@ class RemoteVAE:
     def _replies(
         self, requests: Iterator[list[m.RunVAE]], bytes_needed: int, poll: Poll, trial: m.RunVAE | None = None
     ) -> Generator[list[m.VAEOutput], None, None]:
-        """The ranks' answers to each request. IN_FLIGHT requests are under way at a time."""
+        """The ranks' answers to each request. IN_FLIGHT requests are in progress at a time."""
         self._begin(bytes_needed, poll, trial)
         self.bytes_sent = [{} for _ in self.pool.devices]
         pending: deque = deque()

@@ -71,7 +71,7 @@ def fused_kernel(name: str, dtype: torch.dtype, device: torch.device) -> Fused |
             log.warning("comfy-kitchen's %s fails here: %s", name, error)
             return None
     if not same:
-        log.warning("comfy-kitchen's %s gives other values here than on the CPU", name)
+        log.warning("comfy-kitchen's %s gives different values here and on the CPU", name)
         return None
     return kernel
 

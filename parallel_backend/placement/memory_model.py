@@ -254,7 +254,7 @@ def _computing(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: Req
     least = min(whole, band) / degrees.sequence * token_bytes * (LEAST[0] + LEAST[1] / degrees.tensor)
     part = max(whole, band) / degrees.sequence
     states = ACTIVATIONS[sizes.joint] * states_by_ranks(degrees) + (TIMED[sizes.joint] if request.timed else 0)
-    # Between stages: two that are sent, as at most two sends are under way (StageLink.send), and one that comes.
+    # Between stages: two that are sent, as at most two sends are in progress (StageLink.send), and one that comes.
     states += 2 * (at.pipe < degrees.pipe - 1) + (at.pipe > 0)
     estimate = round(states * part * token_bytes)
     tokens = whole if whole == band else entries * (request.image + _text(sizes, request))

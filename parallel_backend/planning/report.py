@@ -128,7 +128,9 @@ def _where_weights_are(prediction: Prediction, plan: Plan) -> list[str]:
         f"{names[device]} {_size(holding.weights.total - holding.streamed)} and {_size(holding.streamed)}"
         for device, holding in zip(prediction.mode.devices, prediction.held, strict=True)
     )
-    return [f"weights that stay on the device, and that a micro-step streams from host memory: {', '.join(ranks)}"]
+    return [
+        f"weights that stay on the device, then weights that each micro-step streams from host memory: {', '.join(ranks)}"
+    ]
 
 
 def _other_ways(best: Prediction, plan: Plan) -> list[str]:

@@ -26,7 +26,7 @@ UNANSWERED_SECONDS = 5.0
 """Time without an answer from which a driver is named. In work, minutes are no fault: a thread of the rank that launches a
 kernel for the first time holds the driver until the queue has room."""
 STEPS_REMEMBERED = 256
-"""Micro-steps whose sizes are kept; far more than can be under way."""
+"""Micro-steps whose sizes are kept; far more than can be in progress."""
 SLOW_REPLIES = (m.Probed, m.LinksProbed, m.Loaded, m.Adapted, m.Residency, m.VAEBegun, m.VAEOutput)
 """Replies to requests that are work of unknown length."""
 

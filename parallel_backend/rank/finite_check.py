@@ -12,7 +12,7 @@ from parallel_backend.rank.stage.linear import RankLinear
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 
 CHECKSUMS = 256
-"""Micro-steps whose checksums are kept: many more than are under way."""
+"""Micro-steps whose checksums are kept: many more than are in progress."""
 
 
 class FiniteWatch:

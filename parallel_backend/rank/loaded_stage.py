@@ -157,7 +157,7 @@ class LoadedStage:
         return [module for module in self.model.modules() if isinstance(module, PackedLinear)]
 
     def close(self) -> None:
-        """Wait for sends under way, and end the mesh's groups. Collective over all ranks."""
+        """Wait for sends in progress, and end the mesh's groups. Collective over all ranks."""
         self.link.await_sends()
         if self.compiler is not None:
             self.compiler.close()

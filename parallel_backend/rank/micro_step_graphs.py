@@ -174,7 +174,7 @@ class CudaCaptures:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 # Work that makes the host wait for the device raises before it does. A wait would invalidate the capture,
-                # and most versions of torch never end an invalid one: the allocator counts it as under way for ever.
+                # and most versions of torch never end an invalid one: the allocator counts it as in progress for ever.
                 torch.cuda.set_sync_debug_mode("error")
                 try:
                     outputs = work()
@@ -309,7 +309,7 @@ class MicroStepGraphs:
         if all(map(_is_same, output, replayed)):
             state.cache.follow(now)
             return output
-        self._refuse("a replay gave another output than the micro-step that it repeats")
+        self._refuse("a replay gave a different output from the micro-step that it repeats")
         state.cache.again(found)  # keys, and outputs that bands share, are what the replay has made of them
         return work(inputs)
 
@@ -348,7 +348,7 @@ class MicroStepGraphs:
         """No graphs from now on."""
         self.refused = why
         self.drop()
-        log.warning("Parallel DiT: cuda_graphs: the model runs without, because %s", why)
+        log.warning("Parallel DiT: cuda_graphs: the model runs without them, because %s", why)
 
 
 def _is_same(output: torch.Tensor, replayed: torch.Tensor) -> bool:

@@ -84,8 +84,8 @@ def test_layers_of_words_are_idle_in_bands_without_words(name, idle):
 
 MIXED = "its latent's tokens are not in raster order, or are mixed before its blocks"
 UNEQUAL = "its tokens have unequal parts of the latent, or are mixed before its blocks"
-ATTENDS = "in a band blocks.0 attends to other values if its tokens are cut"
-OTHER = "a band gives another result"
+ATTENDS = "in a band blocks.0 attends to different values if its tokens are cut"
+OTHER = "a band gives a different result"
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ OTHER = "a band gives another result"
         ("PoolsRefinedLate", ATTENDS),
         ("PoolsRefinedBehind", MIXED),
         ("CountsRefined", ATTENDS),
-        ("WordsAtTime", "transformer_blocks.0 has other keys of words in another call"),
+        ("WordsAtTime", "transformer_blocks.0 has different keys for the text in another call"),
         # Not of bands alone: a cut of tokens, or stages, are wrong too.
         ("KeepsLatent", "it was not tried"),
-        ("NumbersTokens", "blocks.0 attends to other values if its tokens are cut"),
+        ("NumbersTokens", "blocks.0 attends to different values if its tokens are cut"),
         ("Right", "its attention cannot be reached"),
     ],
 )

@@ -104,10 +104,10 @@ def test_heads_that_ranks_cannot_share_evenly(name, ranks):
         ("PacksQueries", 5, "its 4 heads cannot be shared by 5 ranks"),
         ("SharedKeys", 4, "neither its heads nor its features"),
         ("CentresAllHeads", 2, "neither its heads nor its features"),
-        ("ReadsTablesLate", 2, "ranks that share its layers give another result"),
-        ("CountsHeadsItself", 2, "the ranks' values of proj do not add up to the whole's"),
-        ("ReadsWeight", 2, "ranks that share its layers give another result"),
-        ("ReadsHeadsOutside", 2, "ranks that share its layers give another result"),
+        ("ReadsTablesLate", 2, "ranks that share its layers give a different result"),
+        ("CountsHeadsItself", 2, "the ranks' values of proj do not add up to the whole model's"),
+        ("ReadsWeight", 2, "ranks that share its layers give a different result"),
+        ("ReadsHeadsOutside", 2, "ranks that share its layers give a different result"),
     ],
 )
 def test_what_ranks_would_get_wrong_is_not_proven(name, ranks, why):
@@ -126,7 +126,7 @@ def test_ranks_that_share_layers_and_tokens_or_bands_are_proven_together(sequenc
     for proof in (right, alone):
         assert (proof.sequence, proof.latent is None) == ("", sequence)
     assert (wrong.tensor, wrong.latent) == ("", None)
-    assert (wrong.sequence or wrong.bands) == "the ranks' values of blocks.0.proj do not add up to the whole's"
+    assert (wrong.sequence or wrong.bands) == "the ranks' values of blocks.0.proj do not add up to the whole model's"
 
 
 WRONG = {

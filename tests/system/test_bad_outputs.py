@@ -45,7 +45,7 @@ def tampered(monkeypatch, mini_file):
 @pytest.mark.parametrize("how", HOW)
 def test_outputs_that_cannot_be_end_the_pool_and_name_the_rank(tampered, how):
     model, given = tampered(how), mini.inputs()
-    with pytest.raises(RankError, match=r"^Parallel DiT: rank 0 \(cpu\) sent an impossible message: "):
+    with pytest.raises(RankError, match=r"^Parallel DiT: rank 0 \(cpu\) sent an invalid message: "):
         model.predict(ModelCall(*given), lambda: None)
     assert isinstance(model.pool.error, RankError)
 
@@ -53,7 +53,7 @@ def test_outputs_that_cannot_be_end_the_pool_and_name_the_rank(tampered, how):
 def test_an_output_that_comes_twice_is_not_taken_for_another_ranks(tampered):
     model, given = tampered(TWICE, Degrees(ulysses=2)), mini.inputs()
     with pytest.raises(
-        RankError, match=(r"rank 0 \(cpu\) sent an impossible message: an output of micro-step 1, which nobody")
+        RankError, match=(r"rank 0 \(cpu\) sent an invalid message: an output of micro-step 1, which nobody")
     ):
         model.predict(ModelCall(*given), lambda: None)
 

@@ -39,22 +39,22 @@ export const REASONS = [
     ],
     [/^the conditioning's mask and the latent differ in size$/, "条件的遮罩与 latent 大小不同"],
     [
-        /^a patch calls the model in another way than the whole latent did in the trial$/,
+        /^a patch calls the model differently from the whole latent in the trial$/,
         "分片调用模型的方式与已验证的整个 latent 不同",
     ],
-    [/^a patch has other conditioning than the whole latent$/, "分片的条件与整个 latent 的不同"],
+    [/^a patch has different conditioning from the whole latent$/, "分片的条件与整个 latent 的不同"],
     [/^the latent's height or width is not a multiple of the model's patch size$/, "latent 的高或宽不是模型 patch 大小的整数倍"],
     [/^the patches did not make the same number of model calls$/, "各分片调用模型的次数不同"],
     [/^the patches are at different timesteps$/, "各分片处在不同的时间步"],
     // why replicas wait for each other (nodes/model/call/concurrent_conds.py)
     [/^ComfyUI's own multi-GPU node distributes them$/, "ComfyUI 自己的多卡节点在分配它们"],
-    [/^another node's (\S*) wrapper may keep a state from one to the next$/, "另一个节点在 $1 外加的函数可能在两次计算之间保留状态"],
-    [/^another node's (\S*) may keep a state from one to the next$/, "另一个节点的 $1 可能在两次计算之间保留状态"],
+    [/^another node's (\S*) wrapper may keep a state from one call to the next$/, "另一个节点在 $1 外加的函数可能在两次计算之间保留状态"],
+    [/^another node's (\S*) may keep a state from one call to the next$/, "另一个节点的 $1 可能在两次计算之间保留状态"],
     [
-        /^another node's wrapper around the diffusion model may keep a state from one to the next$/,
+        /^another node's wrapper around the diffusion model may keep a state from one call to the next$/,
         "另一个节点在扩散模型外加的函数可能在两次计算之间保留状态",
     ],
-    [/^another node is notified of each one$/, "另一个节点要得知每次计算"],
+    [/^another node is notified of each call$/, "另一个节点要得知每次计算"],
     // why a VAE is not cut (nodes/vae, client/vae.py, vaes/ltx.py)
     [/^a VAE of this kind \((.*)\) cannot be cut$/, "这种 VAE（$1）不能切分"],
     [/^a VAE whose decoder ends in tanh cannot be cut$/, "解码器以 tanh 结尾的 VAE 不能切分"],

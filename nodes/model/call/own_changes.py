@@ -23,7 +23,7 @@ from ..patches.reach import Unread, refuse_unread
 from ..patches.text_guidance import forward_of_node, tried_guidance
 from .own_calls import NodeChanges, form, on_host, structure
 
-OTHER_CALL = "a patch calls the model in another way than the whole latent did in the trial"
+OTHER_CALL = "a patch calls the model differently from the whole latent in the trial"
 CLOSE = 1e-5
 """Largest difference of two functions, as a share of the largest value."""
 
@@ -63,7 +63,7 @@ class OwnChanges:
             prompts = guidance.positive, guidance.negative
             guided = partial(TrialOfGuidance, prompts=prompts, tensor=tensor)
             shown = self._found((of_call, prompts, tensor), guided, "NAG", *given)
-            why = shown.why or ("" if computes(asked.nag, guidance, call) else "its function computes something else")
+            why = shown.why or ("" if computes(asked.nag, guidance, call) else "its function computes something different")
             if why or asked.skipped:
                 refuse_unread([Unread(f"guided attention: {why or 'blocks are skipped, too'}", asked.nag)])
             fields["guidance"] = guidance if shown.has_effect else None

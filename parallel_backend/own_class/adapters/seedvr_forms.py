@@ -27,8 +27,7 @@ def seedvr2_arguments(arguments: Mapping[str, Any], _native: Any, sizes: tuple[i
     given = arguments.get(CONDITION)
     if given is None:
         raise ValueError(
-            "positive, negative: SeedVR2 needs the video that it is to make sharper. Connect an Apply SeedVR2 Conditioning "
-            "node."
+            "positive, negative: SeedVR2 needs the video to upscale. Connect an Apply SeedVR2 Conditioning node."
         )
     if tuple(given.shape[2:]) != sizes:
         raise ValueError(

@@ -32,7 +32,7 @@ def described(module: nn.Module, without: Collection[str] = ()) -> Tree:
     kind = type(module)
     ours = kind.__module__.startswith(ROOTS)
     if not ours and not hasattr(nn, kind.__name__):
-        raise ValueError(f"ranks build no class {kind.__qualname__} of {kind.__module__}")
+        raise ValueError(f"ranks do not build the class {kind.__qualname__} of {kind.__module__}")
     values = {name: _data(value) for name, value in vars(module).items() if name not in BASE and _is_data(value)}
     children = {name: child for name, child in module._modules.items() if child is not None and name not in without}
     return {
@@ -61,7 +61,7 @@ def built(
     """
     place, name = tree["class"]
     if place != TORCH and not place.startswith(ROOTS):
-        raise ValueError(f"ranks build no class of {place}")
+        raise ValueError(f"ranks do not build the class of {place}")
     kind = getattr(nn, name) if place == TORCH else imported(importing.folder, place, name, importing.settings, ())
     module = kind.__new__(kind)
     nn.Module.__init__(module)

@@ -257,7 +257,7 @@ class TokenCut(ABC):
             return None
         streams = self._latest.queries
         if tokens.stop != sum(self.tokens[stream] for stream in streams):
-            raise Unproven(f"{self.block.name} counts the tokens of its image in another way than in the trial")
+            raise Unproven(f"{self.block.name} counts the tokens of its image differently from the trial")
         numbers_s = torch.cat([numbers(pick, device) for pick in self._computed(streams)])
         return (numbers_s >= tokens.start) & (numbers_s < tokens.stop)
 

@@ -192,7 +192,7 @@ class _Recorder:
                 continue
             like = frozenset(place for place, each in given.items() if _alike(value, each))
             if not like:
-                self._odd.setdefault(own_list, f"its block {name} returns a value that is like none of its arguments")
+                self._odd.setdefault(own_list, f"its block {name} returns a value whose shape matches none of its arguments")
                 return
             returns.append(like)
             self._outputs.append((name, value))
@@ -223,7 +223,7 @@ def order_of(
     until = last_readers(orders[0])
     for one, two in zip(*orders, strict=True):
         if (block := one.with_another(two)) is None:
-            return f"its block {one.name} returns values that are like none of its arguments in calls of two sizes"
+            return f"its block {one.name} returns values whose shapes match none of its arguments in calls of two sizes"
         found.append(dataclasses.replace(block, until=until.get(one.name, "")))
     return found or next(iter(odd.values()), "it has no list of blocks")
 

@@ -144,7 +144,7 @@ def _first_that_runs(runs: Runs, calls: Iterable[Call]) -> Call:
 def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
     """The OwnLatent that holds for calls of two sizes. Unproven if the tokens are in other places."""
     if replace(another, words=latent.words, pads=latent.pads, shared=latent.shared, idle=latent.idle) != latent:
-        raise Unproven("its latent's tokens are in other places in calls of two sizes")
+        raise Unproven("the places of its latent's tokens differ in calls of two sizes")
     return replace(latent, words=latent.words or another.words)
 
 
@@ -159,7 +159,7 @@ def _check_words(runs: Runs, latent: OwnLatent, call: Call) -> None:
             words = band.in_buffer(spec.keys, tokens, HOST)[: band.words(spec.keys, tokens)]
             both = zip(one.tensors[1:], other.tensors[1:], strict=True)
             if not all(torch.equal(a[:, words], b[:, words]) for a, b in both):
-                raise Unproven(f"{block.name} has other keys of words in another call")
+                raise Unproven(f"{block.name} has different keys for the text in another call")
 
 
 def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
@@ -199,7 +199,7 @@ def _why_not(
         whole = runs.noted(call)
         outside = [drawn(call, OUTSIDE).x, *(() if watched is None else [torch.full_like(call.x, math.nan)])]
         if not isinstance(whole.result, torch.Tensor) or whole.result.shape[2:] != call.x.shape[2:]:
-            return "its output has another size than its latent"
+            return "its output and its latent differ in size"
         bands = list(_bands(runs, latent, call))
         bands = bands[:: max(1, len(bands) - 1)] if few else bands
         naive = (replace(band, alone=True) for band in bands if not band.has_words and call is calls[-1])
@@ -254,9 +254,9 @@ class _Band:
 
         def tried() -> str:
             both = zip(self.output(whole, outside, None, watched), self._own(whole.result), strict=True)
-            return next(filter(None, (difference("a band gives another result", *each) for each in both)), "")
+            return next(filter(None, (difference("a band gives a different result", *each) for each in both)), "")
 
-        return why_not(tried, "it does not run in a band", "in a band ")
+        return why_not(tried, "it does not run on a band of the latent", "in a band ")
 
     def output(
         self, whole: WholeRun, outside: torch.Tensor, tensor_rank: TensorRank | None, watched: WatchedOutputs | None = None
@@ -268,7 +268,7 @@ class _Band:
         call = replace(self.call, x=x, named=self._named())
         out = self.runs.run(call, _InBand(self.runs.blocks, whole, self.tokens, tensor_rank, watched))
         if out.shape != whole.result.shape:
-            raise Unproven("it has an output of another size")
+            raise Unproven("an output differs in size from its latent")
         return self._own(out)
 
     def _named(self) -> Mapping[str, Any]:

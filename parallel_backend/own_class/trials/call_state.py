@@ -23,7 +23,7 @@ def why_not_without_options(model: nn.Module, wholes: WholeOutputs) -> str:
     without = "without ComfyUI's transformer_options"
 
     def tried(call: Call, whole: torch.Tensor) -> str:
-        return difference(f"it gives another result {without}", call.run(model, options=False), whole)
+        return difference(f"it gives a different result {without}", call.run(model, options=False), whole)
 
     return first_why_not((functools.partial(tried, *each) for each in wholes), f"it does not run {without}")
 
@@ -46,7 +46,7 @@ def how_calls_depend(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) 
         if others := [name for name in changed if name not in rewritten]:
             return f"it writes into its argument {others[0]}, but a rank has only a copy"
     if distance(outputs[-1], outputs[0]) > 0:
-        return "the same call gives another result the second time"
+        return "the same call gives a different result the second time"
     if rewritten and not _stay_alike(model, calls):
         return f"it writes into its argument {min(rewritten)}, but a rank has only a copy"
     for parameter in model.parameters():

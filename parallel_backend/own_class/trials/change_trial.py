@@ -129,7 +129,7 @@ class TrialOfSkips(ChangeTrial):
             names = [self._skipped_block(calls[0], (kind, number)) for number in numbers]
             own = next((at for at, of_list in kept.items() if list(of_list) == names), None)
             if own is None or numbers != list(range(len(names))):
-                return Shown(f"the blocks that it skips are not a list in its order ({kind})")
+                return Shown(f"the skipped blocks are not one list of blocks in order ({kind})")
             if not {block.name for block in self.blocks}.issuperset(names):
                 return Shown(f"its blocks in {own} are not shared out")
             lists[kind] = own
@@ -139,7 +139,7 @@ class TrialOfSkips(ChangeTrial):
             if why := self._why_not_passed(names, [(call, _with_skipped(call, together)) for call in calls]):
                 return Shown(why)
         if module_state(model) != before:
-            return Shown("it keeps something from a call with skipped blocks")
+            return Shown("a call with skipped blocks changes later calls")
         return Shown(lists=lists)
 
     def _asked_for(self, call: Call) -> dict[str, list[int]]:
@@ -172,7 +172,7 @@ class TrialOfSkips(ChangeTrial):
         return ran
 
     def _why_not_passed(self, names: Sequence[str], calls: Sequence[tuple[Call, Call]]) -> str:
-        """Why ranks whose blocks `names` return their arguments give another result. Empty: they do not.
+        """Why ranks whose blocks `names` return their arguments give a different result. Empty: they do not.
 
         `calls`: each without and with skipped blocks."""
         model, actual = self.short.model, self.short.actual
@@ -182,13 +182,13 @@ class TrialOfSkips(ChangeTrial):
         with pass_through(model, passed):
             for number, (call, whole) in enumerate(wholes):
                 out = call.run(model, options=False)
-                if why := difference("blocks that return their arguments give another result", out, whole):
+                if why := difference("blocks that return their arguments give a different result", out, whole):
                     return why
                 are_cut = not number and not self.proof.sequence  # once: it takes long
                 tried = self.proof, cut if are_cut else without_token_cut(self.blocks)
                 tokens = self.calls_of_tokens(actual) if are_cut else []
                 if not is_proven(model, tried, (call, whole), actual, None, tokens):
-                    return "ranks give another result with a skipped block"
+                    return "ranks give a different result with a skipped block"
         return ""
 
 

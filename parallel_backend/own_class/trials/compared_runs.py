@@ -104,7 +104,7 @@ class WholeRun(TokenCut):
 
 RANKS = 3
 """In the trial, so that they have different numbers of tokens."""
-OTHER_MASK = "attends with another mask if its tokens are cut"
+OTHER_MASK = "attends with a different mask if its tokens are cut"
 
 
 class ComparedRank(TokenCut):
@@ -144,12 +144,12 @@ class ComparedRank(TokenCut):
         of_both = (spec.queries, spec.keys, spec.keys)
         for own, of_whole, streams in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, of_both, strict=True):
             if not self.has_rows_of(own, of_whole, streams):
-                raise Unproven(f"{self.block.name} attends to other values if its tokens are cut")
+                raise Unproven(f"{self.block.name} attends to different values if its tokens are cut")
         # A tensor rank that has only some of the heads that share keys sends and keeps those of each.
         if call.k_BKHD.shape[2] % spec.sharing == 0 and not shares_keys(call.k_BKHD, call.v_BKHD, spec.sharing):
             raise Unproven(f"{self.block.name} attends with heads that share no keys")
         if call.rule is not None and not self._is_ruled(call, whole, self.own_rows(spec.queries)):
-            raise Unproven(f"{self.block.name} attends by rows in another way where its tokens are cut")
+            raise Unproven(f"{self.block.name} attends by rows in a different way if its tokens are cut")
         return whole.out[:, self.own_rows(spec.queries)]
 
     def _is_ruled(self, call: AttentionCall, whole: NotedAttention, rows: slice | torch.Tensor) -> bool:
@@ -165,7 +165,7 @@ class ComparedRank(TokenCut):
     def left(self, number: int, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         of_whole = self._noted.outputs[self.number][number]
         if of_whole is None or not self.has_rows_of(value, of_all := self.rows_of(of_whole), streams):
-            raise Unproven(f"{self.block.name} returns other values if its tokens are cut")
+            raise Unproven(f"{self.block.name} returns different values if its tokens are cut")
         if self.block.placed:
             return self.at_places(value, streams)
         return self._with_local(value, self.left_by_all(value, of_all, streams), streams)

@@ -105,7 +105,7 @@ class _LayerOfRank:
 
     def _check_part(self, own: torch.Tensor, whole: torch.Tensor) -> None:
         if not close(own, self._part(whole), whole):
-            raise Unproven(f"a rank's values of {self._cut.layer} are not a part of the whole's")
+            raise Unproven(f"a rank's values of {self._cut.layer} are not a part of the whole model's")
 
     def _made_up(self, _layer: nn.Module, _given: tuple, out: torch.Tensor) -> torch.Tensor:
         """Forward hook of a layer whose outputs are added up or gathered."""
@@ -114,7 +114,7 @@ class _LayerOfRank:
             self._check_part(out, whole)
             return whole.clone()
         if out.shape != whole.shape:
-            raise Unproven(f"a rank's values of {self._cut.layer} have another shape than the whole's")
+            raise Unproven(f"a rank's values of {self._cut.layer} have a different shape from the whole model's")
         if self._next > len(self._sums):
             self._sums.append(torch.zeros_like(whole))
         self._sums[self._next - 1] += out
@@ -148,11 +148,11 @@ def _of_rank(
 
 
 def _check_sums(shares: TensorShares, made: LayerOutputs, sums: LayerOutputs) -> None:
-    """Unproven if the ranks' values do not add up to the whole's."""
+    """Unproven if the ranks' values do not add up to the whole model's."""
     for layer in (cut.layer for cut in shares.cuts if cut.kind == CutKind.ROW.value):
         whole, of_ranks = made.get(layer, []), sums[layer]
         if len(whole) != len(of_ranks) or not all(map(close, of_ranks, whole)):
-            raise Unproven(f"the ranks' values of {layer} do not add up to the whole's")
+            raise Unproven(f"the ranks' values of {layer} do not add up to the whole model's")
 
 
 def _noting(module: nn.Module, shares: TensorShares, run: Run) -> tuple[LayerOutputs, Any]:
@@ -178,7 +178,7 @@ def why_not_shared(module: nn.Module, shares: TensorShares, run: Run, ranks: int
             with _of_rank(module, shares, rank, made, sums):
                 out = run(rank)
             for each in zip(_tensors(out), _tensors(whole), strict=True):
-                if why := difference("ranks that share its layers give another result", *each):
+                if why := difference("ranks that share its layers give a different result", *each):
                     return why
         _check_sums(shares, made, sums)
         return ""
@@ -225,8 +225,10 @@ class TensorSharing:
             return str(unproven)
 
     def why_not_in(self, run: Run) -> str:
-        """Why ranks that share layers give another result in this run, such as one with a part of the tokens. Empty: they do
-        not."""
+        """Why ranks that share layers give a different result in this run, such as one with a part of the tokens.
+
+        Empty: they do not.
+        """
         named = [each.below(name) for name, each in self._shares.items()]
         cuts = tuple(cut for shares in named for cut in shares.cuts)
         divided = tuple(place for shares in named for place in shares.divided)

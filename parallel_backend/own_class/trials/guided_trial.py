@@ -69,7 +69,7 @@ class CheckedSums:
             return sums
         number, self._next = self._next, self._next + 1
         if number >= len(self._whole) or self._whole[number].shape != sums.shape:
-            raise Unproven("a rank guides its attention at other places than the whole")
+            raise Unproven("a rank guides its attention at different places from the whole model")
         if number == len(self._sums):
             self._sums.append(torch.zeros_like(sums))
         self._sums[number] += sums
@@ -78,7 +78,7 @@ class CheckedSums:
     def why_not(self) -> str:
         """Why the ranks' sums are wrong. Empty: they are right."""
         add_up = len(self._sums) == len(self._whole) and all(map(close, self._sums, self._whole))
-        return "" if add_up else "the ranks' sums do not add up to the whole's if its attention is guided"
+        return "" if add_up else "the ranks' sums do not add up to the whole model's if its attention is guided"
 
 
 class _GuidedTensorSharing(TensorSharing):
@@ -113,10 +113,12 @@ class _Guiding(ChangeTrial):
             guided = self.on_ranks(call)
             alone = () if proof.batch else range(len(call.x))
             for each, out in [(guided, whole), *((entry_of(guided, at), whole[at : at + 1]) for at in alone)]:
-                if why := difference("ranks that guide it give another result", run_in_one(model, self.blocks, each), out):
+                if why := difference(
+                    "ranks that guide it give a different result", run_in_one(model, self.blocks, each), out
+                ):
                     return Shown(why)
             if not is_proven(model, tried, (guided, whole), actual, None, self.calls_of_tokens(actual, time), time):
-                return Shown("ranks give another result if it is guided")
+                return Shown("ranks give a different result if it is guided")
         if self.tensor == 1 or proof.tensor:
             return Shown(has_effect=True)
         sharing = _GuidedTensorSharing(model, self.blocks, wholes[0][0], self.tensor)
@@ -124,11 +126,11 @@ class _Guiding(ChangeTrial):
         return Shown(why, has_effect=True)
 
     def _why_not_shared(self, sharing: _GuidedTensorSharing, calls: Sequence[Call]) -> str:
-        """Why ranks that share layers give another result, alone or with a part of the tokens each. Empty: they do not."""
+        """Why ranks that share layers give a different result, with all or a part of the tokens. Empty: they do not."""
         model, blocks, latent, add_up = self.short.model, self.blocks, self.proof.latent, sharing.sums.add_up
         numbers = {name: range(count) for name, count in Counter(map(list_of, blocks)).items()}
         if any(_layers(a) != _layers(b) for a, b in zip(sharing.of_all(tuple(blocks), numbers), blocks, strict=True)):
-            return "its layers are shared in another way than in the trial"
+            return "its layers are cut differently from the trial"
         actual = self.on_ranks(self.short.actual)
         runs = (partial(_run_of_rank, model, blocks, self.on_ranks(call), add_up) for call in calls)
         if (why := sharing.why_not(runs)) or self.proof.sequence:
@@ -150,7 +152,7 @@ class TrialOfGuidance(_Guiding):
     """The trial of ComfyUI's NAGuidance, for any settings. `prompts`: positive and negative entries of the call, which
     has PROMPTS among its options."""
 
-    fails = "it does not run guided"
+    fails = "it does not run with guided attention"
 
     def __init__(self, *given: Any, prompts: tuple[Span, Span], **named: Any):
         super().__init__(*given, **named)
@@ -163,10 +165,10 @@ class TrialOfGuidance(_Guiding):
         functions = {PATCHES: {OUTPUT: [native]}}
         wholes = [(each, replace(each, options={**each.options, **functions}).run(model)) for each in calls]
         if module_state(model) != before:
-            return Shown("it keeps something from a guided call")
+            return Shown("a guided call changes later calls")
         if native.calls:
             return self.compared(wholes)
-        differ = "it gives another result with a function, but does not call it"
+        differ = "it gives a different result with a function, but does not call it"
         whys = (difference(differ, each.run(model, options=False), whole) for each, whole in wholes)
         return Shown(next(filter(None, whys), ""))
 

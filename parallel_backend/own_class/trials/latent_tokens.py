@@ -58,7 +58,7 @@ class _Prologue(WholeRun):
             for value, streams in zip(values, self.block.leaving, strict=True)
         ]
         if any(value is not None and value.shape != each.shape for value, each in zip(values, entered, strict=True)):
-            raise Unproven("its tokens leave a list of blocks in another form than they enter it in")
+            raise Unproven("its tokens change their form in a list of blocks")
         return entered[0] if isinstance(out, torch.Tensor) else tuple(entered)
 
 
@@ -73,7 +73,7 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
     for each in more:
         behind = found.start == 0 and each.behind == found.behind and each.start > 0
         if each.patch != found.patch or (each.start and each.behind and not behind):
-            raise Unproven("its latent's tokens are in other places after they have left a list of blocks")
+            raise Unproven("a list of blocks moves its latent's tokens")
         again.append(OwnEntry(each.stream, each.start > 0, behind))
     pattern, companions = "", _Companions(found.stream, ())
     if len(call.latents) > 1:
@@ -87,10 +87,10 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
     frames = found.patch[0] if len(found.patch) == 3 else 1
     others = sum(value.shape[1] for value in search.first.values()) - found.count * (1 + len(again)) - references
     if found.beside and not layout:
-        raise Unproven("other tokens than references' stand beside its latent's rows")
+        raise Unproven("tokens that are not references are between its latent's rows")
     before = bool(set(layout[: layout.index(LATENT)]) - {REFERENCES}) if layout else found.start > 0
     if not layout and found.start and found.behind:
-        raise Unproven("other tokens come before and behind its latent's")
+        raise Unproven("other tokens come both before and after its latent's")
     patch = frames, found.patch[-2], found.patch[-1]
     words = others > len(companions.rows)
     latent = OwnLatent(found.stream, before, patch, words, pads=False, again=tuple(again), companion=pattern, layout=layout)
@@ -245,7 +245,7 @@ class _LatentSearch:
                 tokens = replace(latent, ahead=name).tokens_ahead(self._call.named)
                 if self._by_images({name}).get(latent.stream) == before and tokens == len(before):
                     return name
-        raise Unproven("references before and behind its latent are not arguments of their own")
+        raise Unproven("references before and after its latent are not separate arguments")
 
     def _by_latent(self, part: int, axis: int, index: int) -> Changed:
         """Streams and rows that change with the values at this index of an axis of latent number `part`."""
@@ -265,7 +265,7 @@ class _LatentSearch:
         """Rows that have other values in this call."""
         now = streams_entering(self._runs, call)
         if any(value.shape != self.first[stream].shape for stream, value in now.items()):
-            raise Unproven("it has other tokens for another latent of the same size")
+            raise Unproven("its tokens differ for two latents of the same size")
         differ = {stream: (value - self.first[stream]).abs().amax(dim=(0, 2)) for stream, value in now.items()}
         rows = {stream: tuple(each.nonzero()[:, 0].tolist()) for stream, each in differ.items()}
         return {stream: of_stream for stream, of_stream in rows.items() if of_stream}

@@ -64,7 +64,7 @@ def _by_stages(model: nn.Module, blocks: Sequence[OwnBlock], call: Call, whole: 
     for number in range(len(blocks)):
         with closing(StageBlocks(model, blocks, Span(number, number + 1), mailbox)) as stage:
             out = call.run(stage.call, options=False)
-    return "stages return nothing" if out is None else difference("stages give another result", out, whole)
+    return "stages return nothing" if out is None else difference("stages give a different result", out, whole)
 
 
 def why_not_by_entry(model: nn.Module, wholes: WholeOutputs) -> str:
@@ -72,7 +72,7 @@ def why_not_by_entry(model: nn.Module, wholes: WholeOutputs) -> str:
 
     def tried(call: Call, whole: torch.Tensor, entry: int) -> str:
         out = entry_of(call, entry).run(model, options=False)
-        return difference("a single entry of a batch gives another result", out, whole[entry : entry + 1])
+        return difference("a single entry of a batch gives a different result", out, whole[entry : entry + 1])
 
     alone = (partial(tried, *each, entry) for each in wholes for entry in range(len(each[0].x)))
     return first_why_not(alone, "a single entry of a batch does not run")

@@ -156,7 +156,7 @@ class Runs:
         """Why a rank's run of the call is wrong. Empty: it is right."""
 
         def tried() -> str:
-            return difference("cut tokens give another result", self.run(call, cut), whole.result)
+            return difference("cut tokens give a different result", self.run(call, cut), whole.result)
 
         return why_not(tried, "it does not run if its tokens are cut")
 

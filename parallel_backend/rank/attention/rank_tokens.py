@@ -80,7 +80,7 @@ class RankTokens(TokenCut):
         step = self._step
         if not step.in_bands and not self.alone:
             self.band = None
-        assert not (step.in_bands or self.alone) or self.band is not None, "bands are refused where no trial has proven them"
+        assert not (step.in_bands or self.alone) or self.band is not None, "bands are refused if no trial has proven them"
         if self.band is not None:
             self.band = replace(self.band, words_have_run=step.words_have_run)
         outside = self._whole if step.words is None else self._words_once

@@ -41,7 +41,7 @@ WORKERS = 8
 Modules = Mapping[str, nn.Module]
 """The modules behind one block's operations, by name in the block."""
 
-_traced: ContextVar[Modules] = ContextVar("modules of the block under way")
+_traced: ContextVar[Modules] = ContextVar("modules of the block in progress")
 
 
 @torch.library.custom_op(

@@ -36,14 +36,14 @@ class ModuleCache:
         """
         self._steady = steady
         self._places: dict[tuple[Hashable, ...], Any] = {}  # by prompt, timestep's shape, module call
-        self._prompt: tuple[Hashable, ...] = ()  # prompt and shape of the timestep of the micro-step under way
+        self._prompt: tuple[Hashable, ...] = ()  # prompt and shape of the timestep of the micro-step in progress
         self._elsewhere = 0  # count of outputs that `_places` could not take, since they are not SIMPLE
         self._call: tuple[Hashable, ...] | None = None  # prompt and timestep of `outputs`
         self.outputs: dict[ModuleCall, Any] = {}
         """Outputs of the newest call."""
         self.is_open = False
-        """A band's micro-step is under way."""
-        self.calls: Counter[nn.Module] = Counter()  # in the micro-step under way
+        """A band's micro-step is in progress."""
+        self.calls: Counter[nn.Module] = Counter()  # in the micro-step in progress
         pattern = re.compile("|".join(map(name_pattern, names)))
         for name, module in model.named_modules() if names else ():
             if pattern.fullmatch(name):
@@ -100,7 +100,7 @@ class ModuleCache:
         return self._elsewhere, len(self._places)
 
     def of_call(self) -> dict[ModuleCall, Any]:
-        """Outputs of the call under way, so far. Empty for a `whole` call."""
+        """Outputs of the call in progress, so far. Empty for a `whole` call."""
         return dict(self.outputs) if self.is_open else {}
 
     def again(self, outputs: Mapping[ModuleCall, Any]) -> None:

@@ -80,7 +80,7 @@ def _reason(folder: Path) -> str | None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # ranks start at once, and another one may make it now
         return not_private(folder)
     except OSError as error:
-        return f"{folder} cannot be made or looked at ({error.strerror})"
+        return f"{folder} cannot be created or read ({error.strerror})"
 
 
 def _home(environment: MutableMapping[str, str]) -> Path | None:

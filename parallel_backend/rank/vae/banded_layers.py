@@ -50,7 +50,7 @@ class Bands(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if banded is None else banded(func, *args, **(kwargs or {}))
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """One head over all pixels of each batch entry, [B, C, ...] each, in the place of the VAE's own function."""
+        """One head over all pixels of each batch entry, [B, C, ...] each, instead of the VAE's own function."""
         if self.sizes:
             k, v = self.gather(torch.cat((k, v), dim=1)).chunk(2, dim=1)
         shape = q.shape

@@ -43,7 +43,7 @@ class VAEPart:
         set_constants(recipe["constants"])
         self._trial = put.trial
         self.wrong = ""
-        """Why bands give another result than the whole image. Empty: they give the same, as far as is known."""
+        """Why bands give a different result than the whole image. Empty: they give the same, as far as is known."""
 
     def begin(self, message: BeginVAE) -> VAEBegun:
         """Check that all ranks have enough memory. Before the first image, also try bands."""
