@@ -29,7 +29,8 @@ from .ui.widgets import CATEGORY, MAX_DEGREE, SEVERAL_GPUS, choice, link, offloa
 
 
 def check_widgets(gpus: int | None, offload: str | None = STREAMED) -> None:
-    """ValueError for more GPUs than there are, and if the text is not an `offload`. None: the value comes by a link."""
+    """ValueError for more GPUs than there are, and if the text is not an `offload`. None: the value comes from another
+    node."""
     if offload is not None:
         offload_of(offload)
     _check_gpus(gpus or 0, possible_devices("auto"))

@@ -107,7 +107,7 @@ def _cut(text: str) -> str:
 
 
 def _users() -> set[str]:
-    """Names of the user that ComfyUI runs as, and of who owns this pack and its folder: often another one."""
+    """Names of the user that ComfyUI runs as, and of the owners of this pack and its folder, who often differ."""
     names = {os.environ.get(variable, "") for variable in ("SUDO_USER", "LOGNAME", "USER", "USERNAME")}
     with contextlib.suppress(OSError, KeyError, ImportError):  # a user without a name, or Windows without the variable
         names.add(getpass.getuser())

@@ -1,6 +1,6 @@
 """Room on the ranks' devices for additions to weights (LoRA), made before they are sent.
 
-Other models and programs give way first, then the model's own weights: blocks that were on the device are streamed. The next
+Other models and programs free memory first, then the model's own blocks are streamed. The next
 run without the additions brings the weights back (MemoryGuard).
 """
 
@@ -16,7 +16,7 @@ from .giving_way import less
 from .resident_weights import ResidentWeights
 
 AT_ONCE = 1 << 28
-"""Fewest bytes that are asked for: a LoRA comes in hundreds of parts, and each move of weights waits for copies."""
+"""At least this many bytes are requested: a LoRA has hundreds of parts, and each move of weights waits for copies."""
 WORKING = 4
 """Bytes of the two float32 values that exist while a value of an addition is scaled."""
 

@@ -34,8 +34,8 @@ from .shortfalls import Shortfalls
 log = logging.getLogger(__name__)
 
 LEAST_SHORT = 1 << 28
-"""Least bytes that a device is assumed to lack when it ran out. The failed allocation, or half of the run's estimate, counts
-if it is larger. A guess: no GPU has run out so far."""
+"""If a device ran out of memory, it is assumed to lack at least this many bytes. The failed allocation, or half of the
+run's estimate, counts if it is larger. A guess: no GPU has run out so far."""
 
 MakeRoom = Callable[[str, int], int]
 """(device of this machine such as cuda:0, bytes that it lacks) -> bytes that have become free. Provided by the program with

@@ -1,4 +1,4 @@
-"""The models on ranks, and the order in which they give way to another model: the least recently used first."""
+"""The models on ranks, and the order in which they leave the devices for another model: the least recently used first."""
 
 import itertools
 from collections.abc import Iterator

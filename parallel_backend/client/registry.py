@@ -48,7 +48,7 @@ BORROWED = "Parallel DiT: the ranks were used for something else, and the model 
 class Registry:
     """Keeps the pools and the models on them. Thread-safe.
 
-    Models give way to each other, the least recently used first: they move to host memory, or else leave the ranks.
+    If a model needs memory, others move to host memory or are unloaded, the least recently used first.
     """
 
     def __init__(self):

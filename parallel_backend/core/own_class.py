@@ -201,7 +201,7 @@ class OwnEntry:
 
     stream: int
     before: bool
-    """Other tokens come before them. False: all others come behind them."""
+    """Other tokens come before them. False: all others come after them."""
     behind: bool
     """Beside those before, as many come behind them as in the first stream."""
 

@@ -82,7 +82,7 @@ def links_of(probes: Sequence[LinksProbed]) -> Links:
 def fit(times: Sequence[tuple[int, float]]) -> Link:
     """The line through (bytes, seconds) with the least squares of relative errors, so that small transfers count too.
 
-    The latency lies between 0 and the seconds of the smallest transfer. The bandwidth is finite, and at least the largest
+    The latency is between 0 and the seconds of the smallest transfer. The bandwidth is finite, and at least the largest
     transfer's bytes over its seconds.
     """
     weights = [1 / seconds**2 for _, seconds in times]

@@ -278,7 +278,7 @@ class Worker:
         return held
 
     def _unload(self) -> None:
-        """Free the model that the message is for. A message for no model frees all of them, and the VAE's parts."""
+        """Free the model that the message is for. A message without a model frees all models and the VAE's parts."""
         self._turn_to(None)
         for number in [number for number in self.engines if self._model in (None, number)]:
             self.engines.pop(number).close()

@@ -100,7 +100,7 @@ class OwnChanges:
 
 
 def whole_call(call: Call, known: Call | None, sizes: tuple[int, ...], proof: Proof, asked: NodeChanges) -> Call:
-    """The whole latent's call for that of a band. `known`: the one that was tried, if any. NotLocal if it is another one."""
+    """The whole latent's call for that of a band. `known`: the one that was tried, if any. NotLocal if it differs."""
     if known is None or form(known, sizes) != form(call, sizes) or (asked.of_batch and len(known.x) != len(call.x)):
         raise NotLocal(OTHER_CALL)
     return known if proof.batch or asked.of_batch else entry_of(known, 0)

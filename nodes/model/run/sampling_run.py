@@ -85,7 +85,7 @@ class SamplingRun:
     of_setup: Setup | None = None
     """Setup of the model `loaded`."""
     loads: int = 0
-    """How often `loaded` became another one. More than once: another MODEL takes the ranks in between."""
+    """How often `loaded` changed. More than once: another MODEL takes the ranks in between."""
     calls: Counter[CallShape] = field(default_factory=Counter)
     """Number of calls outside of bands that the ranks have answered."""
     began: float | None = None

@@ -152,7 +152,7 @@ def krea2_block(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def rows_at_zero(first: int | None, options: Mapping[str, Any], device: torch.device) -> torch.Tensor | None:
-    """[S] bool: whether a token has the number `first`, or comes behind it. None: there are no references."""
+    """[S] bool: whether a token's number is `first` or higher. None: there are no references."""
     if first is None:
         return None
     return torch.arange(first + sum(options["reference_image_num_tokens"]), device=device) >= first

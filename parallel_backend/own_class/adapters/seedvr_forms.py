@@ -62,8 +62,8 @@ class Grouped(NamedTuple):
 
 @dataclass(frozen=True)
 class InWindows:
-    """RowRule: a token of the video sees its window and the text. A token of the text, which comes behind the video, attends
-    in every window; its output is their mean."""
+    """RowRule: a token of the video sees its window and the text. A text token, after the video's tokens, attends in every
+    window; its output is the mean."""
 
     sides: tuple[tuple[int, ...], ...]
     """Lengths of the windows along frames, rows and columns, in tokens."""

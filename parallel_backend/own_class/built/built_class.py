@@ -103,7 +103,7 @@ class BuiltClass:
         return [block.name for block in self.own.blocks]
 
     def place(self, target: str) -> tuple[str, int] | None:
-        """(list, number in the list) of the block that the parameter `target` is in. None: it is in no block."""
+        """(list, number in the list) of the block that the parameter `target` is in. None: it is not in a block."""
         parts = target.split(".")
         names = (".".join(parts[:count]) for count in range(2, len(parts)))
         return next((self._places[name] for name in names if name in self._places), None)

@@ -77,7 +77,7 @@ class TokenCut(ABC):
 
     @property
     def cuts(self) -> bool:
-        """Whether it has anything to do in the present call."""
+        """Whether the present call uses it."""
         return True
 
     @property

@@ -181,7 +181,7 @@ class _Recorder:
         self._outputs: list[tuple[str, Any]] = []  # (block, tensor that it has returned), to keep the tensors alive
 
     def note(self, name: str, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Forward hook of a block. A value with the shape and dtype of no argument makes its list odd."""
+        """Forward hook of a block. If a value has the shape and dtype of none of the arguments, its list is odd."""
         given, own_list = by_place(args, kwargs), name.rpartition(".")[0]
         of_block = {id(value): other for other, value in self._outputs}
         read = {of_block[id(value)] for value in given.values() if id(value) in of_block}
