@@ -24,7 +24,7 @@ LARGER = (0.02, 16 << 20)
 LATE = 15.0
 """Seconds from the watchdog's limit to the error: its clock's ticks, and ending ranks that are stuck in a transfer."""
 CALLS = 5000
-"""The most calls until the GPU is stuck."""
+"""Maximum number of calls until the GPU is stuck."""
 FACTOR = 1.0
 """Watchdog.factor: on a slow machine a multiple of its longest block could exceed the limit."""
 

@@ -15,7 +15,7 @@ from .session import Findings, SelfTestSession
 from .tiny_model import relative
 
 LIMITS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
-"""The most relative error of attention against fp64, by dtype."""
+"""Largest allowed relative error of attention against fp64, by dtype."""
 QUANTISED_LIMIT = 0.1
 """The same for kernels that quantise queries and keys: an estimate, not yet measured on a GPU."""
 HEAD_SIZES = (16, 64, 128)

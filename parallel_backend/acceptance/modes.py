@@ -14,16 +14,17 @@ from . import tiny_model
 from .session import Findings, SelfTestSession
 
 SAME_KERNELS, OTHER_KERNELS = 1e-5, 1e-3
-"""The most relative difference by rounding in fp32: between runs of the same kernels, and between a GPU's and a CPU's. The
-smallest change of an input moves the tiny model by more than the latter. Its fp32 output differs from fp64 by 3e-7."""
+"""Largest allowed relative difference by rounding in fp32: between runs of the same kernels, and between a GPU's and a
+CPU's. The smallest change of an input moves the tiny model by more than the latter. Its fp32 output differs from fp64 by
+3e-7."""
 HALF = {"bf16": 5e-2, "fp16": 1e-2}
-"""The most relative difference of a half precision from fp32."""
+"""Largest allowed relative difference of a half precision from fp32."""
 FP8 = 0.2
-"""The most relative difference of weights in fp8 from weights in fp32."""
+"""Largest allowed relative difference of weights in fp8 from weights in fp32."""
 TIMES_ROUNDING = 2.0
 """A mode in half precision may be this many times as far from one rank as that one is from fp32: sums in another order."""
 STALE = 0.1
-"""The most relative difference of the tiny model's displaced run from the exact one."""
+"""Largest allowed relative difference of the tiny model's displaced run from the exact one."""
 STEPS, BANDS = 3, 3
 
 

@@ -23,7 +23,7 @@ MAX_FIELDS = 1 << 14
 MAX_NAME = 1 << 12
 MAX_AXES = 8
 MAX_KEPT = 64
-"""Most elements of an array that is kept: shapes are short, and vocabularies are not needed."""
+"""Maximum number of elements of an array that is kept: shapes are short, and vocabularies are not needed."""
 
 
 class StoredTensor(NamedTuple):

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 FILE = "without_p2p.json"
 MAX_BYTES = 1 << 16
 MOST = 32
-"""Most verdicts of the file, the newest ones."""
+"""Maximum number of verdicts of the file, the newest ones."""
 MACHINE = tuple(map(Path, ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/proc/cmdline")))
 """The drivers' versions, and the kernel's options, such as for the IOMMU."""
 IOMMU = Path("/sys/class/iommu")

@@ -21,7 +21,7 @@ Part = Literal["decoder", "encoder"]
 IN_FLIGHT = 2
 """Number of clips whose tiles are in progress, so that the next clip's tiles are on the ranks when they finish one."""
 FRAMES_TRIED = {"decoder": 4, "encoder": 24}
-"""Most frames of the input with which bands are tried. Some encoders take only multiples of four or eight frames."""
+"""Maximum frames of the input with which bands are tried. Some encoders take only multiples of four or eight frames."""
 
 
 class TooLittleMemory(RuntimeError):

@@ -1,4 +1,4 @@
-"""What was found out once, for later processes to read: JSON files that say what it holds for, unchanged since."""
+"""Results that later processes read again: JSON files with a key that says what a result is valid for, and a digest."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from typing import Any
 from .json_file import write_json
 
 MAX_BYTES = 1 << 20
-"""Most bytes of a file. The calibration of eight devices has about ten thousand."""
+"""Maximum number of bytes of a file. The calibration of eight devices has about ten thousand."""
 
 
 def read_kept(path: Path, key: dict[str, object], name: str) -> Any | None:

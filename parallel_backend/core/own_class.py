@@ -235,7 +235,7 @@ class OwnClass:
     latent: OwnLatent | None = None
     """None: bands of the latent are not proven."""
     conversion: Conversion = ()
-    """By which ComfyUI gives the file's tensors the names of its layout."""
+    """The conversion by which ComfyUI gives the file's tensors the names of its layout."""
 
     @functools.cached_property
     def _hash(self) -> int:

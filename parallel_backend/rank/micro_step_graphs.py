@@ -41,7 +41,7 @@ from .conditioning_store import RankConditioning
 log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 256
-"""Most graphs of a model on a rank, as many as 32 bands of four prompts have with two each. More are not captured."""
+"""Maximum graphs of a model on a rank, as many as 32 bands of four prompts have with two each. More are not captured."""
 ROUNDING = 16
 """Most distance of a replay's output from the micro-step's own, over the output's norm: so many times the dtype's epsilon.
 Most kernels give the same bits again, a product that adds up in no fixed order does not."""
@@ -106,7 +106,7 @@ class MicroStepState:
     buffer: KVBuffer | None
 
     def pattern(self) -> Hashable:
-        """State that the forward decides by on the host, in addition to Kind."""
+        """Host state that the forward's branches depend on, in addition to Kind."""
         return self.cache.pattern(), None if self.buffer is None else self.buffer.pattern()
 
     def addresses(self) -> tuple[int, ...]:

@@ -71,7 +71,7 @@ DOING = {
 BETWEEN = "between micro-steps"
 READING = "reading what the client sent"
 LONGEST_TEXT = 1 << 16
-"""Most characters of an error's summary or traceback that are sent, since the size of a message's header is limited."""
+"""Maximum characters of an error's summary or traceback that are sent, since the size of a message's header is limited."""
 
 
 class Worker:

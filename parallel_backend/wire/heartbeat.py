@@ -23,7 +23,7 @@ from .lifecycle import START_UP, HeartbeatMessage
 ASKING_THREAD = "device"
 """Name of the thread that asks the driver."""
 MARKS = 1 << 14
-"""Most marks that are kept. The host is a few micro-steps ahead at most, with some marks for each of their transfers."""
+"""Maximum marks that are kept. The host is a few micro-steps ahead at most, with some marks for each of their transfers."""
 
 
 @dataclass(frozen=True)

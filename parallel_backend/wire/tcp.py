@@ -22,12 +22,12 @@ HELLO = struct.Struct("!II")
 """A rank's first frame after the proof: its rank number and process id."""
 HANDSHAKE_SECONDS = 10.0
 MAX_UNAUTHENTICATED = 32
-"""Most callers without a proof at a time. Further callers wait."""
+"""Maximum number of callers without a proof at a time. Further callers wait."""
 DIAL_SECONDS = 60.0
 """Time limit of dialling, proofs included. A rank may have to wait until silent connections are closed."""
 LOOK_SECONDS = 0.1
 WARNING_SECONDS = 1.0
-"""Least time between two warnings: a stranger may call thousands of times."""
+"""Minimum time between two warnings: a stranger may call thousands of times."""
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of accept(2) where the system has no room for a connection now."""
 

@@ -110,7 +110,7 @@ class NodeChanges:
 
     @property
     def of_batch(self) -> bool:
-        """Entries of a call have their parts in it."""
+        """Whether parts of it belong to single batch entries."""
         return self.guidance is not None or self.text is not None
 
     def __bool__(self) -> bool:

@@ -67,7 +67,7 @@ class RankCall:
         return to_tensors({**self.named, OPTIONS: told, **more}, self.timestep, self.latent)[STRUCTURE]
 
     def likeness(self) -> Hashable:
-        """Equal for calls for which one PreparedCall holds."""
+        """Key of the PreparedCall that the call can use."""
         options = {
             name: None if name in OF_EACH_CALL else value
             for name, value in self.given.options.items()

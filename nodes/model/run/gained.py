@@ -88,7 +88,7 @@ class MeasuredRun:
         return f"{name} would take about {best.seconds:.1f} s (see Parallel Doctor)"
 
     def fastest(self, among: Sequence[Degrees], shape: CallShape | None, in_bands: bool) -> Degrees:
-        """Of these degrees those that `auto` would take for calls of this shape, `in_bands` or exact, on like devices. The
+        """The degrees among these that `auto` would take for calls of this shape, `in_bands` or exact, on such devices. The
         first, if that is not known."""
         calibration = self.calibration
         if calibration is None or shape is None:

@@ -227,8 +227,8 @@ class BuiltClass:
         return companion_tokens + self.words(tensors)
 
     def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
-        """A call's tokens, those that the class itself makes included. `text`: see text_tokens. Without proven bands all
-        tokens are along the grid's first axis."""
+        """Numbers of a call's tokens, including those that the class adds. `text`: see text_tokens. Without proven bands
+        all tokens are along the grid's first axis."""
         counts = counts_of(self.own, tensors)
         if counts is None:
             return Counted(grid, text)

@@ -111,7 +111,7 @@ class SharedOutputs:
 
     def __init__(self, model: nn.Module, names: Sequence[str]):
         self.has_words = True
-        """The present band has words."""
+        """The present band has text tokens."""
         self._kept: dict[tuple[str, int], tuple[Any, list[int]]] = {}
         self._calls: Counter[str] = Counter()
         self._modules = modules_of(model, names)

@@ -19,9 +19,9 @@ from parallel_backend.own_class.calls.tried_calls import Call
 KEPT_BLOCKS = 3
 """Blocks of a model's only list that are tried: the first two and the last."""
 FIRST, LATER = 4, 2
-"""Fewest tried blocks of both kinds, in a list with two kinds."""
+"""Minimum number of tried blocks of both kinds, in a list with two kinds."""
 FEWEST_BLOCKS = 2
-"""Fewest tried blocks of a list: the first and the last."""
+"""Minimum number of tried blocks of a list: the first and the last."""
 DEPTH = re.compile("depth|layers|blocks")
 """Names of a model's attributes that are numbers of blocks."""
 Representatives = Mapping[str, Sequence[int]]

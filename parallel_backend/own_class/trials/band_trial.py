@@ -40,7 +40,7 @@ from parallel_backend.own_class.trials.latent_tokens import (
 from parallel_backend.own_class.trials.token_trial import WORDS, Runs
 
 ROWS = 3, 3, 5
-"""Most frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""
+"""Maximum frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""
 FEW_ROWS = 3, 3, 3
 """The same for a call with which only two bands are tried."""
 AXES = {"rows": -2, "frames": -3}

@@ -15,7 +15,7 @@ from parallel_backend.own_class.trials.comparison import difference, first_why_n
 from parallel_backend.own_class.trials.stage_trial import WholeOutputs
 
 MOST_DEPTH = 4
-"""Most levels of containers in a module's attribute that are compared."""
+"""Maximum number of levels of containers in a module's attribute that are compared."""
 
 
 def why_not_without_options(model: nn.Module, wholes: WholeOutputs) -> str:

@@ -28,7 +28,7 @@ from parallel_backend.own_class.trials.compared_runs import TensorRank
 from parallel_backend.own_class.trials.comparison import close, difference, why_not
 
 MOST_SETTINGS = 64
-"""Most choices of attributes and arguments that are tried for a block."""
+"""Maximum number of choices of attributes and arguments that are tried for a block."""
 
 LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d
 """Layers whose attributes follow from the sizes of their weights."""

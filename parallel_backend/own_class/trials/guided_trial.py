@@ -58,7 +58,7 @@ class CheckedSums:
         self._next = 0
 
     def begin(self, rank: TensorRank | None) -> None:
-        """A run begins, of this rank, or of the whole that the next ranks are compared with."""
+        """Begin the run of `rank`. None: the run of the whole model, with which the next ranks are compared."""
         if rank is None:
             self._whole, self._sums = [], []
         self._rank, self._next = rank, 0

@@ -154,7 +154,7 @@ def _error_of(model: nn.Module, call: Call) -> Exception | None:
 
 
 MOST_BLOCKS = 16
-"""The most blocks of all lists that are left."""
+"""Maximum number of blocks of all lists that are kept."""
 
 
 def shallower(own: OwnClass, lists: Mapping[str, Sequence[str]]) -> Iterator[tuple[OwnClass, dict[str, int]]]:

@@ -26,7 +26,7 @@ from parallel_backend.own_class.trials.token_learning import Learning
 
 ENDS = 0, RANKS - 1
 SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
-"""Most latent rows, columns and frames of a call: the first with which there are enough tokens. Most tokens of text."""
+"""Maximum rows, columns and frames of a call: the first with which there are enough tokens. Maximum tokens of text."""
 Size = tuple[int, int]
 """Size of a call: see SIDES and WORDS."""
 
@@ -126,7 +126,7 @@ class Runs:
         return next(iter(told_apart or itertools.compress(sizes, counts)), (side, WORDS))
 
     def _most_tokens(self, call: Call) -> int:
-        """The most tokens of a tensor that the first block gets. 0 if the class does not run with the call."""
+        """Maximum number of tokens of a tensor that the first block gets. 0 if the class does not run with the call."""
         size = call.x.shape, words_of(call)
         if size not in self._counted:
             try:

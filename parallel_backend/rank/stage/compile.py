@@ -31,11 +31,11 @@ from .tensor_parallel import SharedRMSNorm
 log = logging.getLogger(__name__)
 
 VARIANTS = 128
-"""Most graphs per block class. A class has one graph for each height of a band, with and without text, each memory layout of
+"""Maximum graphs per class. A class has one graph for each height of a band, with and without text, each memory layout of
 its inputs, and each further size and prompt length. Above this limit torch runs the block uncompiled."""
 
 WORKERS = 8
-"""Most processes in which a rank compiles."""
+"""Maximum number of processes in which a rank compiles."""
 
 
 Modules = Mapping[str, nn.Module]

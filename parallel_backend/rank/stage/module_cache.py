@@ -19,7 +19,7 @@ from parallel_backend.core.own_class import name_pattern
 from parallel_backend.wire.sampling import Step
 
 ModuleCall = tuple[nn.Module, int]
-"""(module, number of its call in the micro-step). Some modules are called once for the text and once for the image."""
+"""(module, index of its call within the micro-step). Some modules are called once for the text and once for the image."""
 
 SIMPLE = (torch.Tensor, type(None), bool, int, float, str)
 """Types that an output may consist of to be kept at a fixed address (ModuleCache, `steady`)."""
