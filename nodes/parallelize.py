@@ -66,8 +66,7 @@ class ParallelizeModel:
                     0,
                     0,
                     MAX_DEGREE,
-                    "Number of GPUs, counted from the first. 0 takes all. With --cpu: number of CPU "
-                    "processes, and 0 is one.",
+                    "Number of GPUs, counted from the first. 0 takes all. With --cpu: number of CPU processes; 0 means one.",
                 ),
                 "mode": choice(
                     list(MODES),

@@ -98,7 +98,7 @@ def _look_at_run(
     """Transfers during computation give the same bits as transfers that are waited for."""
     run = model, *_run_arguments(), bands, 1, session.poll
     beside, apart = (tiny_model.as_one(sample_in_bands(*run, overlap=overlap)[0]) for overlap in (True, False))
-    findings.expect(torch.equal(beside, apart), f"{degrees}: transfers beside computing give other bits")
+    findings.expect(torch.equal(beside, apart), f"{degrees}: transfers that overlap with computation change the result")
     findings.at_most(f"{degrees}, a run", tiny_model.relative(beside, expected), limit)
 
 

@@ -128,7 +128,7 @@ def describe(document: dict[str, Any]) -> str:
     if summary[FAILED]:
         end = "What to do about a failed check: docs/gpu.md. Please open an issue with the JSON."
     else:
-        end = "Please add the JSON to an issue: figures of machines with GPUs are what is missing most (docs/gpu.md)."
+        end = "Please add the JSON to an issue: results from machines with GPUs are needed most (docs/gpu.md)."
     return "\n".join([*lines, "", end])
 
 

@@ -135,7 +135,7 @@ def _fields(cursor: _Cursor, count: int) -> tuple[int, dict[str, Shape], dict[st
         names.add(name)
         if name == ALIGNMENT:
             if SCALARS.get(kind) != "I":
-                raise ValueError(f"its alignment is of the type {kind}")
+                raise ValueError(f"its alignment has the type {kind}")
             alignment = cursor.number("I")
             if alignment < 8 or alignment & (alignment - 1):
                 raise ValueError(f"its alignment is {alignment}")

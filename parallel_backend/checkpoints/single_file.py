@@ -61,7 +61,7 @@ MAX_TEXT = 1 << 10
 MAX_UNSEEN = 1 << 12
 """Largest number in the configuration that is not the size of a tensor, such as a text length."""
 COUNTED = "layers", "blocks", "depth"
-"""In names of settings that count modules, each of which has a tensor at least."""
+"""Words in the names of settings that count modules. Each such module has at least one tensor."""
 
 UNET = "a UNet whose class in ComfyUI does not run on ranks"
 SOUND = "an audio model, which one GPU computes in seconds"

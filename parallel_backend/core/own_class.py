@@ -250,7 +250,7 @@ class OwnClass:
         for package in PACKAGES:
             if self.module.startswith(package.root) and all(f"{each}.".startswith(package.around) for each in around):
                 return
-        raise ValueError(f"ranks do not build the class of {self.module}, or import none of {sorted(around)} for it")
+        raise ValueError(f"ranks do not build the class of {self.module}, or do not import {sorted(around)} for it")
 
     @property
     def heads(self) -> int:

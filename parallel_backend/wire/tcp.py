@@ -129,7 +129,7 @@ class Listener:
             if error.errno not in FULL:
                 raise
             self._full = (
-                f": a connection could not be taken ({error.strerror}; `ulimit -n` shows how many files may be open)"
+                f": a connection could not be accepted ({error.strerror}; `ulimit -n` shows how many files may be open)"
             )
             self._warn(f"Parallel DiT: a rank's connection has to wait: {error.strerror}")
             time.sleep(LOOK_SECONDS)  # else this would be tried without a pause, since the caller still waits

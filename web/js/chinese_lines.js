@@ -32,7 +32,7 @@ export const REASONS = [
         /^another node calls the model for parts of the latent, or for several latents at a time$/,
         "另一个节点对 latent 的局部、或对多个 latent 一起调用模型",
     ],
-    [/^a function on the MODEL needs another latent than the sampler's$/, "MODEL 上的函数要的不是采样器的 latent"],
+    [/^a function on the MODEL needs a different latent from the sampler's$/, "MODEL 上的函数要的不是采样器的 latent"],
     [
         /^a function on the MODEL makes its own conditioning for a part of the latent$/,
         "MODEL 上的函数为 latent 的局部另做了条件",

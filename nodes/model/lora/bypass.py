@@ -43,7 +43,7 @@ def check_injections(weights: NativeWeights, key: str, injections: Iterable[Any]
                 refuse(f"{kind} in bypass mode", "Use a plain LoRA loader for it.")
             if not weights.check(target, patch):
                 refuse(
-                    f"a LoRA in bypass mode for {target.removeprefix(PREFIX)}, which is of another size here,",
+                    f"a LoRA in bypass mode for {target.removeprefix(PREFIX)}, which has a different size here,",
                     "Use a plain LoRA loader. It leaves such layers out.",
                 )
 

@@ -188,7 +188,7 @@ class OwnNeighbour(Bands):
 
 def _each(value: Any, weight: torch.Tensor) -> tuple[int, ...]:
     """A convolution's argument by dimension."""
-    assert not isinstance(value, str), "a band is padded by numbers"
+    assert not isinstance(value, str), "the padding of a band is given as numbers"
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * (weight.ndim - 2) if len(values) == 1 else values
 
