@@ -44,7 +44,7 @@ def doctor_devices(widget: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
 
 @contextmanager
 def loaded(setup: Setup, checkpoint: Checkpoint, request: Request, poll: Poll) -> Iterator[RemoteTransformer]:
-    """A rehearsal.Load."""
+    """The model on its ranks, for a rehearsal (rehearsal.Load). It is unloaded at the end."""
     try:
         yield registry().model(setup, poll, make_room=make_room, expected=lambda: request, opened=checkpoint)
     finally:

@@ -24,18 +24,15 @@ def add_route(ours: Mapping[str, type]) -> None:
     if theirs := strangers(ours, known):
         log.warning("Parallel DiT: these nodes replace another pack's (%s): %s. Remove one of the two packs.", *theirs)
 
-    def said() -> str:
-        return replaced(ours, known)
-
     async def warn(_app: web.Application) -> None:
-        if text := said():
+        if text := replaced(ours, known):
             log.warning("Parallel DiT: %s", text)
 
     server.app.on_startup.append(warn)  # all packs are loaded by then
 
     @server.routes.get(ROUTE)
     async def tell(_request: web.Request) -> web.Response:
-        return web.json_response({"replaced": said()})
+        return web.json_response({"replaced": replaced(ours, known)})
 
 
 def strangers(ours: Mapping[str, type], known: Mapping[str, type]) -> tuple[str, str] | None:

@@ -26,7 +26,7 @@ ENOUGH_SECONDS = 10.0
 """Seconds of rehearsed runs after which no further one is made."""
 
 Load = Callable[[Setup, Checkpoint, Request, Poll], AbstractContextManager[RemoteTransformer]]
-"""The model on its ranks for the rehearsal. It leaves them at the end."""
+"""Context of the model on its ranks, for a rehearsal. The model is unloaded at the end."""
 
 
 def rehearse(

@@ -45,7 +45,7 @@ class WatchedOutputs:
 
     @contextmanager
     def run(self, has_words: bool) -> Iterator[None]:
-        """Context of a band's run."""
+        """Context in which one band runs."""
         self._given.clear()
         self._inside.clear()
         self._rows.clear()
@@ -117,7 +117,7 @@ class SharedOutputs:
         self._modules = modules_of(model, names)
 
     def of_call(self) -> ExitStack:
-        """A call begins. Its outputs are shared until the stack is closed."""
+        """Share the modules' outputs within one call, until the stack is closed."""
         self._kept.clear()
         return put_forwards((module, partial(self._shared, name, module.forward)) for name, module in self._modules.items())
 

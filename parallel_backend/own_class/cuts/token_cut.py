@@ -344,7 +344,7 @@ class TokenCut(ABC):
         return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
 
     def left(self, _number: int, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """All tokens in place of this rank's in `value`, the block's returned value of this number."""
+        """`value`, the block's returned value of this number, with all tokens instead of only this rank's."""
         return self.at_places(value, streams) if self.block.placed else self.whole(value, streams)
 
     def _unknown(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:

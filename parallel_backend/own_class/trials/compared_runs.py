@@ -91,6 +91,7 @@ class WholeRun(TokenCut):
         return True
 
     def leave(self, out: Any, is_known: bool = True) -> Any:
+        """Notes the block's output, see TokenCut.leave."""
         values = (out,) if isinstance(out, torch.Tensor) else out
         self.outputs[self.number] = tuple(None if value is None else value.clone() for value in values)
         return out

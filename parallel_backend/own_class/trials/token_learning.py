@@ -152,6 +152,7 @@ class Learning(ComparedRank):
         return self._placed or number in self._ends
 
     def leave(self, out: Any, is_known: bool = True) -> Any:
+        """Finds the streams of the block's output, see TokenCut.leave."""
         values = (out,) if isinstance(out, torch.Tensor) else out
         leaving = [
             () if of_whole is None else self._streams(self.rows_of(value), self.rows_of(of_whole))
