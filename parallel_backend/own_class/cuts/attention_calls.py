@@ -81,7 +81,8 @@ class _Replaced:
                     self._originals.clear()
 
     def _replace(self) -> None:
-        """Modules that were imported since the last time, too. Only then all names are looked through, which takes ms."""
+        """Replace the functions, also in modules that were imported since the last time. Only then all names are searched,
+        which takes milliseconds."""
         imported = len(sys.modules), next(reversed(sys.modules.values()))
         if imported != self._imported or self._modules_changed():
             modules = {place: module for place, module in list(sys.modules.items()) if place.startswith(ROOTS)}

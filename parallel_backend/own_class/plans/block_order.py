@@ -103,9 +103,8 @@ def _parameters(block: nn.Module) -> frozenset[tuple[str, torch.Size]]:
 
 
 def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Representatives) -> dict[str, list[str]]:
-    """Take the blocks that are not tried out of the model's lists. The names of those that it still has.
-
-    Numbers of blocks that the model notes become those that it has."""
+    """Remove the blocks that are not tried from the model's lists, and correct the numbers of blocks that the model stores.
+    Returns the names of the remaining blocks."""
     kept = {}
     for name, blocks in lists.items():
         module = model.get_submodule(name)

@@ -149,7 +149,7 @@ def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
 
 
 def _check_words(runs: Runs, latent: OwnLatent, call: Call) -> None:
-    """Unproven unless the words have the same keys and values with another latent at another time."""
+    """Unproven unless the text has the same keys and values with another latent at another timestep."""
     another = drawn(call, OUTSIDE)
     first, second = (runs.noted(each) for each in (call, replace(call, x=another.x, timestep=another.timestep)))
     tokens = {stream: value.shape[1] for stream, value in streams_entering(runs, call).items()}
