@@ -63,7 +63,7 @@ def returned(latents: Latents) -> torch.Tensor | list[torch.Tensor]:
 
 
 def by_entry(x: Any, timestep: Any, named: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arguments of a call for each of its batch entries: of tensors, and of lists of latents and timesteps."""
+    """Splits a call's arguments by batch entry: tensors, and lists of latents and timesteps."""
     entries = len(x if isinstance(x, torch.Tensor) else x[0])
 
     def one(value: Any, entry: int) -> Any:

@@ -203,7 +203,7 @@ class AttentionCall:
     arguments: Mapping[str, Any]
     """Others, by name."""
     shares_keys: bool = False
-    """Several heads of queries share one of keys, which is repeated here."""
+    """Several query heads may share one head of keys, which is repeated here."""
     rule: RowRule | None = None
     """Says which queries see which keys. None: all see all."""
 

@@ -34,7 +34,7 @@ from parallel_backend.wire.sampling import Step
 from .tensor_parallel import TensorPlan
 from .weights import StageWeights
 
-OTHER_SHAPES = "a stage receives other shapes than in a call like it"
+OTHER_SHAPES = "a stage receives different shapes from those of an earlier call with the same key"
 
 
 @dataclass(frozen=True)
