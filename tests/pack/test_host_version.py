@@ -68,10 +68,13 @@ def test_a_newer_diffusers_is_warned_of(monkeypatch, caplog, version):
     assert f"tested with diffusers 0.38 to 0.42, and {version} is installed" in record.getMessage()
 
 
-def test_pip_is_told_the_same_diffusers():
+def test_pip_and_the_readme_have_the_same_diffusers():
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (major, oldest), (_, newest) = DIFFUSERS
     assert f"diffusers>={major}.{oldest},<{major}.{newest + 1}" in required
+    for readme in ("README.md", "README.zh.md"):
+        assert f"diffusers {major}.{oldest} " in (ROOT / readme).read_text(encoding="utf-8")
+        assert f" {major}.{newest}" in (ROOT / readme).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
