@@ -31,7 +31,7 @@ def look_at_attention(session: SelfTestSession, findings: Findings) -> None:
 
 
 def _failures(kernel: AttentionKernel, device: str, dtype: str) -> list[str]:
-    """The trials that failed, with their reasons. Trials are with and without masks, where the kernel takes masks."""
+    """The trials that failed, with their reasons. A trial is with and without masks if the kernel takes masks."""
     taken, failed = RankKernel(kernel, torch.device(device)), []
     for size in HEAD_SIZES:
         for lse in (False, True) if kernel.lse else (False,):
