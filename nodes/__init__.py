@@ -11,7 +11,6 @@ from .parallelize import ParallelizeModel
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
 from .ranks_panel import add_routes
-from .replaced_nodes import add_route as add_replaced_route
 from .run_on_several_gpus import add_route
 from .self_test import ParallelSelfTest
 from .step_cache import ParallelStepCache
@@ -41,7 +40,6 @@ NODE_CLASS_MAPPINGS = {
 registry().logs, registry().folder = log_folder, folder
 add_route()
 add_routes()
-add_replaced_route(NODE_CLASS_MAPPINGS)
 add_move_in_route()
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",

@@ -3,11 +3,9 @@ open.
 
 `POST /parallel_dit/ranks/open` and `/close` with {"client": the page's id on ComfyUI's socket}. An open panel gets the event
 `parallel_dit.ranks` with {"pools": [PoolOverview as a dict]}, at most once a second and only when something has changed.
-`POST /parallel_dit/ranks/unload` frees the ranks' memory, when no prompt runs any more (202: not yet).
 """
 
 import asyncio
-import contextlib
 import json
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 from parallel_backend.client.registry import registry
 
 from .ui.host import prompt_server
-from .ui.long_work import Busy, LongWork
 
 EVENT, ROUTES = "parallel_dit.ranks", "/parallel_dit/ranks"
 SECONDS = 1.0
@@ -61,40 +58,6 @@ class OpenPanels:
             self._task = None
 
 
-class Unloading:
-    """Frees the ranks' memory between two prompts, as ComfyUI's own /free does. Used on the server's event loop alone."""
-
-    def __init__(self, prompt_queue: Any):
-        self._queue = prompt_queue
-        self._work = LongWork("unload")
-        self._task: asyncio.Task | None = None
-
-    async def asked(self) -> bool:
-        """Free the memory now, or soon if a prompt runs. Returns whether it is free. Raises Busy for too many requests."""
-        registry().unload_asked = True
-        if not self._prompt_runs():
-            await self._work.done(self._unload)
-        if registry().unload_asked and self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._wait())
-        return not registry().unload_asked
-
-    async def _wait(self) -> None:
-        try:
-            while registry().unload_asked:
-                await asyncio.sleep(SECONDS)
-                if not self._prompt_runs():
-                    with contextlib.suppress(Busy):
-                        await self._work.done(self._unload)
-        finally:
-            self._task = None
-
-    def _unload(self) -> None:
-        registry().unload_between_prompts(self._prompt_runs)
-
-    def _prompt_runs(self) -> bool:
-        return bool(self._queue.get_current_queue_volatile()[0])
-
-
 def shown() -> dict[str, Any]:
     """The state that a panel shows."""
     pools = [asdict(pool) for pool in registry().overview()]
@@ -131,12 +94,3 @@ def add_routes() -> None:
     async def close_panel(request: web.Request) -> web.Response:
         panels.close(await client_of(request))
         return web.Response()
-
-    unloading = Unloading(server.prompt_queue)
-
-    @server.routes.post(f"{ROUTES}/unload")
-    async def unload(_request: web.Request) -> web.Response:
-        try:
-            return web.Response(status=200 if await unloading.asked() else 202)
-        except Busy:
-            return web.Response(status=503)

@@ -11,13 +11,11 @@ from .patcher import RemoteModelPatcher
 
 
 def start_ranks_of(model: RemoteModelPatcher) -> None:
-    """Begin to start the ranks of `model` and to read its file, if the prompt samples with it. Never waits; starts nothing
-    on a Ray cluster, and no ranks where the prompt's text encoder would lack their memory: they start after it."""
-    diffusion_model = model.model.diffusion_model
-    devices = diffusion_model.devices
-    if not any(map(on_ray, devices)) and feeds_a_sampler():
-        started = devices if leave_room(devices, text_encoder_bytes()) else ()
-        registry().begin(started, diffusion_model.checkpoint.path)
+    """Begin to start the ranks of `model`, if the prompt samples with it. Never waits; starts nothing on a Ray cluster, nor
+    if the prompt's text encoder would lack their memory: they start after it."""
+    devices = model.model.diffusion_model.devices
+    if not any(map(on_ray, devices)) and feeds_a_sampler() and leave_room(devices, text_encoder_bytes()):
+        registry().begin(devices)
 
 
 def leave_room(devices: tuple[str, ...], encoder: int) -> bool:

@@ -34,7 +34,6 @@ from .overview import PoolOverview, overview_of
 from .p2p_verdicts import P2PVerdicts
 from .pools import Pools
 from .prompt_files import PromptFiles
-from .read_ahead import ReadAhead, read_ahead
 from .remote_transformer import RemoteTransformer
 from .shortfalls import Shortfalls
 
@@ -65,11 +64,8 @@ class Registry:
         self._models = ModelsOnRanks()
         self.use_again = self._models.use_again  # in the place of `model`
         self._files = PromptFiles()
-        self.unload_asked = False
-        """Whether to free everything before the next prompt uses a model. Set on any thread."""
         self._shortfalls = Shortfalls()
         self._exiting = False
-        self._reading: ReadAhead | None = None
         self._former_owners: list[Any] = []  # kept alive: an owner may be what calls `unload`, and must outlive that call
 
     def model(
@@ -91,8 +87,6 @@ class Registry:
         model is loaded once more and streams more of its weights (shortfalls.py).
         """
         with self._lock:
-            if self._reading is not None:
-                self._reading.stop()
             entry = self._models.find(setup)
             checkpoint = self._files.of(setup, entry, opened)
             if entry is not None and entry.model.checkpoint.file_state != checkpoint.file_state:
@@ -118,8 +112,7 @@ class Registry:
     def checkpoint(self, prompt: str | None, setup: Setup, opened: Checkpoint) -> Checkpoint:
         """The files of `setup` with which this prompt computes, see PromptFiles. `opened`: as a node opened them."""
         with self._lock:
-            if self._files.begin(prompt) and self.unload_asked:
-                self.unload()
+            self._files.begin(prompt)
             return self._files.of(setup, self._models.find(setup), opened)
 
     def _load(
@@ -224,17 +217,10 @@ class Registry:
                 if (entry := self._models.find(setup)) is not None:
                     self._unload(entry, poll)
                 return
-            self.unload_asked = False
             for each in self._models:
                 self._let_go(each)
             for pool, freed in [(pool, self._begin_freeing(pool)) for pool in self._pools.working]:
                 self._finish_freeing(pool, freed, poll)
-
-    def unload_between_prompts(self, prompt_runs: Callable[[], bool]) -> None:
-        """`unload` if it is `unload_asked` and no prompt runs. The lock keeps the next one from using a model meanwhile."""
-        with self._lock:
-            if self.unload_asked and not prompt_runs():
-                self.unload()
 
     def _unload(self, gone: OnRanks, poll: Poll) -> None:
         """Free the ranks' memory of one model; with the last one on them everything, parts of VAEs too."""
@@ -306,19 +292,15 @@ class Registry:
         model = self._model_of(setup)
         return None if model is None else model.wanted_on(device)
 
-    def begin(self, devices: tuple[str, ...], file: Path | None = None) -> None:
-        """Begin to start ranks on these devices for a later use, unless there are ranks on any of them. Also begin to read
-        the `file` of the model that will be loaded, unless it is on ranks.
+    def begin(self, devices: tuple[str, ...]) -> None:
+        """Begin to start ranks on these devices for a later use, unless there are ranks on any of them.
 
         Never waits. Does nothing while another thread loads a model, because that model needs the devices first.
         """
         if self._lock.acquire(blocking=False):
             try:
                 if not self._exiting:
-                    if devices:
-                        self._pools.begin(devices)
-                    if file is not None and not any(each.model.checkpoint.path == file for each in self._models):
-                        self._reading = read_ahead(self._reading, file)
+                    self._pools.begin(devices)
             finally:
                 self._lock.release()
 

@@ -75,8 +75,6 @@ TOASTS = (
     "RayCleanVRAMUsed was removed: ranks and ComfyUI make room for each other.",
     "DeviceSelectorMultiGPU was removed: ComfyUI's loaders choose the device.",
     "This workflow has no loader of a diffusion model.",
-    "Nothing was changed. These nodes belong to another pack (custom_nodes.other), not Parallel DiT's: ApplyPipeFusion. "
-    "Remove one of the two packs.",
     f"Nothing was changed. ComfyUI shows one GPU on this machine.{_HIDDEN}",
     "Nothing was changed: this editor would lose the wire to KSampler; Load LoRA. Please report it, and connect the nodes "
     "by hand.",

@@ -100,8 +100,7 @@ GB = 10**9
     ],
 )
 def test_ranks_start_beside_a_text_encoder_if_both_have_room(module, graph, tmp_path, devices, encoder, free, begun):
-    """Files of 10 GB, and 0.8 GB for ComfyUI's computing. What does not start early starts at its first use; the model's
-    files are read in any case."""
+    """Files of 10 GB, and 0.8 GB for ComfyUI's computing. Ranks that do not start early start at their first use."""
     for name in ("t5.safetensors", "l.safetensors"):
         with (tmp_path / name).open("wb") as file:
             file.truncate(5 * GB)  # without blocks on the disk
@@ -125,6 +124,6 @@ def test_ranks_start_beside_a_text_encoder_if_both_have_room(module, graph, tmp_
         mock.patch.multiple(early.comfy.model_management, create=True, **memory),
         mock.patch.object(early, "registry", lambda: SimpleNamespace(begin=lambda *given: started.append(given))),
     ):
-        part = SimpleNamespace(devices=devices, checkpoint=SimpleNamespace(path="a file"))
+        part = SimpleNamespace(devices=devices)
         early.start_ranks_of(SimpleNamespace(model=SimpleNamespace(diffusion_model=part)))
-    assert started == [(devices if begun else (), "a file")]
+    assert started == [(devices,)] * begun

@@ -429,7 +429,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch, cap
 
     with monkeypatch.context() as patch:
         patch.setattr("parallel_backend.core.json_file.json.dump", full)
-        patch.setattr("parallel_backend.planning.calibration_file.load", lambda path, key: None)
+        patch.setattr("parallel_backend.planning.calibration_file.load", lambda folder, key: None)
         with caplog.at_level(logging.WARNING):
             assert cached(tmp_path, KEY, measure) != first
     assert "could not be stored" in caplog.text

@@ -48,7 +48,7 @@ const ENGLISH = {
     runs: "Last runs",
     logs: (folder) => `Logs: ${folder}`,
     unload: "Unload",
-    unloadTip: "Free the ranks' memory. The next run reads the model again.",
+    unloadTip: "Free the memory of the ranks and of ComfyUI's models. The next run reads them again.",
     selfTest: "Add Self-Test",
     selfTestTip: "Put a Parallel Self-Test node into the workflow.",
 };
@@ -83,7 +83,7 @@ const CHINESE = {
     runs: "最近的运行",
     logs: (folder) => `日志：${folder}`,
     unload: "卸载",
-    unloadTip: "释放各进程的显存。下次运行会重新读取模型。",
+    unloadTip: "释放各进程和 ComfyUI 模型的显存。下次运行会重新读取。",
     selfTest: "添加自检节点",
     selfTestTip: "在工作流中放入“并行自检”节点。",
 };
@@ -257,7 +257,7 @@ function draw() {
         for (const text of runs) parts.push(element("div", "row quiet", inWords(text)));
     }
     const buttons = element("div", "buttons");
-    const unload = () => api.fetchApi("/parallel_dit/ranks/unload", { method: "POST" });
+    const unload = () => api.fetchApi("/free", { method: "POST", body: JSON.stringify({ unload_models: true }) });
     buttons.append(button(words.unload, words.unloadTip, unload), button(words.selfTest, words.selfTestTip, () => addNode("ParallelSelfTest")));
     parts.push(buttons);
     shown.replaceChildren(...parts);

@@ -7,12 +7,11 @@ from functools import cached_property
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind, on_ray
-from parallel_backend.core.kept_file import kept_path
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.plans.proof import Proof
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
 from parallel_backend.planning.calibration import calibration_key
-from parallel_backend.planning.calibration_file import NAME, load
+from parallel_backend.planning.calibration_file import load
 from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.planner import advise, choose, credible, plan
 from parallel_backend.planning.prediction import predict
@@ -50,8 +49,7 @@ class MeasuredRun:
         if setup.degrees.world == 1 or compiled or any(map(on_ray, setup.devices)):
             return None
         for devices in self._calibrated():
-            key = calibration_key(devices, self.checkpoint, setup.dtype, setup.attention)
-            calibration = load(kept_path(folder(), key, NAME), key)
+            calibration = load(folder(), calibration_key(devices, self.checkpoint, setup.dtype, setup.attention))
             if calibration is not None and calibration.machine.names == devices:
                 return calibration
         return None

@@ -640,13 +640,6 @@ MUTANTS = (
         ("tests/client/test_registry.py",),
     ),
     Mutant(
-        "Unload frees a model in the middle of a run",
-        CLIENT + "registry.py",
-        "if self.unload_asked and not prompt_runs():",
-        "if self.unload_asked:",
-        ("tests/client/test_registry.py", "tests/nodes/test_ranks_panel.py"),
-    ),
-    Mutant(
         "files with the prefix net. do not open",
         CHECKPOINTS + "single_file.py",
         '"model.model.", "net.")',
