@@ -177,15 +177,9 @@ class Adaptation:
             self.bytes = [reply.adapter_bytes for reply in self._all_in_place(poll)]
             self._name, self._strengths = name, strengths
 
-    def drop(self, poll: Poll) -> None:
-        """Free the additions on all ranks. The next `replace` sends everything, even under the same name."""
-        with self._lock:
-            self._name, self._strengths = object(), ()
-            self._deltas.replace((), poll)
-            self.bytes = [reply.adapter_bytes for reply in self._all_in_place(poll)]
-
-    def drop_soon(self) -> list[int]:
-        """As `drop`, without waiting for the ranks. Bytes that come free, by rank; none while they are being sent."""
+    def drop(self) -> list[int]:
+        """Free the additions on all ranks, without waiting. The next `replace` sends everything, even under the same name.
+        Bytes that come free, by rank; none while they are being sent."""
         if not self._lock.acquire(blocking=False):
             return [0] * len(self.bytes)
         try:

@@ -107,7 +107,7 @@ class MemoryGuard:
         setup = self.memory_check.setup
         value_bytes = compute_dtype(setup.dtype, torch.device(device_kind(setup.devices[0]))).itemsize
         read = functools.partial(self._device_memories, poll)
-        return AdapterRoom(read, self.make_room, self.resident, setup.degrees, self.memory_check.streams, value_bytes)
+        return AdapterRoom(read, self.make_room, self.resident, self.memory_check.streams, value_bytes)
 
     def adapted(self) -> None:
         """Note that LoRA values were added to the weights or freed.

@@ -258,8 +258,8 @@ class Registry:
         self._pools.end(pool.devices)
 
     def give_back(self, setup: Setup, device: str, nbytes: float) -> int:
-        """Free `nbytes` of `device` by moving the model of `setup`, see giving_way.give_way. Bytes that came free. The model
-        stays on the ranks. Waits for micro-steps under way."""
+        """Free `nbytes` of `device` by moving the model of `setup`, see RemoteTransformer.give_way. Bytes that came free.
+        The model stays on the ranks. Waits for micro-steps under way."""
         with self._lock:
             model = self._model_of(setup)
             if model is None or model.pool.error is not None:

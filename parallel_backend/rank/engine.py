@@ -55,12 +55,12 @@ class Engine:
         self._measured.clear()
         return taken
 
-    def set_resident(self, resident: int, working: bool = True) -> Residency:
+    def set_resident(self, resident: int) -> Residency:
         """Move weights between device and host (loading.SetResident). Returns where they are then."""
         self.drop_graphs()
         if resident == 0:
             self.stage.module_cache.forget()
-        self.stage.store.set_resident(resident, working)
+        self.stage.store.set_resident(resident)
         return self.residency
 
     def drop_graphs(self, which: Callable[[Kind], bool] | None = None) -> None:

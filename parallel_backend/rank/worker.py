@@ -273,7 +273,7 @@ class Worker:
         engine = self.engines.get(self._model)
         if engine is None:  # unloaded meanwhile
             return m.Residency(self.settings.rank, 0, 0)
-        held = engine.set_resident(message.resident[engine.stage.rank], message.working)
+        held = engine.set_resident(message.resident[engine.stage.rank])
         self._release_unused()
         return held
 
