@@ -14,7 +14,6 @@ import comfy.utils
 import torch
 
 from parallel_backend.client.registry import registry
-from parallel_backend.client.shared_tensors import shared_output
 from parallel_backend.client.vae import Made, NotExact, Part, RemoteVAE, TooLittleMemory, bands
 from parallel_backend.core.devices import device_kind
 from parallel_backend.processes.pool_part import SomeRanks
@@ -65,16 +64,15 @@ def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: Som
     make_room(pool, needed)
     on_piece = partial(comfy.utils.ProgressBar(len(latent) * pieces).update, 1)
     run_tiles = partial(remote.run_tiles, poll=check_cancelled, bytes_needed=needed)
-    with shared_output(pool, (len(latent), *shape[1:]), vae.vae_output_dtype()) as (images, shared):
-        for index, entry in enumerate(entries):
-            target = images[index : index + 1]
-            if tiles:
-                decode_in_tiles(model, entry, target, run_tiles, on_piece)
-            else:
-                remote.run(entry, 1, target, check_cancelled, shared=shared, bytes_needed=needed)
-                on_piece()
-            if (processed := vae.process_output(target)) is not target:  # most VAEs' process_output works in place
-                target.copy_(processed)
+    images = torch.empty(len(latent), *shape[1:], dtype=vae.vae_output_dtype())
+    for entry, target in zip(entries, images.split(1), strict=True):
+        if tiles:
+            decode_in_tiles(model, entry, target, run_tiles, on_piece)
+        else:
+            remote.run(entry, 1, target, check_cancelled, needed)
+            on_piece()
+        if (processed := vae.process_output(target)) is not target:  # most VAEs' process_output works in place
+            target.copy_(processed)
     return images.to(vae.output_device).movedim(1, -1)
 
 
@@ -134,7 +132,7 @@ def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: Som
             latents.append(encode_in_tiles(model, x, run_tiles, on_piece))
         else:
             latents.append(torch.empty(shape, dtype=dtype))
-            remote.run(x, scale, latents[-1], check_cancelled, bytes_needed=needed)
+            remote.run(x, scale, latents[-1], check_cancelled, needed)
             on_piece()
     return torch.cat(latents).to(vae.output_device, vae.vae_output_dtype())
 

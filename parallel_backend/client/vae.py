@@ -13,7 +13,6 @@ from parallel_backend.core.spans import Span, in_proportion, split
 from parallel_backend.processes.pool import Poll, RankError, wait_for
 from parallel_backend.processes.pool_part import SomeRanks
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.shared_memory import ALIGNMENT
 
 from .shared_tensors import shared_weights
 
@@ -70,29 +69,21 @@ class RemoteVAE:
         unit: int,
         output: torch.Tensor,
         poll: Poll,
-        *,
-        shared: bool = False,
         bytes_needed: int = 0,
     ) -> None:
         """Fill `output` [B, C', (frames',) rows', columns'] from x [B, C, (frames,) rows, columns]. Exact up to rounding.
 
-        `unit`: rows of x that must stay together. `shared`: `output` is in memory that the ranks share (shared_tensors.py),
-        and they write into it. `bytes_needed`: for one rank's band; TooLittleMemory if a device has less. NotExact if the
-        ranks' trial has shown it. If `poll` raises, the ranks finish the image.
+        `unit`: rows of x that must stay together. `bytes_needed`: for one rank's band; TooLittleMemory if a device has less.
+        NotExact if the ranks' trial has shown it. If `poll` raises, the ranks finish the image.
         """
         columns = cut_along_columns(x)
         dim = x.ndim - 1 if columns else x.ndim - 2
         sizes = self._sizes(x, unit)
         assert min(sizes) > 0, "a rank would have no rows"
-        shared = shared and output.storage_offset() * output.itemsize % ALIGNMENT == 0
-        request = [
-            m.RunVAE(self.part, band.contiguous(), sizes, columns, output if shared else None)
-            for band in x.split(sizes, dim)
-        ]
+        request = [m.RunVAE(self.part, band.contiguous(), sizes, columns) for band in x.split(sizes, dim)]
         with contextlib.closing(self._replies(iter([request]), bytes_needed, poll, self._trial(x, unit))) as replies:
             for span, reply in zip(in_proportion(sizes, output.shape[dim]), next(replies), strict=True):
-                if not shared:
-                    self._take(output.narrow(dim, span.start, len(span)), reply)
+                self._take(output.narrow(dim, span.start, len(span)), reply)
 
     def run_tiles(
         self, clips: Iterable[torch.Tensor], poll: Poll, bytes_needed: int = 0
@@ -103,12 +94,11 @@ class RemoteVAE:
         def requests() -> Iterator[list[m.RunVAE]]:
             for tiles in clips:
                 shares = [tiles[span.slice].contiguous() for span in split(Span(0, len(tiles)), ranks)]
-                yield [m.RunVAE(self.part, share, (), False, None) for share in shares]
+                yield [m.RunVAE(self.part, share, (), False) for share in shares]
 
         with contextlib.closing(self._replies(requests(), bytes_needed, poll)) as replies:
             for parts in replies:
-                outputs = [self._band(reply) for reply in parts]
-                yield torch.cat([output for output in outputs if output.numel()])
+                yield torch.cat([reply.band for reply in parts if reply.band.numel()])
 
     def _sizes(self, x: torch.Tensor, unit: int) -> tuple[int, ...]:
         """Rows, or columns, of each rank."""
@@ -120,21 +110,14 @@ class RemoteVAE:
         corner = x[..., :rows, :columns]
         corner = corner[:, :, : FRAMES_TRIED[self.part]] if x.ndim == 5 else corner
         along_columns = cut_along_columns(corner)
-        return m.RunVAE(self.part, corner.contiguous(), self._sizes(corner, unit), along_columns, None)
+        return m.RunVAE(self.part, corner.contiguous(), self._sizes(corner, unit), along_columns)
 
     def _take(self, target: torch.Tensor, reply: m.VAEOutput) -> None:
         """Copy a rank's band into `target`. RankError for a band of another shape."""
-        band = self._band(reply)
-        if band.shape != target.shape:
-            shapes = f"{list(band.shape)} for {list(target.shape)}"
+        if reply.band.shape != target.shape:
+            shapes = f"{list(reply.band.shape)} for {list(target.shape)}"
             raise self.pool.refuse(reply.rank, f"a band of an image of the shape {shapes}")
-        target.copy_(band)
-
-    def _band(self, reply: m.VAEOutput) -> torch.Tensor:
-        """The band that a rank sent. RankError for a rank that sent none."""
-        if reply.band is None:
-            raise self.pool.refuse(reply.rank, "None for a band of an image")
-        return reply.band
+        target.copy_(reply.band)
 
     def _replies(
         self, requests: Iterator[list[m.RunVAE]], bytes_needed: int, poll: Poll, trial: m.RunVAE | None = None

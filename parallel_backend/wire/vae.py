@@ -19,8 +19,6 @@ class RunVAE:
     """Each rank's number of input rows, or columns. Empty: `band` has independent batch entries (tiles) instead."""
     columns: bool
     """Bands are columns instead of rows."""
-    output: torch.Tensor | None
-    """[B, C, (frames,) rows, columns] in shared memory, for the whole output. None: the rank sends its band."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,8 @@ class VAEOutput:
     """Rank -> client: the rank's band of the output."""
 
     rank: int
-    band: torch.Tensor | None
-    """[B, C, (frames,) rows, columns]. None: the rank has written it into RunVAE.output."""
+    band: torch.Tensor
+    """[B, C, (frames,) rows, columns]."""
     bytes_sent: dict[str, int]
     """Payload that the rank sent to others for it, by mesh axis."""
 
