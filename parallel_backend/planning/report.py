@@ -119,34 +119,6 @@ def _streamed(prediction: Prediction) -> str:
     return f"; streams {_size(prediction.most_streamed)} a micro-step" if prediction.most_streamed else ""
 
 
-def _where_weights_are(prediction: Prediction, plan: Plan) -> list[str]:
-    """By rank, the bytes that stay on the device and those that are streamed. Empty if none are streamed."""
-    if not prediction.most_streamed:
-        return []
-    names = plan.costs.machine.names
-    ranks = (
-        f"{names[device]} {_size(holding.weights.total - holding.streamed)} and {_size(holding.streamed)}"
-        for device, holding in zip(prediction.mode.devices, prediction.held, strict=True)
-    )
-    return [f"weights that stay on the device, and that a micro-step streams from host memory: {', '.join(ranks)}"]
-
-
-def _other_ways(best: Prediction, plan: Plan) -> list[str]:
-    """The seconds of the same degrees with more patches, and of other single degrees. Empty where `best` streams nothing."""
-    if not best.most_streamed:
-        return []
-    lines = [
-        f"with {prediction.mode.bands} patches {prediction.seconds:.2f} s: every patch copies the stage's weights again"
-        for prediction in plan.predictions
-        if prediction.mode.degrees == best.mode.degrees and prediction.mode.bands > best.mode.bands > 1
-    ]
-    return lines + [
-        f"{_named(other.mode, plan)}: {other.seconds:.2f} s{_streamed(other)}"
-        for other in plan.predictions
-        if _single(other.mode) and not other.lacks and other.mode.degrees != best.mode.degrees
-    ]
-
-
 def _single(mode: Mode) -> bool:
     return sum(getattr(mode.degrees, axis) > 1 for axis in AXES) <= 1
 
@@ -193,21 +165,10 @@ def _advice(plan: Plan) -> str:
             reasons.append(f"no single device can run this model: one {one.lacks}")
         elif one.most_streamed:
             reasons.append(f"no single device holds this model: one takes {one.seconds:.2f} s{_streamed(one)}")
-        reasons += _alternatives(best, plan)
-    reasons += [*_where_weights_are(best, plan), *_other_ways(best, plan)]
+        exact = next((other for other in plan.predictions if other.mode.exact and not other.lacks), None)
+        if exact is not None and not mode.exact:
+            reasons.append(f"the fastest that is exact throughout: {_named(exact.mode, plan)}, {exact.seconds:.2f} s")
     return "\n".join([*reasons, settings(mode, machine)])
-
-
-def _alternatives(best: Prediction, plan: Plan) -> list[str]:
-    """A faster mode that does not fit, and the fastest exact mode."""
-    lines = []
-    quicker = next((other for other in plan.predictions if other.lacks and other.seconds < best.seconds), None)
-    if quicker is not None and quicker.mode.device is None:
-        lines.append(f"{quicker.mode} would be faster, but does not fit: {quicker.lacks}")
-    exact = next((other for other in plan.predictions if other.mode.exact and not other.lacks), None)
-    if exact is not None and not best.mode.exact:
-        lines.append(f"the fastest that is exact throughout: {_named(exact.mode, plan)}, {exact.seconds:.2f} s")
-    return lines
 
 
 def _size(size: float) -> str:

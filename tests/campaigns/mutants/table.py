@@ -430,9 +430,9 @@ MUTANTS = (
     ),
     Mutant(
         "a ControlNet sees this step of bands that have not made it",
-        "nodes/sampling/band_controlnet.py",
-        "last = turn if exact else turn - 1",
-        "last = turn - 1",
+        "nodes/sampling/band_exchange.py",
+        "last = turn if exact or band <= index else turn - 1",
+        "last = turn if band <= index else turn - 1",
         ("tests/client/test_controlnet.py", "-k", "it_sees"),
     ),
     Mutant(
