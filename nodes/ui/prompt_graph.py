@@ -1,18 +1,14 @@
 """The prompt that ComfyUI is executing: its id and its graph."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-import folder_paths
 from comfy_execution.utils import get_executing_context
 
 from .other_nodes import COMFYUI
 
 Graph = Mapping[str, Mapping[str, Any]]
 """A prompt in ComfyUI's API form: number of a node -> its class_type and inputs. A link is [number, output]."""
-FOLDERS = ("text_encoders", "clip_gguf", "checkpoints")
-"""Kinds of model folders with text encoders in their files."""
 
 
 def present_prompt() -> str | None:
@@ -58,15 +54,6 @@ def loader_inputs(graph: Graph, node: str) -> Mapping[str, Any] | None:
             return None
         node = sources[0]
     return None
-
-
-def text_encoder_bytes() -> int:
-    """Bytes of the files from which nodes of this prompt load text encoders; for an all-in-one file, all its bytes."""
-    found = executing()
-    nodes = [] if found is None else [node for node in found[0].values() if _makes(node, "CLIP")]
-    names = {value for node in nodes for value in node["inputs"].values() if isinstance(value, str)}
-    paths = {folder_paths.get_full_path(folder, name) for folder in FOLDERS for name in names}
-    return sum(os.path.getsize(path) for path in paths if path is not None)
 
 
 def is_sampled(graph: Graph, loader: str, outputs: list[str]) -> bool:

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
 
 KINDS = {"Loader": ("MODEL",), "LoRA": ("MODEL",), "KSampler": ("LATENT",), "Empty": ("LATENT",), "Decode": ("IMAGE",)}
 
@@ -85,45 +84,3 @@ def test_the_prompt_that_is_executed_is_looked_at(graph, monkeypatch):
         context = SimpleNamespace(prompt_id=prompt, node_id="1")
         monkeypatch.setattr(graph, "get_executing_context", lambda context=context: context)
         assert graph.feeds_a_sampler() is sampled
-
-
-GB = 10**9
-
-
-@pytest.mark.parametrize(
-    ("devices", "encoder", "free", "begun"),
-    [
-        (("cuda:0", "cuda:1"), "cuda:0", 11.5, True),
-        (("cuda:0", "cuda:1"), "cuda:0", 10.9, False),  # it just fits without ranks
-        (("cuda:1", "cuda:2"), "cuda:0", 10.9, True),  # whose GPU has no ranks
-        (("cuda:0", "cuda:1"), "cpu", 0.1, True),
-    ],
-)
-def test_ranks_start_beside_a_text_encoder_if_both_have_room(module, graph, tmp_path, devices, encoder, free, begun):
-    """Files of 10 GB, and 0.8 GB for ComfyUI's computing. Ranks that do not start early start at their first use."""
-    for name in ("t5.safetensors", "l.safetensors"):
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(5 * GB)  # without blocks on the disk
-    prompt = GRAPH | {"9": node("Clips", clip_name1="t5.safetensors", clip_name2="l.safetensors", type="flux")}
-    kinds = graph.COMFYUI.NODE_CLASS_MAPPINGS | {"Clips": SimpleNamespace(RETURN_TYPES=("CLIP",))}
-    early, started = module("model.early_start"), []
-    memory = {
-        "text_encoder_device": lambda: torch.device(encoder),
-        "get_free_memory": lambda gpu: free * GB,
-        "minimum_inference_memory": lambda: 0.8 * GB,
-    }
-
-    def full_path(folder: str, name: str) -> str | None:
-        path = tmp_path / name
-        return str(path) if folder == "text_encoders" and path.exists() else None
-
-    with (
-        mock.patch.object(graph.COMFYUI, "NODE_CLASS_MAPPINGS", kinds),
-        mock.patch.object(graph, "executing", lambda: (prompt, "1", ["5"])),
-        mock.patch.object(graph.folder_paths, "get_full_path", full_path, create=True),
-        mock.patch.multiple(early.comfy.model_management, create=True, **memory),
-        mock.patch.object(early, "registry", lambda: SimpleNamespace(begin=lambda *given: started.append(given))),
-    ):
-        part = SimpleNamespace(devices=devices)
-        early.start_ranks_of(SimpleNamespace(model=SimpleNamespace(diffusion_model=part)))
-    assert started == [(devices,)] * begun

@@ -111,8 +111,6 @@ class SamplingRun:
     """The setup before the first loss of a device, for which the run's calls were tried. None: no device was lost."""
     call: tuple[float, Mapping[str, Any]] = NO_CALL
     """The last model call: its start time by time.perf_counter, and its transformer_options."""
-    shape: CallShape | None = None
-    """Shape of the run's model calls. None: it has made none."""
     _lost: tuple[float, str] | None = None
     """When the call began that is to be made again, and its step."""
 
@@ -136,7 +134,6 @@ class SamplingRun:
     @contextlib.contextmanager
     def counted(self, call: CallShape, steps: int) -> Iterator[None]:
         """Around a call outside of bands, of a sampler with `steps` steps."""
-        self.shape = call
         if self.began is None:
             self.began = time.perf_counter()
         try:
@@ -158,11 +155,6 @@ class SamplingRun:
             return "a step"
         above = int((torch.as_tensor(sigmas).cpu() > float(sigma.max()) * (1 + 1e-6)).sum())
         return f"step {min(above + 1, len(sigmas) - 1)} of {len(sigmas) - 1}"
-
-    @property
-    def kind(self) -> tuple[CallShape | None, bool]:
-        """The shape of its calls, and whether it was tried for bands."""
-        return self.shape, self.whole_calls is not None
 
     def lost(self) -> None:
         """Note that the ranks are lost, and that the last call will be made again."""
