@@ -38,15 +38,7 @@ def check_widgets(gpus: int | None, offload: str | None = STREAMED) -> None:
 @validate(early=check_widgets)
 class ParallelizeModel:
     CATEGORY = CATEGORY
-    SEARCH_ALIASES = (
-        *SEVERAL_GPUS,
-        "pipefusion",
-        "ulysses",
-        "usp",
-        "raylight",
-        "split model",
-        "second gpu",
-    )
+    SEARCH_ALIASES = (*SEVERAL_GPUS, "split model")
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "parallelize"
     DESCRIPTION = (
