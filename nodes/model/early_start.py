@@ -3,12 +3,12 @@
 from parallel_backend.client.registry import registry
 from parallel_backend.core.devices import on_ray
 
-from ..ui.prompt_graph import feeds_a_sampler
+from ..ui.prompt_graph import present_prompt
 from .patcher import RemoteModelPatcher
 
 
 def start_ranks_of(model: RemoteModelPatcher) -> None:
-    """Begin to start the ranks of `model`, if the prompt samples with it. Never waits; starts nothing on a Ray cluster."""
+    """Begin to start the ranks of `model`, which a prompt has loaded. Never waits; starts nothing on a Ray cluster."""
     devices = model.model.diffusion_model.devices
-    if not any(map(on_ray, devices)) and feeds_a_sampler():
+    if present_prompt() is not None and not any(map(on_ray, devices)):
         registry().begin(devices)
