@@ -13,6 +13,7 @@ import torch
 
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.placement.device_memory import DeviceMemory, device_memories
 from parallel_backend.placement.gpu_overheads import COPY_RATE
@@ -29,13 +30,16 @@ from .adapter_room import AdapterRoom
 from .call import Conditioning
 from .conditioning_cache import CONDITIONINGS_KEPT
 from .resident_weights import ResidentWeights
-from .shortfalls import Shortfalls
 
 log = logging.getLogger(__name__)
 
 LEAST_SHORT = 1 << 28
 """Least bytes that a device is assumed to lack when it ran out. The failed allocation, or half of the run's estimate, counts
 if it is larger. A guess: no GPU has run out so far."""
+
+Learnt = dict[Setup, dict[int, int]]
+"""Setup -> by rank, the most bytes of weights that it may keep since it ran out of memory. Shared by a process's models.
+Estimates of a run's memory are not measured, so a run that fits by them may still run out."""
 
 MakeRoom = Callable[[str, int], int]
 """(device of this machine such as cuda:0, bytes that it lacks) -> bytes that have come free. Provided by the program with
@@ -57,14 +61,14 @@ class MemoryGuard:
         built: BuiltClass,
         make_room: MakeRoom = no_room,
         lock: AbstractContextManager | None = None,
-        shortfalls: Shortfalls | None = None,
+        learnt: Learnt | None = None,
     ):
-        """`lock`: see ResidentWeights. `shortfalls`: those of all models. None: there are none, and no message is shown."""
+        """`lock`: see ResidentWeights. `learnt`: None: nothing is."""
         self.ranks, self.memory_check, self.built, self.make_room, self._lock = ranks, memory_check, built, make_room, lock
         self.resident = ResidentWeights(ranks, memory_check.weights(), lock=lock)
         self.copy_rates = [0.0] * len(ranks.devices)
         """By rank, bytes a second from host memory to its device; 0.0 if no weights are streamed."""
-        self._shortfalls = shortfalls or Shortfalls()
+        self._learnt: Learnt = {} if learnt is None else learnt
         self._learned: str | None = None  # see `learn`
         self.has_host = [False] * len(ranks.devices)
         """By rank, whether the machine has separate host memory to which weights can move."""
@@ -83,7 +87,7 @@ class MemoryGuard:
         """Set the limits in `resident` for loading and a run of these requests. ValueError for too large weights."""
         memories = self._with_room(requests, self._device_memories(poll), None)
         self.memory_check.check_weights(memories)
-        most = self._shortfalls.most(self.memory_check.setup, requests, loading=True)
+        most = self._learnt.get(self.memory_check.setup, {})
         limits = self.memory_check.placed(requests, memories, most=most)
         self.resident = ResidentWeights(self.ranks, self.memory_check.weights(), limits, self._lock)
 
@@ -204,7 +208,7 @@ class MemoryGuard:
             return ""
         short = max(error.asked, self.memory_check.memory(requests)[rank].run // 2, LEAST_SHORT)
         most = max(weights.least, present - short)
-        self._shortfalls.learn(self.memory_check.setup, requests, rank, most)
+        self._learnt.setdefault(self.memory_check.setup, {})[rank] = most
         limit = self.resident.limits[rank]
         more, device = (weights.streamed(most) - weights.streamed(limit)) / 1e9, self.ranks.devices[rank]
         return (
@@ -222,7 +226,7 @@ class MemoryGuard:
         free.move_to(self.resident.expected())
         free.memories = self._with_room(requests, free.memories, self.resident.expected())
         present = self.resident.expected()
-        most = self._shortfalls.most(self.memory_check.setup, requests)
+        most = self._learnt.get(self.memory_check.setup, {})
         placed = [self.memory_check.placed(requests, free.memories, present, most)]
         placed += [self.memory_check.placed(each, free.memories, present) for each in self._of_last_run]
         self._of_this_run.add(requests)

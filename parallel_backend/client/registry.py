@@ -28,14 +28,13 @@ from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import SelfTest
 
 from .loading import NoRoomToLoad, load_model
-from .memory_guard import MakeRoom, no_room
+from .memory_guard import Learnt, MakeRoom, no_room
 from .models_on_ranks import MOST_MODELS, ModelsOnRanks, OnRanks
 from .overview import PoolOverview, overview_of
 from .p2p_verdicts import P2PVerdicts
 from .pools import Pools
 from .prompt_files import PromptFiles
 from .remote_transformer import RemoteTransformer
-from .shortfalls import Shortfalls
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class Registry:
         self._models = ModelsOnRanks()
         self.use_again = self._models.use_again  # in the place of `model`
         self._files = PromptFiles()
-        self._shortfalls = Shortfalls()
+        self._learnt: Learnt = {}
         self._exiting = False
         self._former_owners: list[Any] = []  # kept alive: an owner may be what calls `unload`, and must outlive that call
 
@@ -84,7 +83,7 @@ class Registry:
         `owner` is kept alive while the model is on ranks, and then until the next use of a model: the object that frees the
         weights must outlive them. `make_room`, `expected()`: for loading, see loading.load_model; other models on the same
         ranks give way after `make_room`. `opened`: see PromptFiles.of. If a device runs out of memory during loading, the
-        model is loaded once more and streams more of its weights (shortfalls.py).
+        model is loaded once more and streams more of its weights (memory_guard.py).
         """
         with self._lock:
             entry = self._models.find(setup)
@@ -131,7 +130,7 @@ class Registry:
         def load(pool: SomeRanks) -> RemoteTransformer:
             ask = functools.partial(self._make_room, setup, pool, make_room)
             return load_model(
-                pool, checkpoint, setup, poll, progress, ask, expected(), keep_others=True, shortfalls=self._shortfalls
+                pool, checkpoint, setup, poll, progress, ask, expected(), keep_others=True, learnt=self._learnt
             )
 
         try:
