@@ -10,7 +10,7 @@ from .parallel_config import UlyssesConfig
 from .parallelize import ParallelizeModel
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
-from .ranks_panel import add_routes
+from .ranks_panel import add_ranks_route
 from .run_on_several_gpus import add_route
 from .self_test import ParallelSelfTest
 from .step_cache import ParallelStepCache
@@ -39,7 +39,7 @@ NODE_CLASS_MAPPINGS = {
 }
 registry().logs, registry().folder = log_folder, folder
 add_route()
-add_routes()
+add_ranks_route()
 add_move_in_route()
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",
