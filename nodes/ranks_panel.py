@@ -1,9 +1,7 @@
 """The server's part of the sidebar's panel (web/js/ranks_panel.js), which asks once a second while it is open.
 
-`GET /parallel_dit/ranks` answers {"pools": [PoolOverview as a dict]}.
+`GET /parallel_dit/ranks` answers {"pools": [see client/overview.py]}.
 """
-
-from dataclasses import asdict
 
 from parallel_backend.client.registry import registry
 
@@ -18,4 +16,4 @@ def add_ranks_route() -> None:
 
     @server.routes.get("/parallel_dit/ranks")
     async def ranks(_request: web.Request) -> web.Response:
-        return web.json_response({"pools": [asdict(pool) for pool in registry().overview()]})
+        return web.json_response({"pools": registry().overview()})

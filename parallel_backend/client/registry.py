@@ -30,7 +30,7 @@ from parallel_backend.wire.rank_settings import SelfTest
 from .loading import NoRoomToLoad, load_model
 from .memory_guard import Learnt, MakeRoom, no_room
 from .models_on_ranks import MOST_MODELS, ModelsOnRanks, OnRanks
-from .overview import PoolOverview, overview_of
+from .overview import overview_of
 from .p2p_verdicts import P2PVerdicts
 from .pools import Pools
 from .prompt_files import PromptFiles
@@ -273,8 +273,8 @@ class Registry:
         """The model of `setup`, if it is on ranks."""
         return None if (entry := self._models.find(setup)) is None else entry.model
 
-    def overview(self) -> list[PoolOverview]:
-        """An overview of the ranks for the user. Never waits."""
+    def overview(self) -> list[dict[str, Any]]:
+        """An overview of each pool for the user, as JSON values. Never waits."""
         return [overview_of(pool, self._models.of(pool)) for pool in self._pools.all]
 
     def runs_on(self, devices: tuple[str, ...]) -> bool:
