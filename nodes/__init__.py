@@ -17,8 +17,7 @@ from .step_cache import ParallelStepCache
 from .trace import ParallelTrace
 from .ui.host import folder, log_folder
 from .unload import UnloadParallelDiT
-from .vae.decode import ParallelVAEDecode
-from .vae.encode import ParallelVAEEncode
+from .vae.nodes import ParallelVAEDecode, ParallelVAEEncode
 
 NODE_CLASS_MAPPINGS = {
     "ParallelDiTLoader": ParallelDiTLoader,
