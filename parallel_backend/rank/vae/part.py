@@ -48,7 +48,7 @@ class VAEPart:
         fits = self._all(missing == 0)
         if fits and self._trial is not None:
             self.wrong, self._trial = self._tried(self._trial), None
-        return VAEBegun(self.rank, True, not fits, missing, self.wrong)
+        return VAEBegun(self.rank, True, missing, self.wrong)
 
     @torch.inference_mode()
     def run(self, message: RunVAE) -> VAEOutput:
