@@ -218,14 +218,14 @@ class Registry:
                 return
             for each in self._models:
                 self._let_go(each)
-            for pool, freed in [(pool, self._begin_freeing(pool)) for pool in self._pools.working]:
-                self._finish_freeing(pool, freed, poll)
+            for pool in self._pools.working:
+                self._free(pool, poll)
 
     def _unload(self, gone: OnRanks, poll: Poll) -> None:
-        """Free the ranks' memory of one model; with the last one on them everything, parts of VAEs too."""
-        pool = gone.model.pool.whole
-        freed = self._let_go(gone)
-        self._finish_freeing(pool, freed if self._models.of(pool) else self._begin_freeing(pool), poll)
+        """Free the ranks' memory of one model; with the last one on them everything, a VAE's part too."""
+        pool, freed = gone.model.pool.whole, self._let_go(gone)
+        if freed is not None or not self._models.of(pool):
+            self._free(pool, poll, freed if self._models.of(pool) else None)
 
     def _let_go(self, gone: OnRanks) -> Future | None:
         """As `_unload`, for this model alone. The future ends when the memory is free. None: the ranks have failed."""
@@ -236,25 +236,13 @@ class Registry:
         except RankError:
             return None
 
-    def _begin_freeing(self, pool: Pool) -> Future | None:
-        """Have these ranks free everything. The future ends when they have. None: the ranks have failed."""
+    def _free(self, pool: Pool, poll: Poll, freed: Future | None = None) -> None:
+        """Wait for `freed`. None: have these ranks free everything. Drops ranks that have failed: their memory is free."""
         try:
-            return pool.ask(m.Unload(), m.Unloaded)
+            wait_for(freed or pool.ask(m.Unload(), m.Unloaded), poll)
         except RankError as error:
-            self._end_failed(pool, error)
-            return None
-
-    def _finish_freeing(self, pool: Pool, freed: Future | None, poll: Poll) -> None:
-        try:
-            if freed is not None:
-                wait_for(freed, poll)
-        except RankError as error:
-            self._end_failed(pool, error)
-
-    def _end_failed(self, pool: Pool, error: RankError) -> None:
-        """Drop ranks that have failed: their memory is free, and the next use starts new ranks."""
-        log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
-        self._pools.end(pool.devices)
+            log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
+            self._pools.end(pool.devices)
 
     def give_back(self, setup: Setup, device: str, nbytes: float) -> int:
         """Free `nbytes` of `device` by moving the model of `setup`, see RemoteTransformer.give_way. Bytes that came free.
