@@ -20,8 +20,8 @@ from parallel_backend.checkpoints.single_file import file_state
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.host_memory import host_memory
+from parallel_backend.placement.memory_model import USABLE_MEMORY
 from parallel_backend.placement.model_sizes import model_sizes
-from parallel_backend.planning.before_running import Cards, why_pipefusion
 
 from .loader import CHECKPOINTS, FOLDER, file_path
 from .model.loading.model_file import importing, open_file
@@ -101,7 +101,7 @@ def answer(loaders: list[Mapping[str, Any]]) -> dict[str, Any]:
         kind = "no GPU" if device_kind(devices[0]) == "cpu" else "one GPU"
         why = f"ComfyUI shows {kind} on this machine.{why_hidden()}"
     plans = [loader_plan(each["class_type"], each["inputs"], devices) for each in loaders]
-    shown = [{"name": name, "memory": nbytes} for name, nbytes in zip(devices, cards(devices).memory, strict=True)]
+    shown = [{"name": name, "memory": nbytes} for name, nbytes in zip(devices, memory_of(devices), strict=True)]
     return {"devices": len(devices), "cards": shown, "why": why, "loaders": [asdict(each) for each in plans]}
 
 
@@ -125,7 +125,7 @@ def file_plan(name: str, path: Path, devices: tuple[str, ...], state: str) -> Lo
     native = wanted_halves(half_dtypes(devices), file.own.halves, "default")
     dtype = resolve_dtype("default", file.checkpoint.dtype, devices, file.own.halves, native)
     weights = model_sizes(file.checkpoint, dtype, devices[0]).weight_bytes
-    pipefusion = "" if file.own.unet else why_pipefusion(weights, cards(devices))
+    pipefusion = "" if file.own.unet else why_pipefusion(weights, devices)
     return LoaderPlan(takes=True, file=name, weights=weights, pipefusion=pipefusion)
 
 
@@ -149,10 +149,22 @@ def model_file(inputs: Mapping[str, Any]) -> tuple[str, Path] | None:
     return name, path
 
 
-def cards(devices: tuple[str, ...]) -> Cards:
-    """The devices' memory and links, read without creating a CUDA context. CPU ranks share the host's memory."""
+def why_pipefusion(weights: int, devices: tuple[str, ...]) -> str:
+    """Why exact modes alone would be slow for a model with `weights` bytes of weights, as text; empty if they would not be.
+
+    Split batch, Ulysses and ring need the whole model on every GPU. Ulysses, ring and tensor need fast links. If one of the
+    two is missing, PipeFusion is offered to the planner, which takes it if it is the fastest.
+    """
+    if weights > USABLE_MEMORY * min(memory_of(devices)):
+        return "no GPU holds the whole model"
+    indices = [torch.device(name).index for name in devices if device_kind(name) == "cuda"]
+    if not all(torch.cuda.can_device_access_peer(one, two) for one, two in permutations(indices, 2)):
+        return "the GPUs have no direct link (P2P)"
+    return ""
+
+
+def memory_of(devices: tuple[str, ...]) -> list[int]:
+    """The bytes of each device, read without creating a CUDA context. CPU ranks share the host's memory."""
     if device_kind(devices[0]) != "cuda":
-        return Cards([host_memory()[1] // len(devices)] * len(devices), True)
-    indices = [torch.device(name).index for name in devices]
-    peers = all(torch.cuda.can_device_access_peer(one, two) for one, two in permutations(indices, 2))
-    return Cards([torch.cuda.get_device_properties(index).total_memory for index in indices], peers)
+        return [host_memory()[1] // len(devices)] * len(devices)
+    return [torch.cuda.get_device_properties(name).total_memory for name in devices]

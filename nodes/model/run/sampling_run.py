@@ -25,12 +25,6 @@ from .step_cache import SamplingCache
 
 log = logging.getLogger(__name__)
 
-TAKING_TURNS = (
-    "this MODEL and another one take turns on the same ranks. Each turn reads the weights again. Give one of them other "
-    "devices, or load it with ComfyUI's own loader."
-)
-
-
 NO_CALL: tuple[float, Mapping[str, Any]] = (0.0, {})
 
 
@@ -84,8 +78,6 @@ class SamplingRun:
     """Weak reference to the model on the ranks that answered the last call."""
     of_setup: Setup | None = None
     """Setup of the model `loaded`."""
-    loads: int = 0
-    """How often `loaded` became another one. More than once: another MODEL takes the ranks in between."""
     calls: Counter[CallShape] = field(default_factory=Counter)
     """Number of calls outside of bands that the ranks have answered."""
     began: float | None = None
@@ -124,12 +116,8 @@ class SamplingRun:
         self.lines.append(text)
 
     def answers(self, model: RemoteTransformer, setup: Setup) -> None:
-        """Note the model that answers the next call. The user is told if models take turns."""
-        self.of_setup = setup
-        if self.loaded() is not model:
-            self.loaded, self.loads = weakref.ref(model), self.loads + 1
-            if self.loads == 2:
-                self.tell(TAKING_TURNS)
+        """Note the model that answers the next call."""
+        self.loaded, self.of_setup = weakref.ref(model), setup
 
     @contextlib.contextmanager
     def counted(self, call: CallShape, steps: int) -> Iterator[None]:
@@ -159,7 +147,6 @@ class SamplingRun:
     def lost(self) -> None:
         """Note that the ranks are lost, and that the last call will be made again."""
         self._lost = self._lost or (self.call[0], self.step)
-        self.loads = 0  # the next one replaces no other MODEL's
         if self.cache is not None:
             self.cache.restart()  # it goes by the conditionings' numbers on the ranks, which begin anew
 
