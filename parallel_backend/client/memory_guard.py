@@ -37,6 +37,9 @@ LEAST_SHORT = 1 << 28
 """Least bytes that a device is assumed to lack when it ran out. The failed allocation, or half of the run's estimate, counts
 if it is larger. A guess: no GPU has run out so far."""
 
+EXACT = 0
+"""In place of a run's number: calls outside of runs."""
+
 Learnt = dict[Setup, dict[int, int]]
 """Setup -> by rank, the most bytes of weights that it may keep since it ran out of memory. Shared by a process's models.
 Estimates of a run's memory are not measured, so a run that fits by them may still run out."""
@@ -73,8 +76,6 @@ class MemoryGuard:
         self.has_host = [False] * len(ranks.devices)
         """By rank, whether the machine has separate host memory to which weights can move."""
         self._runs: dict[int, _Run] = {}
-        self._free: _FreeMemory | None = None  # for exact calls; None: not asked for since `refresh`
-        self._admitted: dict[tuple[int, bool, int], Request] = {}  # by conditioning, `timed` and `added` of calls
         self._of_last_run: set[tuple[Request, ...]] = set()
         self._of_this_run: set[tuple[Request, ...]] = set()
         self._since: set[Request] = set()  # whose calls may have run since ranks were last asked for their memory
@@ -94,7 +95,7 @@ class MemoryGuard:
     @property
     def in_run(self) -> bool:
         """Whether a run with K/V buffers is under way."""
-        return bool(self._runs)
+        return any(run != EXACT for run in list(self._runs))
 
     def wake(self, poll: Poll) -> None:
         """Bring the weights that each rank needs to its device, see ResidentWeights.wake, after asking for memory.
@@ -118,8 +119,7 @@ class MemoryGuard:
 
         The next call asks for free memory, and brings back the weights that fit.
         """
-        self._free = None
-        self._admitted.clear()
+        self._runs.pop(EXACT, None)
 
     def gave_way(self) -> None:
         """Note that weights have left a device. The next call asks for free memory, and brings back the weights that fit."""
@@ -129,8 +129,7 @@ class MemoryGuard:
 
     def refresh(self) -> None:
         """Begin a sampling run: read free memory again, because it may have changed since the last run."""
-        self._free = None
-        self._admitted.clear()
+        self._runs.pop(EXACT, None)
         if self._of_this_run:
             self._of_last_run, self._of_this_run = self._of_this_run, set()
 
@@ -139,15 +138,9 @@ class MemoryGuard:
 
         Ranks are asked for their memory only before a run's first call, since their answer waits for calls under way.
         """
-        key = conditioning.id, timed, added
-        if key in self._admitted:
-            return
-        request = request_of(conditioning, self.built, timed=timed, added=added)
-        if request not in self._admitted.values():
-            if self._free is None:
-                self._free = _FreeMemory(self._device_memories(poll), self.resident.expected())
-            self._fit((request,), self._free)
-        self._admitted[key] = request
+        if EXACT not in self._runs:
+            self._runs[EXACT] = _Run(_FreeMemory(self._device_memories(poll), self.resident.expected()), 1, 0)
+        self.check(EXACT, conditioning, timed, added)
 
     def watch(self, run: int, bands: int, extrapolate: bool, poll: Poll) -> None:
         """Begin a run in `bands`. `check` checks its calls."""
@@ -159,13 +152,13 @@ class MemoryGuard:
 
         `timed`, `added`: see memory_model.Request. Does not wait for ranks, since other calls may be under way.
         """
-        known = self._runs.get(run)
-        if known is None or (conditioning.id in known.requests and not self.resident.parked):
+        known, key = self._runs.get(run), (conditioning.id, timed, added)
+        if known is None or (key in known.requests and not self.resident.parked):
             return
-        known.requests[conditioning.id] = request_of(conditioning, self.built, known.kept, known.bands, timed, added)
-        for dropped in list(known.requests)[:-CONDITIONINGS_KEPT]:
-            del known.requests[dropped]
-        self._fit(tuple(known.requests.values()), known.free)
+        request = request_of(conditioning, self.built, known.kept, known.bands, timed, added)
+        requests = dict([*known.requests.items(), (key, request)][-CONDITIONINGS_KEPT:])
+        self._fit(tuple(requests.values()), known.free)
+        known.requests = requests
 
     def copy_seconds(self) -> list[float]:
         """By rank, the time of copying the streamed weights of a micro-step."""
@@ -289,11 +282,12 @@ class _FreeMemory:
 
 
 class _Run:
-    """`free`: memory since the run began. `kept`, `bands`: see memory_model.Request. `requests`: by conditioning."""
+    """`free`: memory since the run began. `kept`, `bands`: see memory_model.Request. `requests`: by conditioning, and by
+    `timed` and `added` of its calls."""
 
     def __init__(self, free: _FreeMemory, bands: int, kept: int):
         self.free, self.bands, self.kept = free, bands, kept
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[tuple[int, bool, int], Request] = {}
 
 
 def request_of(
