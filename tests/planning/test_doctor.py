@@ -326,10 +326,3 @@ def test_on_a_gpu(mini_file):
     assert found.costs.machine.devices[0].kind == torch.cuda.get_device_name(0)
     assert not found.costs.machine.on_cpus
     assert f"{torch.cuda.get_device_name(0)}, " in describe(found)
-
-
-def test_ranks_on_one_device_share_its_memory():
-    device = Device("cuda:0", "GPU 1.0", 40 * GB, 40 * GB)
-    on = dataclasses.replace(machine([1.0, 1.0]), devices=(device, device))
-    found = predict(costs(workload(), on), Mode(Degrees(ulysses=2)))
-    assert "needs 47.6 GB on cuda:0, which has 40.0 GB free" in found.lacks
