@@ -95,7 +95,7 @@ def _table(plan: Plan) -> str:
     one, rehearsed = plan.one_device, {prediction.mode: prediction for prediction in plan.rehearsed}
     columns = "planned seconds, rehearsed seconds" if rehearsed else "planned seconds"
     against = "" if one.lacks else ", against one device"
-    lines = [f"{columns}{against}, largest memory of a rank, moved in a step over all ranks:"]
+    lines = [f"{columns}{against}, largest memory of a rank:"]
     shown = [prediction for place, prediction in enumerate(plan.predictions) if place < SHOWN or _single(prediction.mode)]
     shown += [known for mode, known in rehearsed.items() if all(mode != each.mode for each in shown)]
     for planned in shown:
@@ -103,10 +103,9 @@ def _table(plan: Plan) -> str:
         tried = f"{known.seconds:9.2f} s" if planned.mode in rehearsed else ""
         second = f"{tried:>11}" if rehearsed else ""
         faster = "" if one.lacks else f"  {one.seconds / known.seconds:5.2f}x"
-        moved = _size(planned.moved) if planned.moved else "nothing"
         lacks = f"; does not fit: {known.lacks}" if known.lacks else ""
         lines.append(
-            f"{planned.seconds:9.2f} s{second}{faster}  {_size(planned.most_memory):>8}  {moved:>8}  "
+            f"{planned.seconds:9.2f} s{second}{faster}  {_size(planned.most_memory):>8}  "
             f"{_named(planned.mode, plan)}{_streamed(planned)}{lacks}"
         )
     if left := len(plan.predictions) - len(shown):
