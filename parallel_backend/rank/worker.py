@@ -180,9 +180,9 @@ class Worker:
             case m.SetResident():
                 self._reply(self._set_resident(message))
             case m.FindNotFinite():
-                nothing = m.NotFiniteFound(self.settings.rank, None, (), ())  # unloaded meanwhile
+                nothing = m.NotFiniteFound(self.settings.rank, (), ())  # unloaded meanwhile
                 engine = self.engines.get(self._model)
-                self._reply(nothing if engine is None else engine.find_not_finite(message))
+                self._reply(nothing if engine is None else engine.find_not_finite())
             case m.BeginTimeline():
                 self.engine.begin_timeline()
             case m.ReadTimeline():
