@@ -197,8 +197,8 @@ def test_models_on_devices_that_overlap_take_turns_without_new_ranks(registries,
         assert all(map(torch.equal, sampled(registry, *keys), expected))
     assert registry.pool is pool
     shown = registry.overview()[0]
-    assert [len(model.weights) for model in shown.models] == [len(pool.devices)] * 2
-    assert [sum(map(bool, model.weights)) for model in shown.models] == [len(few), len(many)]
+    assert [len(model["weights"]) for model in shown["models"]] == [len(pool.devices)] * 2
+    assert [sum(map(bool, model["weights"])) for model in shown["models"]] == [len(few), len(many)]
 
 
 def test_what_is_added_to_an_idle_model_makes_way_for_another_one_and_comes_back(registries, files):

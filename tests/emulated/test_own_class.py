@@ -13,6 +13,7 @@ from torch import nn
 from parallel_backend.checkpoints.checkpoint import open_own_class
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.loading import load_model
+from parallel_backend.client.memory_guard import EXACT
 from parallel_backend.client.pipefusion.banded_run import BandedRun, cut_rows
 from parallel_backend.client.pipefusion.threads import run_bands
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -253,7 +254,7 @@ def test_the_memory_check_goes_by_what_a_step_took(both: Both, tmp_path: Path):
         guard = model._memory
         call = call_of(given, bool(proof.batch))
         model.predict(call, nobody)
-        (request,) = guard._admitted.values()
+        (request,) = guard._runs[EXACT].requests.values()
         typical = max(need.activations for need in guard.memory_check.memory((request,)))
         for _ in range(2):
             model.begin_timeline()

@@ -134,7 +134,8 @@ def main(results: Results) -> None:
             patch.object(management, "get_torch_device", lambda: GPU),
             patch.object(torch.cuda, "can_device_access_peer", lambda _one, _two: peers),
         ):
-            answer = menu.answer([{"class_type": kind, "inputs": inputs} for kind, inputs in LOADERS], menu.FilePlans())
+            menu.file_plan.cache_clear()  # of other cards
+            answer = menu.answer([{"class_type": kind, "inputs": inputs} for kind, inputs in LOADERS])
         return [answer["devices"], answer["why"], *({k: v for k, v in plan.items() if v} for plan in answer["loaders"])]
 
     tiny = fake.Card("too small", (8, 6), 1000)
