@@ -18,6 +18,9 @@ from parallel_backend.core.own_class import ROOT
 from parallel_backend.own_class.cuts import fused
 from parallel_backend.own_class.cuts.attention_calls import module_global
 
+PATCHED = frozenset({"attn1_patch", "attn1_output_patch"})
+"""Patches of other nodes that change attention in a block."""
+
 
 def fuse(model: nn.Module) -> None:
     """Put fused forms in place of the classes of a model's modules, see FORMS."""
@@ -102,6 +105,26 @@ def krea2_norm(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 @functools.cache
+def krea2_attention(kind: type[nn.Module]) -> type[nn.Module]:
+    """Rotary embedding in one operation, and heads by views, if no other node's patch comes between them."""
+
+    class Fused(kind):  # type: ignore[valid-type, misc]
+        def forward(self, x, freqs=None, mask=None, *, transformer_options):
+            if freqs is None or not PATCHED.isdisjoint(transformer_options.get("patches", ())):
+                return super().forward(x, freqs, mask, transformer_options=transformer_options)
+            q, k, v = (layer(x).unflatten(-1, (-1, self.headdim)) for layer in (self.wq, self.wk, self.wv))
+            q, k = fused.both_rotated(*self.qknorm(q, k), freqs.transpose(1, 2).contiguous())
+            if (shared := self.heads // self.kvheads) > 1:
+                k, v = (each.repeat_interleave(shared, dim=2) for each in (k, v))
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+            attend = module_global(kind, "optimized_attention_masked")
+            out = attend(q, k, v, self.heads, mask=mask, skip_reshape=True, transformer_options=transformer_options)
+            return self.wo(out * F.sigmoid(self.gate(x)))
+
+    return Fused
+
+
+@functools.cache
 def krea2_block(kind: type[nn.Module]) -> type[nn.Module]:
     """Norms and modulation in one operation, if all tokens are at one time, or if each has its own vector."""
 
@@ -170,6 +193,7 @@ FORMS: Mapping[str, tuple[str, Callable[..., type[nn.Module]]]] = {
     f"{ROOT}qwen_image.model.Attention": ("a4484f0e7eb52a58", qwen_image_attention),
     f"{ROOT}qwen_image.model.QwenImageTransformerBlock": ("169d7285c3246d03", qwen_image_block),
     f"{ROOT}krea2.model.RMSNorm": ("b68e900c5514db28", krea2_norm),
+    f"{ROOT}krea2.model.Attention": ("de893300d4a20790", krea2_attention),
     f"{ROOT}krea2.model.SingleStreamBlock": ("7d8ddd79ef19b361", krea2_block),
     f"{ROOT}minimax.model.Attention": ("a0cee20f42d8e8dc", minimax_h3_attention),
     f"{ROOT}minimax.model.DiTBlock": ("1b9ce5c81241dd44", minimax_h3_block),
