@@ -11,7 +11,7 @@ import torch
 
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
-from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.built.built_class import StreamKeys
 from parallel_backend.placement.links import SIZES, Link, Links, alike, fit
