@@ -116,8 +116,7 @@ class TokenCut(ABC):
         return pytree.tree_unflatten(leaves, structure)
 
     def _keys_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str] | None:
-        """Positions and names of the arguments that are cut. None: not all of them are tensors themselves. Found once, since
-        the search takes longer than to cut them."""
+        """Positions and names of the arguments that are cut. None: some are not tensors. Found once: the search is slow."""
         form = tuple(map(type, args)), tuple((name, type(value)) for name, value in kwargs.items())
         known, keys = self._keys.get(number, (None, None))
         if known != form:
@@ -196,8 +195,7 @@ class TokenCut(ABC):
         return whole
 
     def residual_of_all(self, residual_BSD: torch.Tensor) -> torch.Tensor:
-        """Rows, for this rank's tokens, of a residual for all tokens of the latest block. Unproven if those are of several
-        streams."""
+        """This rank's rows of a residual for all tokens of the latest block. Unproven if they are of several streams."""
         left = max((number for number in range(self.number) if self.blocks[number].leaving), default=-1)
         blocks = self.blocks[left + 1 : self.number + 1]
         streams = tuple({cut.streams[0] for block in blocks for cut in block.slices if cut.enters})
@@ -223,8 +221,7 @@ class TokenCut(ABC):
             self._coming = self._latest = None
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attention with this rank's tokens, called in place of the class's function. Unproven for other tokens than in the
-        trial."""
+        """Attention with this rank's tokens, instead of the class's function. Unproven for tokens unlike those of the trial."""
         if self._coming is None:  # outside of blocks
             return self.attend_whole(function, *args, **kwargs)
         spec = next(self._coming, None)
