@@ -221,7 +221,7 @@ class TokenCut(ABC):
             self._coming = self._latest = None
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attention with this rank's tokens, instead of the class's function. Unproven for tokens unlike those of the trial."""
+        """Attention with this rank's tokens, in place of the class's function. Unproven for other tokens than tried."""
         if self._coming is None:  # outside of blocks
             return self.attend_whole(function, *args, **kwargs)
         spec = next(self._coming, None)
