@@ -64,7 +64,7 @@ class _Prologue(WholeRun):
 
 def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
     """Where the tokens of the call's latent are. Unproven unless they are a raster in one of the streams, each time that
-    tokens enter. `steady`: see OwnLatent. References are words then."""
+    tokens enter. `steady`: see OwnLatent. If it is, references count as text."""
     search = _LatentSearch(runs, call)
     (found, *more) = search.rasters()
     if found.patch[-1] != found.patch[-2]:
