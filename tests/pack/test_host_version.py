@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from host_version import DIFFUSERS, OLDEST, check_comfyui, check_diffusers, warn_of_folder
+from host_version import DIFFUSERS, OLDEST, check_backend, check_comfyui, check_diffusers, warn_of_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,3 +85,9 @@ def test_a_folder_that_comfyui_cannot_serve_is_warned_of(caplog, name, lost):
     warn_of_folder(name)
     assert len(caplog.records) == bool(lost)
     assert not lost or (f"Parallel DiT's {lost}" in caplog.text and f"'{name}'. Rename it to parallel-dit" in caplog.text)
+
+
+def test_an_installed_copy_of_the_backend_is_refused(tmp_path):
+    check_backend(ROOT)
+    with pytest.raises(RuntimeError, match=re.escape(f"also installed in {ROOT}. Remove it")):
+        check_backend(tmp_path)
