@@ -120,7 +120,8 @@ def _even(runs: Runs, call: Call) -> Call:
 
 
 def _odd(runs: Runs, actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS) -> Call:
-    """With an odd number of the latent's tokens and other text. `most` by axis, or as many as the class needs to run."""
+    """A call with an odd number of latent tokens and a different text length. `most` by axis, or as many as the class needs
+    to run."""
     sides = actual.latents[0].shape[2:]
     by = latent.patch[-len(sides) :]
     limits = [most[-len(sides) :]]
