@@ -15,8 +15,6 @@ from torch._dynamo.utils import counters
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
-from parallel_backend.core import compile_check as compilers
-from parallel_backend.core.compile_check import check_compile, cpp_compiler
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.pool import Pool
@@ -29,8 +27,8 @@ from tests.support import tracing_rank
 from tests.support.one_rank import OneRank
 
 TOLERANCE = 1e-5
-GRAPHS = 4
-"""Of one exact call: of each list, the first block's and the others'."""
+GRAPHS = 9
+"""Of one exact call: of the blocks' code between their calls of attention."""
 
 
 @pytest.fixture
@@ -185,12 +183,12 @@ def test_cancel_does_not_wait_for_the_compiler(mini_file, pools, monkeypatch):
         assert graphs_of(model) == [GRAPHS]
 
 
-needs_compiler = pytest.mark.skipif(shutil.which(cpp_compiler()) is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
 def small_file(tmp_path_factory):
-    """A block of each class: two graphs, since code takes long to make."""
+    """A block of each class, since code takes long to make."""
     config = mini.CONFIG | {"double_blocks": 1, "single_blocks": 1}
     return mini.save(mini.random_model(config), tmp_path_factory.mktemp("small") / "small.safetensors")
 
@@ -203,27 +201,4 @@ def test_compiled_code_is_exact(pools, small_file, measured):
     error = mini.relative(run_of(0, model), exact)
     measured("compiled in fp32, relative error of a run", error)
     assert 0 < error <= TOLERANCE  # not one bit different would mean that nothing was compiled
-    assert graphs_of(model) == [2]
-
-
-@needs_compiler
-def test_a_missing_compiler_is_named_with_the_widget(monkeypatch, tmp_path):
-    monkeypatch.setattr(compilers.sysconfig, "get_path", lambda _which: str(tmp_path))
-    with pytest.raises(ValueError, match=r"^compile: .*Python's headers.*turn compile off"):
-        check_compile(("cpu", "cpu"))
-    (tmp_path / "Python.h").touch()
-    check_compile(("cpu", "cpu"))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match=r"^compile: .*C\+\+ compiler no-such-compiler.*turn compile off"):
-        check_compile(("cpu",))
-
-
-def test_on_gpus_triton_is_needed(monkeypatch):
-    capability = [(8, 0)]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability[0])
-    monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ValueError, match=r"^compile: .*package triton"):
-        check_compile(("cuda:0", "cuda:1"))
-    capability[0] = (6, 1)
-    with pytest.raises(ValueError, match=r"^compile: .*cuda:0, which is older"):
-        check_compile(("cuda:0",))
+    assert graphs_of(model) == [GRAPHS]
