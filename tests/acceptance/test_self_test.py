@@ -18,7 +18,7 @@ from parallel_backend.processes.pool import RankError
 from parallel_backend.quickstart.model import WEIGHTS, mini_flux
 from parallel_backend.rank.attention.kernels import sdpa
 from testing import mini
-from tests.support.fake_cuda import ADA, AMPERE, fake_cuda
+from testing.fake_cuda import ADA, AMPERE, fake_cuda
 
 CPUS = Settings(("cpu", "cpu"))
 SCHEMA = json.loads(report.SCHEMA.read_text())
