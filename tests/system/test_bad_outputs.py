@@ -68,7 +68,6 @@ def pool_of(*parts) -> mock.Mock:
     """A pool whose two ranks answer what they are told to."""
     pool = mock.Mock(devices=("cpu", "cpu"), ready=done([]), part_ranks=())
     pool.refuse.side_effect = lambda rank, why: RankError(why)
-    pool.lends_to.return_value = False
     pool.ask.side_effect = lambda _message, _reply: done(list(parts))
     pool.ask_each.side_effect = [done([m.VAEBegun(rank, True, 0) for rank in range(2)]), done(list(parts))]
     return pool
