@@ -21,8 +21,8 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.processes.pool import LinksDown, RankError
 from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire import messages as m
+from testing.fake_cuda import ADA, fake_cuda
 from testing.models import nobody
-from tests.support.fake_cuda import ADA, fake_cuda
 
 DEVICES = ("cpu", "cpu")
 SIZE = 50

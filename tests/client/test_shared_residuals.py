@@ -28,10 +28,10 @@ from parallel_backend.processes.pool import RankError
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.shared_memory import make_segment, sharing_possible
+from testing import fake_cuda
 from testing.models import nobody
 from tests.emulated.test_own_class import saved
 from tests.own_class.planted_classes import WIDTH
-from tests.support import fake_cuda
 from tests.support.planted_comfyui import as_folder, planted_comfyui
 
 pytestmark = [

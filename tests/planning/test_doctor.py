@@ -13,7 +13,6 @@ from parallel_backend.client.registry import Registry
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.setup import Setup
-from parallel_backend.core.validate import check_model
 from parallel_backend.own_class.built.built_class import StreamKeys
 from parallel_backend.placement.links import SIZES, Link, Links, alike, fit
 from parallel_backend.placement.model_sizes import ModelSizes
@@ -95,25 +94,6 @@ def test_a_line_through_transfers():
 def on_cpus(on: Machine, host_free: int | None = None) -> Machine:
     """The same with CPU ranks."""
     return dataclasses.replace(on, devices=tuple(Device("cpu", device.kind) for device in on.devices), host_free=host_free)
-
-
-@pytest.mark.parametrize(
-    ("world", "heads", "blocks", "entries"), [(2, 24, 57, 2), (4, 3, 57, 1), (6, 4, 3, 2), (8, 24, 6, 8)]
-)
-def test_the_search_lists_what_can_be_and_nothing_else(world, heads, blocks, entries):
-    what = workload(heads=heads, count=blocks, entries=entries)
-    modes, refused = possible(what, world)
-    listed = {mode.degrees for mode in modes}
-    for degrees in listed:
-        assert degrees.world == world
-        assert degrees.batch <= entries
-        check_model(degrees, heads=heads, blocks=blocks)
-    for mode in modes:
-        assert (mode.bands > 1) == (mode.degrees.pipe > 1)
-    assert not listed & refused.keys()
-    assert all(refused.values())
-    alone = {axis: Degrees(**{axis: world, "patch_mode": "displaced" if axis == "patch" else "none"}) for axis in AXES}
-    assert listed | refused.keys() >= set(alone.values())
 
 
 def test_memory_of_cpu_ranks_is_shared():
@@ -291,16 +271,6 @@ def test_the_best_three_and_one_device_are_rehearsed(planned, mini_file, registr
     for each in found.rehearsed:
         planned_seconds = next(one.seconds for one in planned.predictions if one.mode == each.mode)
         assert f"{planned_seconds:9.2f} s{each.seconds:9.2f} s" in text
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("mode", [Mode(Degrees(pipe=2), 2), Mode(Degrees(patch=2, patch_mode="displaced"))], ids=str)
-def test_modes_in_patches_are_rehearsed(planned, mini_file, registry, monkeypatch, mode):
-    one = next(found for found in planned.predictions if found.mode == mode)
-    found, _ = rehearsed(
-        dataclasses.replace(planned, predictions=(one, planned.one_device)), mini_file, registry, monkeypatch
-    )
-    assert {each.mode for each in found.rehearsed} == {mode, planned.one_device.mode}
 
 
 @pytest.mark.processes
