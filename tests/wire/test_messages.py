@@ -224,7 +224,7 @@ def test_a_message_is_bounded_as_a_whole():
 
     def decoder(*shapes: list[int]) -> bytes:
         tensors = [[str(i), ["bool", shape]] for i, shape in enumerate(shapes)]
-        return json.dumps(["PutVAE", "a", "", "", tensors, None, []]).encode()
+        return json.dumps(["PutVAE", "a", "", tensors, None, []]).encode()
 
     assert len(m.decode_header(decoder(*([size],) * 4))[1]) == 4
     with pytest.raises(m.BadMessage, match="bytes"):
