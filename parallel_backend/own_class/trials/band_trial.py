@@ -336,5 +336,5 @@ class _InBand(ComparedRank):
         assert self.band is not None
         return self.band.parts(stream, self.tokens, ONE)[0]
 
-    def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        return self.among_all(value, streams) if streams else of_whole
+    def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        return value

@@ -23,8 +23,8 @@ from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.feature_cut import layers_to_cut, run_noted, units_of_heads
 from parallel_backend.own_class.cuts.forwards import put_forward
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, axes_of_heads, cut_side, give_heads
-from parallel_backend.own_class.plans.block_order import Representatives, list_of, whole_list
-from parallel_backend.own_class.trials.comparison import TensorRank, as_unproven, check_equal, close
+from parallel_backend.own_class.plans.block_order import Representatives, blocks_of_all, list_of
+from parallel_backend.own_class.trials.comparison import TensorRank, as_unproven, check_equal, close, why_not
 
 MOST_SETTINGS = 64
 """Most choices of attributes and arguments that are tried for a block."""
@@ -236,13 +236,9 @@ class TensorSharing:
 
     def of_all(self, blocks: tuple[OwnBlock, ...], like: Representatives) -> tuple[OwnBlock, ...]:
         """All `blocks` of the class, with the layers that ranks share."""
-        shared_by: dict[str, OwnBlock] = {}
-        for name in dict.fromkeys(map(list_of, self._tried)):
-            of_list = [block for block in self._tried if list_of(block) == name]
-            shares = [self._shares[block.name] for block in of_list]
-            shared = [b.of_block(a) for a, b in zip(of_list, shares, strict=True)]
-            names = [block.name for block in blocks if list_of(block) == name]
-            shared_by |= {block.name: block for block in whole_list(shared, names, like[name])}
+        lists = {at: [block.name for block in blocks if list_of(block) == at] for at in like}
+        tried = [self._shares[block.name].of_block(block) for block in self._tried]
+        shared_by = {block.name: block for block in blocks_of_all(tried, lists, like)}
         fields = "cuts", "divided", "headed", "units", "head_units"
         return tuple(replace(each, **{name: getattr(shared_by[each.name], name) for name in fields}) for each in blocks)
 
@@ -283,13 +279,10 @@ def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int)
 
     for divided, headed in itertools.islice(_settings(block, amounts, axes_of_heads(*given, heads)), MOST_SETTINGS):
         shares = TensorShares(tuple(cuts), divided, tuple((*place, head_units) for place in headed), head_units)
-        try:
-            check_shared(block, shares, run, ranks)
-        except Unproven as unproven:
-            failures.append(unproven)
-        else:
+        if not (why := why_not(partial(check_shared, block, shares, run, ranks))):
             return shares
-    raise failures[0]
+        failures.append(why)
+    raise Unproven(failures[0])
 
 
 def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[int, int]:

@@ -22,6 +22,7 @@ from parallel_backend.own_class.cuts.token_cut import entries_of
 from parallel_backend.own_class.trials.comparison import WholeRun
 from parallel_backend.own_class.trials.token_trial import Runs
 
+MIXED = "its latent's tokens are not equal parts in raster order, or are mixed before its blocks"
 OTHER_IMAGES = 2
 """Seed of their values."""
 
@@ -141,24 +142,21 @@ class _Raster:
         found = [[_only(rows, streams) for rows in of_axis] for of_axis in changed]
         if len(among := {stream for of_axis in found for stream, _ in of_axis}) != 1:
             raise Unproven("a part of its latent is in several streams")
-        (stream,), patch, rows_by_axis = among, [], []
-        for of_axis in found:
-            groups = [(rows, len(list(same))) for rows, same in itertools.groupby(rows for _, rows in of_axis)]
-            if len({count for _, count in groups}) != 1:
-                raise Unproven("its tokens have unequal parts of the latent, or are mixed before its blocks")
-            patch.append(groups[0][1])
-            rows_by_axis.append([rows for rows, _ in groups])
-        grid = tuple(len(rows) for rows in rows_by_axis)
-        start = min(rows_by_axis[0][0])
-        lines = [min(rows) for rows in rows_by_axis[-2]]
+        (stream,), by_axis = among, [[rows for _, rows in of_axis] for of_axis in found]
+        patch = tuple(len(list(next(itertools.groupby(of_axis))[1])) for of_axis in by_axis)
+        if any(len(of_axis) % by for of_axis, by in zip(by_axis, patch, strict=True)):
+            raise Unproven(MIXED)
+        grid = tuple(len(of_axis) // by for of_axis, by in zip(by_axis, patch, strict=True))
+        start = min(by_axis[0][0])
+        lines = [min(rows) for rows in by_axis[-2][:: patch[-2]]]
         beside = lines[1] - lines[0] - grid[-1] if len(grid) == 2 and len(lines) > 1 else 0
         tokens = math.prod(grid[:-1]) * (grid[-1] + beside)
-        raster = _Raster(stream, start, first[stream].shape[1] - start - tokens, tuple(patch), grid, beside)
+        raster = _Raster(stream, start, first[stream].shape[1] - start - tokens, patch, grid, beside)
         numbers = raster._numbers()
-        for axis, of_rows in enumerate(rows_by_axis):
-            for index, rows in enumerate(of_rows):
-                if beside < 0 or sorted(numbers.select(axis, index).flatten().tolist()) != list(rows):
-                    raise Unproven("its latent's tokens are not in raster order, or are mixed before its blocks")
+        for axis, of_axis in enumerate(by_axis):
+            for index, rows in enumerate(of_axis):
+                if beside < 0 or sorted(numbers.select(axis, index // patch[axis]).flatten().tolist()) != list(rows):
+                    raise Unproven(MIXED)
         return raster
 
 
