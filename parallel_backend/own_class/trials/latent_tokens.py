@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -76,12 +76,12 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
         if each.patch != found.patch or (each.start and each.behind and not behind):
             raise Unproven("its latent's tokens are in other places after they have left a list of blocks")
         again.append(OwnEntry(each.stream, each.start > 0, behind))
-    pattern, companions = "", _Companions(found.stream, ())
+    pattern, companions = "", Changed({})
     if len(call.latents) > 1:
         if more:
             raise Unproven("its latent has two parts, and leaves a list of blocks")
         pattern, companions = search.companion(found)
-    hints = [] if companions.rows else search.hints(found)
+    hints = [] if companions else search.hints(found)
     again += [OwnEntry(stream, False, False) for stream in hints]
     kinds = [] if more or steady else search.kinds(found, companions)
     layout, references = tuple(kind for kind, _ in itertools.groupby(kinds)), kinds.count(REFERENCES)
@@ -93,7 +93,7 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
     if not layout and found.start and found.behind:
         raise Unproven("other tokens come before and behind its latent's")
     patch = frames, found.patch[-2], found.patch[-1]
-    words = others > len(companions.rows)
+    words = others > sum(len(rows) for rows in companions.values())
     latent = OwnLatent(found.stream, before, patch, words, pads=False, again=tuple(again), companion=pattern, layout=layout)
     ahead = search.ahead(latent, kinds) if layout.count(REFERENCES) > 1 else ""
     return replace(latent, beside=found.beside > 0, ahead=ahead, steady=steady and words and not pattern)
@@ -101,7 +101,7 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
 
 Streams = Mapping[int, torch.Tensor]
 """Number of a stream -> its tokens when they enter the blocks."""
-Changed = Mapping[int, tuple[int, ...]]
+Changed = dict[int, tuple[int, ...]]
 """Stream -> its rows that a change of the latent changes, if there are any."""
 
 
@@ -168,13 +168,6 @@ def _only(changed: Changed, streams: set[int]) -> tuple[int, tuple[int, ...]]:
     return among[0], changed[among[0]]
 
 
-class _Companions(NamedTuple):
-    """The second latent's tokens."""
-
-    stream: int
-    rows: tuple[int, ...]
-
-
 class _LatentSearch:
     """Runs of the prologue with a call, drawn at random, and with that call changed."""
 
@@ -189,7 +182,7 @@ class _LatentSearch:
         changed = [[self._by_latent(0, axis, index) for index in range(sides[axis])] for axis in range(2, len(sides))]
         return [_Raster.of(changed, self.first, streams) for streams in entries_of(self._runs.blocks)]
 
-    def companion(self, found: _Raster) -> tuple[str, "_Companions"]:
+    def companion(self, found: _Raster) -> tuple[str, Changed]:
         """Companion.pattern from the second latent to its tokens, and these tokens. `found`: the first latent's tokens.
 
         Unproven if both latents have a token in common, or if the second latent's tokens are not made of whole axes. The
@@ -206,7 +199,7 @@ class _LatentSearch:
         names, tokens, channels = (
             " ".join(f"a{axis}" for axis in axes) for axes in (range(1, len(sizes)), of_tokens, of_channels)
         )
-        return f"b {names} -> b ({tokens}) ({channels})", _Companions(stream, rows)
+        return f"b {names} -> b ({tokens}) ({channels})", {stream: rows}
 
     def hints(self, found: _Raster) -> list[int]:
         """Streams that enter beside the latent's and have a token for each of its tokens, which images in the call's
@@ -215,13 +208,12 @@ class _LatentSearch:
         beside = (stream for stream in entries_of(self._runs.blocks)[0] if stream != found.stream)
         return [each for each in beside if self.first[each].shape[1] == found.count and changed.get(each) == all_rows]
 
-    def kinds(self, found: _Raster, companions: "_Companions") -> list[str]:
+    def kinds(self, found: _Raster, companions: Changed) -> list[str]:
         """By token of the latent's stream: its kind, see OwnLatent.layout. References are tokens that images in the call's
         arguments change. Empty: there are no references, tokens of a kind are apart, or some are of no known kind."""
         kinds = [WORDS] * self.first[found.stream].shape[1]
         images = self._by_images().get(found.stream, ())
-        of_companion = companions.rows if companions.stream == found.stream else ()
-        for kind, rows in ((REFERENCES, images), (COMPANION, of_companion), (LATENT, found.rows)):
+        for kind, rows in ((REFERENCES, images), (COMPANION, companions.get(found.stream, ())), (LATENT, found.rows)):
             for row in rows:
                 kinds[row] = kind
         if found.beside:
