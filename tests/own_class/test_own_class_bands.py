@@ -98,7 +98,6 @@ OTHER = "a band gives another result"
         ("RowsMixedLate", ATTENDS),
         ("LastRowFirst", MIXED),
         ("Flipped", OTHER),
-        ("ConvolvedBehind", OTHER),
         ("PoolsBehind", OTHER),
         ("PoolsBehindLate", OTHER),
         ("CountsBehind", OTHER),
@@ -107,7 +106,6 @@ OTHER = "a band gives another result"
         ("PoolsRefined", MIXED),
         ("PoolsRefinedLate", ATTENDS),
         ("PoolsRefinedBehind", MIXED),
-        ("CountsRefined", ATTENDS),
         ("WordsAtTime", "transformer_blocks.0 has other keys of words in another call"),
         # Not of bands alone: a cut of tokens, or stages, are wrong too.
         ("KeepsLatent", "it was not tried"),

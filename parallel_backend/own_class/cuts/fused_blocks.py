@@ -19,6 +19,9 @@ from parallel_backend.own_class.cuts import fused
 from parallel_backend.own_class.cuts.attention_calls import module_global
 from parallel_backend.own_class.cuts.forms import Form, put_form
 
+PATCHED = frozenset({"attn1_patch", "attn1_output_patch"})
+"""Patches of other nodes that change attention in a block."""
+
 
 def fuse(model: nn.Module) -> None:
     """Put fused forms in place of the classes of a model's modules, see FORMS."""
@@ -90,6 +93,23 @@ class FusedKrea2Norm(Form):
         return F.rms_norm(x, x.shape[-1:], (self.scale + 1).to(x.dtype), self.eps)
 
 
+class FusedKrea2Attention(Form):
+    """Rotary embedding in one operation, and heads by views, if no other node's patch comes between them."""
+
+    def forward(self, x, freqs=None, mask=None, *, transformer_options):
+        if freqs is None or not PATCHED.isdisjoint(transformer_options.get("patches", ())):
+            return super().forward(x, freqs, mask, transformer_options=transformer_options)
+        q, k, v = (layer(x).unflatten(-1, (-1, self.headdim)) for layer in (self.wq, self.wk, self.wv))
+        q, k = self.qknorm(q, k)
+        q, k = fused.both_rotated(q, k, freqs.transpose(1, 2).contiguous())
+        if (shared := self.heads // self.kvheads) > 1:
+            k, v = (each.repeat_interleave(shared, dim=2) for each in (k, v))
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        attend = module_global(self.native, "optimized_attention_masked")
+        out = attend(q, k, v, self.heads, mask=mask, skip_reshape=True, transformer_options=transformer_options)
+        return self.wo(out * F.sigmoid(self.gate(x)))
+
+
 class FusedKrea2Block(Form):
     """Norms and modulation in one operation, if all tokens are at one time, or if each has its own vector."""
 
@@ -147,6 +167,7 @@ FORMS: Mapping[str, tuple[str, type[Form]]] = {
     f"{ROOT}qwen_image.model.Attention": ("a4484f0e7eb52a58", FusedQwenImageAttention),
     f"{ROOT}qwen_image.model.QwenImageTransformerBlock": ("169d7285c3246d03", FusedQwenImageBlock),
     f"{ROOT}krea2.model.RMSNorm": ("b68e900c5514db28", FusedKrea2Norm),
+    f"{ROOT}krea2.model.Attention": ("de893300d4a20790", FusedKrea2Attention),
     f"{ROOT}krea2.model.SingleStreamBlock": ("7d8ddd79ef19b361", FusedKrea2Block),
     f"{ROOT}minimax.model.Attention": ("a0cee20f42d8e8dc", FusedMinimaxH3Attention),
     f"{ROOT}minimax.model.DiTBlock": ("1b9ce5c81241dd44", FusedMinimaxH3Block),
