@@ -25,7 +25,7 @@ from parallel_backend.own_class.calls.residuals import AROUND, CONTROL
 from parallel_backend.own_class.calls.tried_calls import Call, distance, drawn, smaller
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.band_tokens import ONE, BandTokens, Part, class_numbers
-from parallel_backend.own_class.cuts.shared_outputs import IdleLayers, SharedOutputs, WatchedOutputs
+from parallel_backend.own_class.cuts.shared_outputs import SharedOutputs, WatchedOutputs, put_idle_layers
 from parallel_backend.own_class.cuts.token_cut import HOST
 from parallel_backend.own_class.trials.comparison import (
     ALL_LAYERS,
@@ -207,8 +207,7 @@ def _check(
         for band in bands if call is calls[-1] else ():
             if not band.has_words:
                 replace(band, alone=True).check(whole, outside[0])
-        idle = IdleLayers(runs.model, latent.idle, lambda: shared.has_words, math.nan)
-        with idle.put(), shared.of_call():
+        with put_idle_layers(runs.model, latent.idle, lambda: shared.has_words, math.nan), shared.of_call():
             for band, each in itertools.product(bands, outside):
                 shared.begin(band.has_words)
                 with nullcontext() if watched is None else watched.run(shared.has_words):

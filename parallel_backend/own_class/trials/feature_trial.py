@@ -17,12 +17,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnBlock, OwnCut
-from parallel_backend.core.spans import Span, split_units
 from parallel_backend.own_class.calls.tried_calls import Call, copied
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.feature_cut import layers_to_cut, run_noted, units_of_heads
 from parallel_backend.own_class.cuts.forwards import put_forward
-from parallel_backend.own_class.cuts.tensor_plan import CutKind, axes_of_heads, cut_side, give_heads
+from parallel_backend.own_class.cuts.tensor_plan import CutKind, axes_of_heads, cut_side, divide, shard_of
 from parallel_backend.own_class.plans.block_order import Representatives, blocks_of_all, list_of
 from parallel_backend.own_class.trials.comparison import TensorRank, as_unproven, check_equal, close, why_not
 
@@ -100,10 +99,10 @@ class _LayerOfRank:
         return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
 
     def _shard(self, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        is_row = self._cut.kind == CutKind.ROW.value
-        if is_row and name == "bias":  # added once
-            return None if self._rank.index else parameter
-        return nn.Parameter(self._part(parameter, int(is_row)), requires_grad=False)
+        shard = shard_of(self._cut, name, parameter.shape, self._rank.index, self._rank.count)
+        if shard is None or not shard.spans:
+            return None if shard else parameter
+        return nn.Parameter(self._part(parameter, shard.dim), requires_grad=False)
 
     def _whole_of(self, own: torch.Tensor) -> torch.Tensor:
         """The whole's value. Unproven unless the rank's own is a part of it."""
@@ -140,14 +139,7 @@ def _of_rank(
         for name, cut, layer in _layers(module, blocks):
             _LayerOfRank(cut, layer, rank, values[name]).put(stack)
         for block in blocks:
-            own = module.get_submodule(block.name)
-            for (path, attribute), units in zip(block.divided, block.units or (0,) * len(block.divided), strict=True):
-                holder = own.get_submodule(path)
-                whole = getattr(holder, attribute)
-                setattr(holder, attribute, len(split_units(Span(0, whole), rank.count, units or whole)[rank.index]))
-                stack.callback(setattr, holder, attribute, whole)
-            if places := [(*place, block.head_units) for place in block.headed]:
-                stack.enter_context(give_heads(own, places, rank.index, rank.count))
+            stack.enter_context(divide(module.get_submodule(block.name), block, rank.index, rank.count))
         yield
 
 
