@@ -83,8 +83,7 @@ def test_layers_of_words_are_idle_in_bands_without_words(name, idle):
     assert (found.bands, found.latent.idle) == ("", idle)
 
 
-MIXED = "its latent's tokens are not in raster order, or are mixed before its blocks"
-UNEQUAL = "its tokens have unequal parts of the latent, or are mixed before its blocks"
+MIXED = "its latent's tokens are not equal parts in raster order, or are mixed before its blocks"
 ATTENDS = "in a band blocks.0 attends to different values if its tokens are cut"
 OTHER = "a band gives a different result"
 
@@ -93,7 +92,7 @@ OTHER = "a band gives a different result"
     ("name", "why"),
     [
         ("PoolsInFront", ATTENDS),
-        ("ScalesLatent", UNEQUAL),
+        ("ScalesLatent", MIXED),
         ("CountsTokens", ATTENDS),
         ("RowsMixed", MIXED),
         ("RowsMixedLate", ATTENDS),

@@ -5,8 +5,6 @@ output for all bands: modulation, whose weights (a quarter of Flux's) would be r
 keys of the text. Outputs are kept until the next call.
 """
 
-import functools
-import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any
@@ -15,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parallel_backend.core.own_class import name_pattern
+from parallel_backend.own_class.cuts.forms import Form, put_form
+from parallel_backend.own_class.cuts.shared_outputs import modules_of
 from parallel_backend.wire.sampling import Step
 
 ModuleCall = tuple[nn.Module, int]
@@ -44,11 +43,9 @@ class ModuleCache:
         self.is_open = False
         """A band's micro-step is in progress."""
         self.calls: Counter[nn.Module] = Counter()  # in the micro-step in progress
-        pattern = re.compile("|".join(map(name_pattern, names)))
-        for name, module in model.named_modules() if names else ():
-            if pattern.fullmatch(name):
-                module.__class__ = _with_cache(type(module))
-                module.module_cache = self
+        for module in modules_of(model, names).values():
+            put_form(CachedModule, module)
+            vars(module)["module_cache"] = self
 
     def begin_step(self, step: Step, whole: bool) -> None:
         """A micro-step begins. A `whole` call is one micro-step, so nothing is kept."""
@@ -128,8 +125,8 @@ class ModuleCache:
         return self._places[key]
 
 
-class CachedModule(nn.Module):
-    """Mixed into a module's class. Callers must not change its output in place."""
+class CachedModule(Form):
+    """Returns cached outputs. Callers must not change them in place."""
 
     module_cache: ModuleCache
 
@@ -140,9 +137,3 @@ class CachedModule(nn.Module):
         call = self, cache.calls[self]
         cache.calls[self] += 1
         return cache.outputs[call] if call in cache.outputs else cache.keep(call, super().__call__(*args, **kwargs))
-
-
-@functools.cache
-def _with_cache(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `base` with the same name."""
-    return type(base.__name__, (CachedModule, base), {})
