@@ -82,6 +82,9 @@ class Adapter:
     """This pack's entries of transformer_options that `model` reads."""
     steady: bool = False
     """See OwnLatent. A trial proves it."""
+    of_prompt: tuple[str, ...] = ()
+    """Modules that get the prompt alone, as the class's code says. A rank looks whether their outputs are the same at two
+    timesteps (rank/stage/module_cache.py), and then computes them once for a prompt."""
 
 
 def adapter_of(kind: str) -> Adapter:
@@ -269,7 +272,7 @@ ADAPTERS: Mapping[str, Adapter] = {
     ),
     "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
     "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}, model=qwen_image21_model, steady=True),
-    "Krea2": Adapter("blocks", {"": krea2_block}),
+    "Krea2": Adapter("blocks", {"": krea2_block}, of_prompt=("txtfusion", "txtmlp")),
     **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", {"": cosmos_predict2_block})),
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), PIXART),
 }
