@@ -92,11 +92,6 @@ class Engine:
         self.conditionings.forget_words()
         return self.stage.adapters.nbytes
 
-    def weigh(self, strengths: tuple[float, ...]) -> None:
-        """Set the strengths of hooks (loading.Weigh). Outputs of a prompt are no longer those of the weights."""
-        self.stage.module_cache.forget_texts()
-        self.stage.adapters.weigh(strengths)
-
     def put_conditioning(self, message: PutConditioning) -> None:
         self.drop_graphs(lambda kind: kind.conditioning == message.id)
         self._forget_calls(message.id)

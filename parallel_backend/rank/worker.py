@@ -141,7 +141,7 @@ class Worker:
             case m.Rescale():
                 self.engine.stage.adapters.rescale(message.scales)
             case m.Weigh():
-                self.engine.weigh(message.strengths)
+                self.engine.stage.adapters.weigh(message.strengths)
             case m.AdaptersSent():
                 adapter_bytes = self.engine.adapted()
                 self._reply(m.Adapted(self.settings.rank, adapter_bytes, self.engine.stage.store.host_bytes))

@@ -163,5 +163,5 @@ def test_outputs_of_a_prompt_are_kept_once_two_timesteps_gave_the_same():
     assert runs((0.5, 2), (0.4, 2), (0.3, 2)) == (2, 3)
     cache.drop(2)
     assert runs((0.3, 2), (0.3,)) == (1, 2)
-    cache.forget_texts()
+    cache.forget()
     assert runs((0.3,)) == (1, 1)

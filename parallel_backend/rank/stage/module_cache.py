@@ -100,10 +100,6 @@ class ModuleCache:
         """Drop all outputs: weights have changed, or a run is over."""
         self._forget_call()
         self._places.clear()
-        self.forget_texts()
-
-    def forget_texts(self) -> None:
-        """Drop outputs of prompts alone."""
         self._texts.clear()
 
     def _forget_call(self) -> None:
