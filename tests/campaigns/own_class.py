@@ -23,7 +23,7 @@ from .result import keep
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comfyui", type=Path, default=Path.home() / "ComfyUI")
-    parser.add_argument("--only", nargs="*", default=[], help="names of cases")
+    parser.add_argument("--only", nargs="*", default=[], help="names of small_models.json")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     checkout, rows = options.comfyui.resolve(), []
@@ -32,7 +32,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "models" / "diffusion_models").mkdir(parents=True)
         with contextlib.closing(Inside(comfyui, Path(directory), SCRIPTS)) as inside:
-            for name in [name for name in classes if not options.only or name in options.only]:
+            for name in options.only or classes:
                 found, _ = inside.run("own_classes", names=[name])
                 rows += [row(case, each) for case, each in found.items()]
                 print(*rows[-len(found) :], sep="\n", flush=True)

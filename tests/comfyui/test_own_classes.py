@@ -35,7 +35,7 @@ OTHERS = (
     *("wan-2.1-t2v", "wan-2.1-one-frame", "wan-2.1-i2v", "wan-2.1-i2v-without-clip", "wan-2.1-flf2v"),
     *("wan-2.2-i2v", "wan-bernini", "wan-2.2-fun-control", "wan-flow-rvs"),
 )
-NEWER = {"qwen-image-2.1": "QwenImage21", "qwen-image-2.1-edit": "QwenImage21"}
+NEWER = {"qwen-image-2.1": "QwenImage21", "qwen-image-2.1-edit": "QwenImage21", "kandinsky-6": "Kandinsky6"}
 """Of a ComfyUI newer than the one of these tests -> its class. Planted classes in their form are in tests/own_class."""
 CLASSES = *DEFAULT, *OTHERS
 AT_FIRST_SIGMA = {"cogvideox-5b": 5e-5, "cogvideox-1.5": 5e-5, "cogvideox-1.5-i2v": 5e-5}

@@ -55,13 +55,6 @@ class PoolsRefinedBehind(Refines):
         return h + 0.1 * refined.mean(1, keepdim=True)
 
 
-class CountsRefined(Refines):
-    """Tokens that have values."""
-
-    def between(self, h, t):
-        return h * (1 + h.isfinite().all(-1).float().mean())
-
-
 class Hint(Mixing):
     def __init__(self, layers):
         super().__init__(layers)

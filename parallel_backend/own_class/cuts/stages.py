@@ -21,8 +21,7 @@ from parallel_backend.own_class.calls.residuals import CONTROL, ReadResiduals, f
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import Attend, attention_by, call_itself, replace_attention
 from parallel_backend.own_class.cuts.forwards import put_forwards
-from parallel_backend.own_class.cuts.guided_attention import GUIDED, Guide, Sum, own_sums
-from parallel_backend.own_class.cuts.second_text import SECOND, SecondText
+from parallel_backend.own_class.cuts.guided_attention import GUIDED, SECOND, Guide, SecondText, Sum, own_sums
 from parallel_backend.own_class.cuts.token_cut import TokenCut
 
 
