@@ -95,7 +95,8 @@ class LoadedStage:
         gate = "" if setup.compile else adapter_of(own.kind).gate
         context = AttentionContext.of(degrees, axes, self.traffic, setup.transfer_dtype)
         self.attention = attend_over_ranks(stage, context, self.cut if is_cut else None, gate)
-        self.module_cache = ModuleCache(self.model, () if own.latent is None else own.latent.shared, setup.cuda_graphs)
+        shared = () if own.latent is None else own.latent.shared
+        self.module_cache = ModuleCache(self.model, shared, adapter_of(own.kind).of_prompt, setup.cuda_graphs)
         self.compiler = self._compile(stage.modules, degrees.world) if setup.compile else None
         store.watch(stage.modules)
         for block in stage.modules.values():

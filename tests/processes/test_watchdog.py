@@ -81,7 +81,7 @@ class Played:
 
 def step(seq: int, tokens: int = 100, conditioning: int = 1) -> m.Step:
     span = Span(0, tokens)
-    return m.Step(seq, 0, conditioning, span, True, False, True, Span(0, 1), torch.ones(1), {}, (), None)
+    return m.Step(seq, 0, conditioning, span, True, False, True, Span(0, 1), torch.ones(1), (), (), None)
 
 
 def working(played: Played, seq: int, waiting: tuple[bool, bool] = (False, False), deaf: int | None = None):
