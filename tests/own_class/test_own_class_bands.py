@@ -50,6 +50,7 @@ REFINED = replace(ALONE, words=True, again=(OwnEntry(stream=1, before=True, behi
         ("Windowed", replace(ALONE, stream=1, words=True)),
         ("Prefixed", replace(ALONE, before=True, words=True, steady=True)),
         ("Refines", REFINED),
+        ("ListsOfModes", replace(ALONE, words=True)),
     ],
 )
 def test_bands_that_are_right_are_proven(name, latent):

@@ -31,11 +31,12 @@ Representatives = Mapping[str, Sequence[int]]
 
 
 def block_lists(model: nn.Module) -> dict[str, list[str]]:
-    """List -> names of its blocks: the outermost lists of like modules with layers of their own."""
+    """List -> names of its blocks: the outermost lists of like modules with layers of their own. A list of lists is none."""
     found: dict[str, list[str]] = {}
+    lists = nn.ModuleList | nn.ModuleDict
     for name, module in model.named_modules():
         children = list(module.children())
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(set(map(type, children))) != 1:
+        if not isinstance(module, lists) or len(set(map(type, children))) != 1 or isinstance(children[0], lists):
             continue
         if any(children[0].children()) and not any(name.startswith(f"{each}.") for each in found):
             found[name] = [f"{name}.{key}" for key, _ in module.named_children()]
