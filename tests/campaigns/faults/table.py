@@ -84,7 +84,7 @@ KINDS = {
         {"torch": _NO_MEMORY, "real": _NO_MEMORY},
         ("loading", "conditioning", *COMPUTING, "adapt", "decoding", *STREAMING),
     ),
-    "NaN": Kind({"one value": rf"rank {{victim}} {_ON}"}, COMPUTING, lives=True),
+    "NaN": Kind({"one value": "not finite"}, COMPUTING, lives=True),
     "slow": Kind({"once": ""}, (*SERVED, "unload", *STREAMING), ending=RIGHT, lives=True),
     "hangs": Kind({"in Python": rf"rank \d {_ON}"}, (*SERVED, "unload", *STREAMING), within=PATIENCE),
     MODEL_FILE: Kind({"cut short": rf"rank \d {_ON}.*(killed by signal 7|{DAMAGED})"}, ("loading",), EITHER),
