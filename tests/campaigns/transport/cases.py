@@ -69,13 +69,14 @@ PRODUCTS = [
 """All of axes at 2 and 4 ranks."""
 
 
-def product(degrees: Degrees) -> Case:
+def product(degrees: Degrees, config: dict[str, Any] = CONFIG) -> Case:
     """An exact call of odd size, and a run whose bands or patches use old keys, with receives posted early."""
 
     def run(files: Files, load: Load, _pool: object) -> list[torch.Tensor]:
-        model = load(files.mini(), degrees)
-        given = mini.inputs(CONFIG, height=9, width=10, text=5)
-        return [model.predict(ModelCall(*given), nobody), _sampled(model, height=10, width=8)]
+        model = load(files.mini(config), degrees)
+        given = mini.inputs(config, height=9, width=10, text=5)
+        height = 10 * max(1, degrees.world // 4)  # each band has a token for each rank
+        return [model.predict(ModelCall(*given), nobody), _sampled(model, height=height, width=8)]
 
     return Case(f"product {name(degrees)}", run)
 
