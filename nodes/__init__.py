@@ -10,16 +10,14 @@ from .parallel_config import UlyssesConfig
 from .parallelize import ParallelizeModel
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
-from .ranks_panel import add_routes
-from .replaced_nodes import add_route as add_replaced_route
+from .ranks_panel import add_ranks_route
 from .run_on_several_gpus import add_route
 from .self_test import ParallelSelfTest
 from .step_cache import ParallelStepCache
 from .trace import ParallelTrace
 from .ui.host import folder, log_folder
 from .unload import UnloadParallelDiT
-from .vae.decode import ParallelVAEDecode
-from .vae.encode import ParallelVAEEncode
+from .vae.nodes import ParallelVAEDecode, ParallelVAEEncode
 
 NODE_CLASS_MAPPINGS = {
     "ParallelDiTLoader": ParallelDiTLoader,
@@ -40,8 +38,7 @@ NODE_CLASS_MAPPINGS = {
 }
 registry().logs, registry().folder = log_folder, folder
 add_route()
-add_routes()
-add_replaced_route(NODE_CLASS_MAPPINGS)
+add_ranks_route()
 add_move_in_route()
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",

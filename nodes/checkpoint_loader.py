@@ -10,11 +10,7 @@ from .ui.widgets import CATEGORY, SEVERAL_GPUS
 @validate("ckpt_name", early=check_widgets)
 class ParallelCheckpointLoader:
     CATEGORY = CATEGORY
-    SEARCH_ALIASES = (
-        *SEVERAL_GPUS,
-        "load checkpoint",
-        "checkpoint loader",
-    )
+    SEARCH_ALIASES = (*SEVERAL_GPUS, "load checkpoint", "checkpoint loader")
     RETURN_TYPES = ("MODEL", "CLIP", "VAE")
     FUNCTION = "load"
     DESCRIPTION = (

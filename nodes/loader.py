@@ -188,15 +188,7 @@ def check_widgets(
 @validate("model_name", early=check_widgets)
 class ParallelDiTLoader:
     CATEGORY = CATEGORY
-    SEARCH_ALIASES = (
-        *SEVERAL_GPUS,
-        "pipefusion",
-        "usp",
-        "tensor parallel",
-        "raylight",
-        "load model",
-        "model loader",
-    )
+    SEARCH_ALIASES = (*SEVERAL_GPUS, "load model", "model loader")
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "load"
     DESCRIPTION = (

@@ -8,7 +8,7 @@ from parallel_backend.core.validate import check_ranks
 
 from .model.call.diffusion_model import RemoteDiffusionModel
 from .ui.input_checks import validate
-from .ui.widgets import CATEGORY, choice, degree, flag, whole_number
+from .ui.widgets import CATEGORY, SEVERAL_GPUS, choice, degree, flag, whole_number
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,7 @@ def check_widgets(
 @validate(early=check_widgets)
 class UlyssesConfig:
     CATEGORY = CATEGORY
-    SEARCH_ALIASES = (
-        "multi gpu",
-        "multigpu",
-        "usp",
-        "xdit",
-        "ring attention",
-        "sequence parallel",
-        "context parallel",
-        "distrifusion",
-        "raylight",
-        "xfuser",
-    )
+    SEARCH_ALIASES = (*SEVERAL_GPUS, "ring attention", "distrifusion")
     RETURN_TYPES = ("PARALLEL_CONFIG",)
     RETURN_NAMES = ("parallel_config",)
     FUNCTION = "configure"

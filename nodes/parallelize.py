@@ -38,15 +38,7 @@ def check_widgets(gpus: int | None, offload: str | None = STREAMED) -> None:
 @validate(early=check_widgets)
 class ParallelizeModel:
     CATEGORY = CATEGORY
-    SEARCH_ALIASES = (
-        *SEVERAL_GPUS,
-        "pipefusion",
-        "ulysses",
-        "usp",
-        "raylight",
-        "split model",
-        "second gpu",
-    )
+    SEARCH_ALIASES = (*SEVERAL_GPUS, "split model")
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "parallelize"
     DESCRIPTION = (
@@ -121,7 +113,7 @@ class ParallelizeModel:
 def _named_file() -> Path | None:
     """The model file that the loader of this node's MODEL names in the prompt's graph. None: unknown."""
     found = executing()
-    inputs = None if found is None else loader_inputs(found[0], found[1])
+    inputs = None if found is None else loader_inputs(*found)
     named = None if inputs is None else model_file(inputs)
     return None if named is None else named[1]
 

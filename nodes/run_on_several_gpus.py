@@ -5,8 +5,10 @@ The request is `POST /parallel_dit/plan` with {"loaders": [{"class_type": ..., "
 Only headers of files are read.
 """
 
-import threading
+import asyncio
+import functools
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import permutations
 from pathlib import Path
@@ -18,14 +20,13 @@ from parallel_backend.checkpoints.single_file import file_state
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.host_memory import host_memory
+from parallel_backend.placement.memory_model import USABLE_MEMORY
 from parallel_backend.placement.model_sizes import model_sizes
-from parallel_backend.planning.before_running import Cards, why_pipefusion
 
 from .loader import CHECKPOINTS, FOLDER, file_path
 from .model.loading.model_file import importing, open_file
 from .ui.devices import half_dtypes, possible_devices, why_hidden
 from .ui.host import prompt_server
-from .ui.long_work import Busy, LongWork
 from .ui.request_body import json_of
 from .ui.start_options import wanted_halves
 
@@ -64,7 +65,7 @@ def add_route() -> None:
         return
     from aiohttp import web  # installed wherever ComfyUI runs as a server
 
-    plans, work = FilePlans(), LongWork("plan")
+    thread = ThreadPoolExecutor(1, "parallel-dit plan")  # of our own: ComfyUI serves its page on asyncio's threads
 
     @server.routes.post(ROUTE)
     async def plan(request: web.Request) -> web.Response:
@@ -72,10 +73,7 @@ def add_route() -> None:
             loaders = asked(json_of(await request.read(), "loaders", MOST_BYTES))
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
-        try:
-            return web.json_response(await work.done(lambda: answer(loaders, plans)))
-        except Busy:
-            return web.json_response({"error": "Other workflows are being planned. Try again."}, status=503)
+        return web.json_response(await asyncio.wrap_future(thread.submit(answer, loaders)))
 
 
 def asked(body: Any) -> list[Mapping[str, Any]]:
@@ -91,7 +89,7 @@ def asked(body: Any) -> list[Mapping[str, Any]]:
     return loaders
 
 
-def answer(loaders: list[Mapping[str, Any]], file_plans: "FilePlans") -> dict[str, Any]:
+def answer(loaders: list[Mapping[str, Any]]) -> dict[str, Any]:
     """{"devices": number of them, "cards": [{"name": ..., "memory": bytes}], "why": reason why nothing is gained, or "",
     "loaders": LoaderPlans as dicts}."""
     try:
@@ -102,43 +100,24 @@ def answer(loaders: list[Mapping[str, Any]], file_plans: "FilePlans") -> dict[st
     if len(devices) < 2:
         kind = "no GPU" if device_kind(devices[0]) == "cpu" else "one GPU"
         why = f"ComfyUI shows {kind} on this machine.{why_hidden()}"
-    plans = [loader_plan(each["class_type"], each["inputs"], devices, file_plans) for each in loaders]
-    shown = [{"name": name, "memory": nbytes} for name, nbytes in zip(devices, cards(devices).memory, strict=True)]
+    plans = [loader_plan(each["class_type"], each["inputs"], devices) for each in loaders]
+    shown = [{"name": name, "memory": nbytes} for name, nbytes in zip(devices, memory_of(devices), strict=True)]
     return {"devices": len(devices), "cards": shown, "why": why, "loaders": [asdict(each) for each in plans]}
 
 
-class FilePlans:
-    """The plans of model files, each made once for a state of the file. Thread-safe: one file is read at a time."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._plans: dict[tuple[Path, tuple[str, ...]], tuple[str, LoaderPlan]] = {}
-        """(path, devices) -> state of the file and its plan. The oldest come first."""
-
-    def of(self, name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
-        """The plan of the file at `path`, which the loader calls `name`."""
-        with self._lock:
-            state = f"{name} {file_state(path)}"
-            known, plan = self._plans.pop((path, devices), ("", LoaderPlan()))
-            if known != state:
-                plan = file_plan(name, path, devices)
-            self._plans[path, devices] = state, plan
-            if len(self._plans) > MOST_PLANS:
-                del self._plans[next(iter(self._plans))]
-            return plan
-
-
-def loader_plan(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, ...], file_plans: FilePlans) -> LoaderPlan:
+def loader_plan(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, ...]) -> LoaderPlan:
     """The plan of one loader. `inputs`: values of its widgets, and links to other nodes."""
     if class_type in OURS:
         return LoaderPlan(parallel=True)
     if (file := model_file(inputs)) is None:
         return LoaderPlan(why="its model file is unknown")
-    return file_plans.of(*file, devices)
+    name, path = file
+    return file_plan(name, path, devices, file_state(path))
 
 
-def file_plan(name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
-    """The plan of a loader of the file at `path`, which it calls `name`."""
+@functools.lru_cache(MOST_PLANS)
+def file_plan(name: str, path: Path, devices: tuple[str, ...], state: str) -> LoaderPlan:
+    """The plan of a loader of the file at `path`, which it calls `name`. Made once for a `state` of the file."""
     try:
         file = open_file(path, importing(devices[0]))
     except ValueError as error:
@@ -146,7 +125,7 @@ def file_plan(name: str, path: Path, devices: tuple[str, ...]) -> LoaderPlan:
     native = wanted_halves(half_dtypes(devices), file.own.halves, "default")
     dtype = resolve_dtype("default", file.checkpoint.dtype, devices, file.own.halves, native)
     weights = model_sizes(file.checkpoint, dtype, devices[0]).weight_bytes
-    pipefusion = "" if file.own.unet else why_pipefusion(weights, cards(devices))
+    pipefusion = "" if file.own.unet else why_pipefusion(weights, devices)
     return LoaderPlan(takes=True, file=name, weights=weights, pipefusion=pipefusion)
 
 
@@ -170,10 +149,22 @@ def model_file(inputs: Mapping[str, Any]) -> tuple[str, Path] | None:
     return name, path
 
 
-def cards(devices: tuple[str, ...]) -> Cards:
-    """The devices' memory and links, read without creating a CUDA context. CPU ranks share the host's memory."""
+def why_pipefusion(weights: int, devices: tuple[str, ...]) -> str:
+    """Why exact modes alone would be slow for a model with `weights` bytes of weights, as text; empty if they would not be.
+
+    Split batch, Ulysses and ring need the whole model on every GPU. Ulysses, ring and tensor need fast links. If one of the
+    two is missing, PipeFusion is offered to the planner, which takes it if it is the fastest.
+    """
+    if weights > USABLE_MEMORY * min(memory_of(devices)):
+        return "no GPU holds the whole model"
+    indices = [torch.device(name).index for name in devices if device_kind(name) == "cuda"]
+    if not all(torch.cuda.can_device_access_peer(one, two) for one, two in permutations(indices, 2)):
+        return "the GPUs have no direct link (P2P)"
+    return ""
+
+
+def memory_of(devices: tuple[str, ...]) -> list[int]:
+    """The bytes of each device, read without creating a CUDA context. CPU ranks share the host's memory."""
     if device_kind(devices[0]) != "cuda":
-        return Cards([host_memory()[1] // len(devices)] * len(devices), True)
-    indices = [torch.device(name).index for name in devices]
-    peers = all(torch.cuda.can_device_access_peer(one, two) for one, two in permutations(indices, 2))
-    return Cards([torch.cuda.get_device_properties(index).total_memory for index in indices], peers)
+        return [host_memory()[1] // len(devices)] * len(devices)
+    return [torch.cuda.get_device_properties(name).total_memory for name in devices]

@@ -44,8 +44,8 @@ class ParallelSelfTest:
     FUNCTION = "look"
     OUTPUT_NODE = True
     DESCRIPTION = (
-        "Checks what can go wrong on this machine: driver, kernels, links between GPUs, every mode against one GPU, "
-        "memory, a GPU that hangs. Takes minutes. Saves a JSON for a bug report."
+        "Checks what can go wrong on this machine: driver, kernels, links between GPUs, every mode against one GPU. "
+        "Takes minutes. Saves a JSON for a bug report."
     )
 
     @classmethod

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from parallel_backend.quickstart.prompt import BLANK, CELLS
+from parallel_backend.client.sampling import Prompt
+from parallel_backend.quickstart.prompt import BLANK, CELLS, NULL, encode_symbols
 
 CELL = 128  # pixels; a picture is 2x2 cells
 DIGIT = 112  # pixels that the 8x8 scan covers before jitter: a margin of half a scan pixel on each side
@@ -116,3 +117,10 @@ def read_digits(images: torch.Tensor) -> np.ndarray:
     read = _reader().predict(_features(cells)).astype(np.int64)
     read[cells.mean((1, 2)).numpy() < BLANK_INK] = BLANK
     return read.reshape(-1, CELLS)
+
+
+def digit_prompts(symbols_BC: torch.Tensor, cfg: float) -> Prompt:
+    """Prompts of the bundled model for symbols [B, 4], with the unconditional prompt as negative."""
+    context, pooled = encode_symbols(symbols_BC)
+    no_context, no_pooled = encode_symbols(torch.full((len(symbols_BC), CELLS), NULL))
+    return Prompt({"context": context, "pooled": pooled}, {"context": no_context, "pooled": no_pooled}, cfg)

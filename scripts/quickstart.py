@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from parallel_backend.checkpoints.checkpoint import open_own_class  # noqa: E402
 from parallel_backend.client.loading import load_model  # noqa: E402
 from parallel_backend.client.proven_class import call_of, prompt_for_class, proven  # noqa: E402
-from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole  # noqa: E402
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
 from parallel_backend.core.dtypes import resolve_dtype  # noqa: E402
 from parallel_backend.core.own_class import OwnClass  # noqa: E402
@@ -28,7 +28,7 @@ from parallel_backend.core.setup import Setup  # noqa: E402
 from parallel_backend.processes.pool import Pool  # noqa: E402
 from parallel_backend.quickstart.codec import decode, process_out  # noqa: E402
 from parallel_backend.quickstart.model import WEIGHTS, mini_flux  # noqa: E402
-from scripts.digits import read_digits  # noqa: E402
+from scripts.digits import digit_prompts, read_digits  # noqa: E402
 
 PROMPTS = ((3, 1, 4, 1), (2, 7, 1, 8), (5, 9, 2, 6), (0, 4, 7, 3))
 

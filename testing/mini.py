@@ -26,7 +26,7 @@ from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.call_arguments import from_tensors, structure_of, to_tensors
 from parallel_backend.own_class.calls.tried_calls import Call as TriedCall
 from parallel_backend.own_class.plans.proof import Proof
-from parallel_backend.own_class.trials.narrow import widened
+from parallel_backend.own_class.trials.short_model import widened
 from parallel_backend.planning.trials import Trials
 from parallel_backend.quickstart.mini_flux import PATCH
 from parallel_backend.quickstart.model import mini_flux

@@ -61,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--figures", type=Path, help="a JSON file for the figures that tests measure")
     parser.addoption(
         "--emulated-gpus",
-        help="CUDA devices in software, on a CPU build of torch, such as 'HOPPER TURING' (tests/support/fake_cuda.py)",
+        help="CUDA devices in software, on a CPU build of torch, such as 'HOPPER TURING' (testing/fake_cuda.py)",
     )
     parser.addoption("--starts", default="", help="what may be started, such as 'ComfyUI 60, ranks 900': more fails")
     parser.addoption("--require", action="store_true", help="a test that would be skipped fails, unless it needs a GPU")

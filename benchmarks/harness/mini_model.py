@@ -14,14 +14,14 @@ from benchmarks.harness.needs import need
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.proven_class import prompt_for_class
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.client.sampling import Prompt, digit_prompts, linear_sigmas, sample_in_bands, sample_whole
+from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.client.step_cache import StepCache
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from parallel_backend.quickstart.codec import decode, process_out
 from parallel_backend.quickstart.model import WEIGHTS
 from parallel_backend.quickstart.prompt import CELLS
-from scripts.digits import read_digits
+from scripts.digits import digit_prompts, read_digits
 from testing import mini
 from testing.models import on_ranks
 

@@ -84,7 +84,7 @@ PROBES = (
     Probe(
         "acceptance",
         90,
-        _command("parallel_backend.acceptance", "--only", "stuck GPU,lifetime"),
+        _command("parallel_backend.acceptance", "--only", "kernels,modes"),
         _command("parallel_backend.acceptance", "--only", "kernels,modes", "--devices", "cpu,cpu"),
     ),
     Probe(

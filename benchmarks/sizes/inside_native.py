@@ -22,9 +22,9 @@ import torch  # noqa: E402
 
 sys.path.append(str(ROOT))
 
-from testing.hollow.account import Account  # noqa: E402
-from testing.hollow.cuda import hollow_cuda  # noqa: E402
-from testing.hollow.tensors import Devices  # noqa: E402
+from benchmarks.sizes.hollow.account import Account  # noqa: E402
+from benchmarks.sizes.hollow.cuda import hollow_cuda  # noqa: E402
+from benchmarks.sizes.hollow.tensors import Devices  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 
@@ -70,7 +70,7 @@ def figures(case: dict[str, Any]) -> dict[str, int]:
             "kernels": account.kernels.total(),
             "products": account.products,
             "moved": account.moved.total(),
-            "stops": account.stops.total(),
+            "stops": account.stops,
             "by name": {name: (count, account.moved[name]) for name, count in account.kernels.most_common()},
         }
 

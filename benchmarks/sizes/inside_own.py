@@ -29,6 +29,8 @@ import nodes  # noqa: E402, F401 - ComfyUI's, before a folder of the same name i
 
 sys.path.append(str(ROOT))
 
+from benchmarks.sizes.hollow.ranks import hollow_pool  # noqa: E402
+from benchmarks.sizes.real_models import REAL_MODELS, RealModel  # noqa: E402
 from benchmarks.sizes.trace import Figures, Inputs, traced  # noqa: E402
 from parallel_backend.checkpoints.checkpoint import open_own_class  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
@@ -44,9 +46,7 @@ from parallel_backend.own_class.calls.tried_calls import Call  # noqa: E402
 from parallel_backend.own_class.trials.trial import trial  # noqa: E402
 from parallel_backend.rank import stage_forward  # noqa: E402
 from testing.files import write_header  # noqa: E402
-from testing.hollow.ranks import hollow_pool  # noqa: E402
 from testing.models import on_ranks  # noqa: E402
-from testing.real_sizes import REAL_MODELS, RealModel  # noqa: E402
 
 
 def load_pack() -> None:

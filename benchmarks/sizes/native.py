@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sizes.real_models import RealModel
 from scripts.comfyui_server import find_python
-from testing.real_sizes import RealModel
 
 SCRIPT = Path(__file__).with_name("inside_native.py")
 

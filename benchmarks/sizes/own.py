@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import measuring
+from benchmarks.sizes.real_models import REAL_MODELS
 from parallel_backend.core.degrees import Degrees
 from scripts.comfyui_server import find_python
-from testing.real_sizes import REAL_MODELS
 
 from .native import native_figures
 from .trace import Figures, mode_name

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import measuring
+from benchmarks.sizes.real_models import FLUX_DEV
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.memory_model import Request
-from testing.real_sizes import FLUX_DEV
 
 from .native import native_figures
 from .trace import figures, mode_name, predicted

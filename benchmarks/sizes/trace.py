@@ -1,4 +1,4 @@
-"""What ranks do with a model of real size in one mode: their own code, on hollow devices (testing/hollow).
+"""What ranks do with a model of real size in one mode: their own code, on hollow devices (benchmarks/sizes/hollow).
 
 A run is traced with a few blocks of each kind, and with one more of a kind: as all blocks of a kind are alike, each adds the
 same to every figure. Stages that differ in their blocks are traced whole.
@@ -14,6 +14,9 @@ from unittest import mock
 
 import torch
 
+from benchmarks.sizes.hollow.account import Account
+from benchmarks.sizes.hollow.ranks import hollow_pool
+from benchmarks.sizes.real_models import MiniModel
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -26,10 +29,7 @@ from parallel_backend.placement.model_sizes import ModelSizes, model_sizes
 from parallel_backend.processes.pool import Pool, wait_for
 from parallel_backend.rank import stage_forward
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, ReadMemory
-from testing.hollow.account import Account
-from testing.hollow.ranks import hollow_pool
 from testing.models import conditioning_of, on_ranks
-from testing.real_sizes import MiniModel
 
 Figures = dict[str, int]
 """Of one rank. "weights", "peak": bytes of the device for the weights, and at most for all else in a run. Of a step:
@@ -194,7 +194,7 @@ def _read(account: Account) -> Figures:
         "kernels": account.kernels.total(),
         "products": account.products,
         "moved": account.moved.total(),
-        "stops": account.stops.total(),
+        "stops": account.stops,
         **{name: account.copied[name] for name in ("to the host", "to the device")},
         **{f"to {rank}": nbytes for rank, nbytes in account.sent.items()},
         **{f"count {name}": count for name, count in account.kernels.items()},

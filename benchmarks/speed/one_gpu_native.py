@@ -20,13 +20,13 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.harness import measuring
+from benchmarks.sizes.real_models import FLUX_DEV, MiniModel
 from benchmarks.sizes.trace import predicted
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.memory_guard import request_of
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from testing.models import conditioning_of, on_ranks
-from testing.real_sizes import FLUX_DEV, MiniModel
 
 from .one_rank_native import inside, row
 

@@ -1,7 +1,7 @@
 """Lets ComfyUI's model management count and free the ranks' memory on GPUs that ComfyUI uses too.
 
 When ComfyUI needs memory on a GPU, it asks the models that it has loaded there. The ranks on that GPU then move that many
-bytes of weights, block by block, to host memory (client/giving_way.py). They move the weights back in their next run.
+bytes of weights, block by block, to host memory (client/resident_weights.py). They move the weights back in their next run.
 """
 
 import weakref

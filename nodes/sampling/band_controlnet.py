@@ -18,44 +18,29 @@ from parallel_backend.core.device_copies import to_device, to_host
 from parallel_backend.core.spans import Span
 
 from ..model.controls.controlnet import Control
-from .band_exchange import REACH, BandExchange, moved
+from .band_exchange import BandExchange
 
 
 @dataclass
 class _Calls:
     """Calls for one set of conditionings."""
 
-    latents: list[dict[int, torch.Tensor]]
-    """For each band: turn -> the band's latent."""
     counts: list[int]
     """For each band: number of calls so far."""
-    times: dict[int, float] = field(default_factory=dict)
-    """Turn -> time of band 0's call."""
     answers: dict[int, Control | None] = field(default_factory=dict)
     """Turn -> the ControlNet's output."""
 
-    def forget(self, turn: int) -> None:
-        """Drop everything that no call after `turn` reads."""
-        self.answers.pop(turn - 2, None)
-        self.times.pop(turn - REACH - 1, None)
-        for by_turn in self.latents:
-            by_turn.pop(turn - REACH - 1, None)
-
 
 class BandedControl(BandExchange):
-    """A ControlNet shared by the bands of a run.
-
-    `exact_above`: see Band. `extrapolate`: latents of the step before are extrapolated to this step's time, along the line
-    through the last two, as keys are (kv_buffer.py). `device`: where the ControlNet computes; bands are on the host.
-    """
+    """A ControlNet shared by the bands of a run. `device`: where the ControlNet computes; bands are on the host."""
 
     def __init__(self, control: Any, cut: BandCut, exact_above: float, extrapolate: bool, device: torch.device):
-        super().__init__()
-        self.control, self.exact_above, self.extrapolate, self.device = control, exact_above, extrapolate, device
+        super().__init__(cut, exact_above, extrapolate)
+        self.control, self.device = control, device
         self.patching, patch = cut.patching, cut.patching.band_size
         self.grid = self.patching.grid(cut.shapes[0])
         self._rows = [Span(band.start // patch, -(-band.stop // patch)) for band in cut.rows]  # in patches
-        self._calls: dict[tuple, _Calls] = defaultdict(lambda: _Calls([{} for _ in cut.rows], [0 for _ in cut.rows]))
+        self._calls: dict[tuple, _Calls] = defaultdict(lambda: _Calls([0 for _ in cut.rows]))
 
     def band(self, index: int) -> "BandControl":
         return BandControl(self, index)
@@ -64,25 +49,24 @@ class BandedControl(BandExchange):
         self, index: int, x: torch.Tensor, t: torch.Tensor, cond: Any, batched: int, options: Any
     ) -> Control | None:
         """`get_control` for band `index`, on that band's thread."""
+        key = tuple(options["uuids"])
         with self._changed:
-            calls = self._calls[tuple(options["uuids"])]
+            calls = self._calls[key]
             turn = calls.counts[index]
             calls.counts[index] += 1
-            calls.latents[index][turn] = x
-            self._changed.notify_all()
-            if index == 0:
-                calls.times[turn] = float(t.max())
-                whole = self._whole(calls, turn)
         if index == 0:
+            whole = self.whole(index, key, turn, float(t.max()), x, exchanged_before=turn > 0)
             # Without the lock, so that the other bands can take the answer of the step before.
             answer = self._evaluate(whole, t, cond, batched, options)
             with self._changed:
                 calls.answers[turn] = answer
                 self._changed.notify_all()
+        else:
+            self.put(index, key, turn, x)
         with self._changed:
             self._wait_for(0, calls.answers, turn)
             answer = calls.answers[turn]
-            calls.forget(turn)
+            calls.answers.pop(turn - 2, None)
         if answer is None:
             return None
         # By id: a tensor that blocks share stays shared in the band, and is sent to ranks once.
@@ -107,17 +91,6 @@ class BandedControl(BandExchange):
         if isinstance(value, list):
             return [self._on_device(each) for each in value]
         return to_device(value, self.device) if isinstance(value, torch.Tensor) else value
-
-    def _whole(self, calls: _Calls, turn: int) -> torch.Tensor:
-        """The whole latent for band 0's call of this turn. Waits until the other bands have put in the latents it needs."""
-        exact = turn == 0 or calls.times[turn] > self.exact_above
-        last = turn if exact else turn - 1
-        for band, latents in enumerate(calls.latents[1:], 1):
-            self._wait_for(band, latents, last)
-        others = [
-            moved(latents, calls.times, last, turn) if self.extrapolate else latents[last] for latents in calls.latents[1:]
-        ]
-        return torch.cat([calls.latents[0][turn], *others], self.patching.band_dim)
 
     def _cut(self, whole: torch.Tensor, index: int) -> torch.Tensor:
         """The band's tokens of an output [B, tokens, hidden]. `residuals` refuses an output of a wrong size."""

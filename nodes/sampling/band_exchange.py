@@ -4,11 +4,13 @@ A turn is a band's call of one function, counted from 0: all bands make the same
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.extrapolation import step_ratio
 
@@ -17,9 +19,17 @@ REACH = 3
 
 
 class BandExchange:
-    """Lets bands wait for each other. When a band ends, `finish` or (after an error) `close` ends the waiting for it."""
+    """Joins the bands' tensors to one of the whole latent. When a band ends, `finish` or (after an error) `close` ends the
+    others' waiting for it.
 
-    def __init__(self):
+    `exact_above`: see Band. `extrapolate`: tensors of the turn before are extrapolated to this turn's time, as keys are.
+    """
+
+    def __init__(self, cut: BandCut, exact_above: float, extrapolate: bool):
+        self.cut, self.exact_above, self.extrapolate = cut, exact_above, extrapolate
+        # Kind of tensor -> for each band: turn -> tensor. And turn -> time.
+        self._tensors: dict[tuple, list[dict[int, torch.Tensor]]] = defaultdict(lambda: [{} for _ in cut.rows])
+        self._times: dict[tuple, dict[int, float]] = defaultdict(dict)
         self._changed = threading.Condition()
         self._finished: set[int] = set()
         self._error: BaseException | None = None
@@ -35,6 +45,33 @@ class BandExchange:
         with self._changed:
             self._finished.add(index)
             self._changed.notify_all()
+
+    def put(self, index: int, key: tuple, turn: int, value: torch.Tensor) -> None:
+        """Put in the part of band `index` of this kind of tensor."""
+        with self._changed:
+            self._tensors[key][index][turn] = value
+            self._tensors[key][index].pop(turn - REACH - 1, None)
+            self._changed.notify_all()
+
+    def whole(
+        self, index: int, key: tuple, turn: int, time: float, value: torch.Tensor, exchanged_before: bool
+    ) -> torch.Tensor:
+        """Put in the part of band `index`. The tensor of the whole latent: this turn's rows of this band and of those before
+        it, and the rows of the turn before of those behind it. All of this turn at exact times.
+
+        `key`: kind of tensor. `exchanged_before`: this kind was exchanged in the turn before too.
+        """
+        self.put(index, key, turn, value)
+        with self._changed:
+            times = self._times[key]
+            times[turn] = time
+            exact = time > self.exact_above or not exchanged_before
+            parts = []
+            for band, values in enumerate(self._tensors[key]):
+                last = turn if exact or band <= index else turn - 1
+                self._wait_for(band, values, last)
+                parts.append(moved(values, times, last, turn) if self.extrapolate else values[last])
+        return self.cut.whole(parts)
 
     def _wait_for(self, band: int, by_turn: Mapping[int, Any], turn: int) -> None:
         """Wait until `by_turn`, which `band` fills, has this turn. NotLocal if the band has ended without it."""

@@ -13,7 +13,6 @@ each band gets copies with separate closures. After the run the originals take o
 
 import copy
 import types
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from parallel_backend.client.pipefusion.banded_run import NotLocal
 
 from ..ui.other_nodes import name_of
 from .band_controlnet import BandControl
-from .band_exchange import REACH, BandExchange, moved
+from .band_exchange import BandExchange
 from .eligibility import region_of
 from .known_local import WHOLE_GUIDANCE
 
@@ -38,14 +37,10 @@ POST_CFG = "sampler_post_cfg_function"
 
 
 class BandedGuidance(BandExchange):
-    """Shared by the bands of a run. `exact_above`: see Band. `extrapolate`: tensors of the step before are extrapolated."""
+    """Shared by the bands of a run. A turn is a call of the guider."""
 
     def __init__(self, cut: BandCut, exact_above: float, extrapolate: bool):
-        super().__init__()
-        self.cut, self.exact_above, self.extrapolate = cut, exact_above, extrapolate
-        # Kind of tensor -> for each band: turn (call of the guider) -> tensor.
-        self._tensors: dict[tuple, list[dict[int, torch.Tensor]]] = defaultdict(lambda: [{} for _ in cut.rows])
-        self._times: dict[int, float] = {}
+        super().__init__(cut, exact_above, extrapolate)
         self._copies: list[tuple[Callable, Callable]] = []  # (function of the MODEL, the last band's copy)
 
     def give_to(self, guider: comfy.samplers.CFGGuider, index: int, options: dict[str, Any]) -> None:
@@ -76,26 +71,6 @@ class BandedGuidance(BandExchange):
         for original, copied in self._copies:
             for cell, last in zip(original.__closure__ or (), copied.__closure__ or (), strict=True):
                 cell.cell_contents = last.cell_contents
-
-    def whole(
-        self, index: int, key: tuple, turn: int, time: float, value: torch.Tensor, exchanged_before: bool
-    ) -> torch.Tensor:
-        """The tensor of the whole latent. `value` is the part of band `index`.
-
-        `key`: kind of tensor. `exchanged_before`: this kind was exchanged in the turn before too.
-        """
-        with self._changed:
-            by_band = self._tensors[key]
-            by_band[index][turn], self._times[turn] = value, time
-            by_band[index].pop(turn - REACH - 1, None)
-            self._changed.notify_all()
-            exact = time > self.exact_above or not exchanged_before
-            parts = []
-            for band, values in enumerate(by_band):
-                last = turn if exact or band <= index else turn - 1
-                self._wait_for(band, values, last)
-                parts.append(moved(values, self._times, last, turn) if self.extrapolate else values[last])
-        return self.cut.whole(parts)
 
 
 class BandGuidance:

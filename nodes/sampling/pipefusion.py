@@ -150,7 +150,7 @@ class PipeFusion:
         started = time.perf_counter()
         result, run, cache = None, None, stub.run.cache
         stub.run.calls.clear()
-        stub.run.shape = whole = CallShape((sampling.entries, *sampling.shapes[0][1:]), sampling.text_tokens)
+        whole = CallShape((sampling.entries, *sampling.shapes[0][1:]), sampling.text_tokens)
         cut = self._cut(model, sampling)
         if cache is not None:
             cache.restart(len(cut.rows))

@@ -6,22 +6,10 @@ import torch
 
 from parallel_backend.core import device_choice
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.device_choice import Host, gpus_of, is_auto
+from parallel_backend.core.device_choice import Host, gpus_of
+from parallel_backend.core.device_choice import is_auto as is_auto
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.dtypes import HALVES, native_halves
-
-__all__ = [
-    "check_devices",
-    "check_one_kind_of_devices",
-    "choose_devices",
-    "gpus",
-    "half_dtypes",
-    "host",
-    "is_auto",
-    "named_devices",
-    "possible_devices",
-    "why_hidden",
-]
 
 
 def host() -> Host:

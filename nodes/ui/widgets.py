@@ -5,8 +5,9 @@ from typing import Any
 from parallel_backend.placement.residency import AUTO
 
 CATEGORY = "Parallel DiT"
-SEVERAL_GPUS = "multi gpu", "multigpu", "multiple gpus", "parallel", "distributed", "xdit"
-"""Search words for a loader that uses several GPUs (SEARCH_ALIASES)."""
+_OTHERS = "xdit", "xfuser", "usp", "raylight"
+SEVERAL_GPUS = "multi gpu", "multigpu", "multiple gpus", "second gpu", "parallel", "distributed", *_OTHERS
+"""Search words for a node that uses several GPUs (SEARCH_ALIASES)."""
 MAX_DEGREE = 64
 
 Widget = tuple[Any, dict[str, Any]]

@@ -1,11 +1,10 @@
 """ComfyUI's VAE.decode and VAE.encode with the decoder or encoder on the ranks."""
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import comfy.model_management
 import comfy.quant_ops
@@ -14,8 +13,7 @@ import comfy.utils
 import torch
 
 from parallel_backend.client.registry import registry
-from parallel_backend.client.shared_tensors import shared_output
-from parallel_backend.client.vae import Made, NotExact, Part, RemoteVAE, TooLittleMemory, bands
+from parallel_backend.client.vae import Made, Part, RemoteVAE, TooLittleMemory, bands
 from parallel_backend.core.devices import device_kind
 from parallel_backend.processes.pool_part import SomeRanks
 
@@ -65,16 +63,15 @@ def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: Som
     make_room(pool, needed)
     on_piece = partial(comfy.utils.ProgressBar(len(latent) * pieces).update, 1)
     run_tiles = partial(remote.run_tiles, poll=check_cancelled, bytes_needed=needed)
-    with shared_output(pool, (len(latent), *shape[1:]), vae.vae_output_dtype()) as (images, shared):
-        for index, entry in enumerate(entries):
-            target = images[index : index + 1]
-            if tiles:
-                decode_in_tiles(model, entry, target, run_tiles, on_piece)
-            else:
-                remote.run(entry, 1, target, check_cancelled, shared=shared, bytes_needed=needed)
-                on_piece()
-            if (processed := vae.process_output(target)) is not target:  # most VAEs' process_output works in place
-                target.copy_(processed)
+    images = torch.empty(len(latent), *shape[1:], dtype=vae.vae_output_dtype())
+    for entry, target in zip(entries, images.split(1), strict=True):
+        if tiles:
+            decode_in_tiles(model, entry, target, run_tiles, on_piece)
+        else:
+            remote.run(entry, 1, target, check_cancelled, needed)
+            on_piece()
+        if (processed := vae.process_output(target)) is not target:  # most VAEs' process_output works in place
+            target.copy_(processed)
     return images.to(vae.output_device).movedim(1, -1)
 
 
@@ -134,7 +131,7 @@ def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: Som
             latents.append(encode_in_tiles(model, x, run_tiles, on_piece))
         else:
             latents.append(torch.empty(shape, dtype=dtype))
-            remote.run(x, scale, latents[-1], check_cancelled, bytes_needed=needed)
+            remote.run(x, scale, latents[-1], check_cancelled, needed)
             on_piece()
     return torch.cat(latents).to(vae.output_device, vae.vae_output_dtype())
 
@@ -142,33 +139,16 @@ def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: Som
 def with_room(pool: SomeRanks, work: Callable[[], T]) -> T:
     """The result of `work`. If memory is short, models on the pool's ranks give way and `work` is tried once more.
 
-    Both tries draw the same noise. TooLittleMemory if the models hold fewer bytes than are missing.
+    TooLittleMemory if the models hold fewer bytes than are missing.
     """
     try:
-        with noise_put_back():
-            return work()
+        return work()
     except TooLittleMemory as short:
         if any(registry().held_on(pool, device) < missing for device, missing in short.missing.items()):
             raise
         for device, missing in short.missing.items():
             registry().make_way(pool, device, missing)
-    with noise_put_back():
-        return work()
-
-
-@contextlib.contextmanager
-def noise_put_back() -> Iterator[None]:
-    """After a refusal of the ranks torch's generators are reset, so that the next try (or ComfyUI) draws the same noise."""
-    state = torch.get_rng_state()
-    backend: Any = getattr(torch, comfy.model_management.vae_device().type, None)  # such as torch.cuda
-    device_state = backend.get_rng_state() if hasattr(backend, "get_rng_state") else None  # torch.cpu has no generator
-    try:
-        yield
-    except (TooLittleMemory, NotExact):
-        torch.set_rng_state(state)
-        if device_state is not None:
-            backend.set_rng_state(device_state)
-        raise
+    return work()
 
 
 def remote_vae(vae: comfy.sd.VAE, cut: Cut, part: Part, pool: SomeRanks) -> tuple[RemoteVAE, torch.dtype]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from parallel_backend.processes.pool import Poll
 
-from .endurance import look_at_a_stuck_gpu, look_at_lifetime
-from .kernels import look_at_attention, look_at_quantised
+from .kernels import look_at_attention
 from .machine import look_at_links, look_at_system
 from .modes import look_at_modes
 from .own_model import look_at_model
@@ -19,13 +18,10 @@ STATUSES = (PASSED, FAILED, NOT_LOOKED_AT)
 
 CHECKS: dict[str, tuple[str, Callable[[SelfTestSession, Findings], None]]] = {
     "system": ("driver, libraries and GPUs", look_at_system),
-    "kernels": ("attention kernels against fp64, on each device", look_at_attention),
-    "quantised": ("one layer of each quantised format, on each device", look_at_quantised),
+    "kernels": ("attention kernels, on each device", look_at_attention),
     "links": ("bandwidth of every link between ranks", look_at_links),
     "modes": ("one rank against a CPU, and every mode against one rank", look_at_modes),
     "model file": ("your model on one rank and on all", look_at_model),
-    "lifetime": ("memory after loading and unloading many times", look_at_lifetime),
-    "stuck GPU": ("a GPU is made to spin: the watchdog names its rank", look_at_a_stuck_gpu),
 }
 """Name -> description and check."""
 

@@ -6,7 +6,6 @@ import platform
 import re
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from parallel_backend.core.host_memory import host_memory
 from parallel_backend.placement.links import SIZES, links_of
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.comm.process_group import backend_for
-from parallel_backend.wire.rank_settings import SELF_TEST
 
 from .session import Findings, NotLookedAt, SelfTestSession
 
@@ -141,7 +139,7 @@ def _driver() -> str | None:
 
 
 def look_at_links(session: SelfTestSession, findings: Findings) -> None:
-    """Every two ranks send to and fro, then all at once: the transfers that planning times. With P2P and without."""
+    """Every two ranks send to and fro, then all at once: the transfers that planning times."""
     if session.world == 1:
         raise NotLookedAt("there is one rank; name more devices, or one device several times")
     pool = session.ranks(session.world)
@@ -150,11 +148,6 @@ def look_at_links(session: SelfTestSession, findings: Findings) -> None:
     findings.note("links", links(pool, session))
     nccl = backend_for(pool.devices) == "nccl" and not pool.self_test.gloo
     findings.note("P2P", pool.self_test.p2p if nccl else None)
-    if not nccl:
-        findings.leave_out("links without P2P", "only NCCL has both; these ranks talk through Gloo")
-    elif pool.self_test.p2p:
-        with session.special_ranks(self_test=replace(SELF_TEST, p2p=False)) as pool:
-            findings.note("links without P2P", links(pool, session))
 
 
 def links(pool: Pool, session: SelfTestSession) -> dict[str, Any]:

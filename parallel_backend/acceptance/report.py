@@ -37,7 +37,6 @@ PATH = re.compile(r"(?<![\w.~/:])(?:[A-Za-z]:)?(?:[\\/][^\\/:;,'\"<>|()\n]+){2,}
 """An absolute path of more than KEPT_PARTS parts. As folders may have spaces, text between two paths may match too."""
 SHOWN_WHY = 700
 """Characters of a check's failures on the page; the JSON has more."""
-SHOWN_FIGURES = 6
 SHOWN_TEXT = 120
 """Characters of a figure that is text, such as a rank's error."""
 MARKS = {PASSED: "ok     ", FAILED: "FAILED ", NOT_LOOKED_AT: "-      "}
@@ -148,48 +147,22 @@ def _check(check: dict[str, Any]) -> list[str]:
     if check["why"]:
         why = check["why"] if len(check["why"]) <= SHOWN_WHY else f"...{check['why'][-SHOWN_WHY:]}"
         lines += [f"       {line}" for line in why.splitlines()]
-    figures = _system(check["figures"]) if check["name"] == "system" else _figures(check["figures"])
-    lines += [f"       {line}" for line in figures]
+    lines += [f"       {line}" for line in _figures(check["figures"])]
     lines += [f"       left out: {text}" for text in check["left_out"]]
     return lines
 
 
-def _system(figures: dict[str, Any]) -> list[str]:
-    if not figures:
-        return []
-    libraries = ", ".join(f"{name} {version}" for name, version in figures["libraries"].items())
-    versions = [f"{name} {figures[name]}" for name in ("cuda", "rocm", "nccl", "driver") if figures[name]]
-    lines = [f"{figures['platform']}, Python {figures['python']}, {libraries}", ", ".join([*versions, figures["transport"]])]
-    lines += [
-        f"cuda:{index}: {gpu['name']}, capability {'.'.join(map(str, gpu['capability']))}, {_size(gpu['memory_bytes'])}"
-        for index, gpu in enumerate(figures["gpus"])
-    ]
-    if figures["peers"]:
-        pairs = (f"{pair} {'yes' if reached else 'no'}" for pair, reached in figures["peers"].items())
-        lines.append(f"P2P: {', '.join(pairs)}")
-    return lines + [f"hint: {hint}" for hint in figures["hints"]]
-
-
 def _figures(figures: dict[str, Any]) -> list[str]:
-    """The first few plain figures, and one line for each link and run."""
-    plain = {name: value for name, value in figures.items() if not isinstance(value, (dict, list))}
-    lines = [f"{name}: {_value(value)}" for name, value in list(plain.items())[:SHOWN_FIGURES]]
-    if len(plain) > SHOWN_FIGURES:
-        numbers = [value for value in plain.values() if isinstance(value, (int, float))]
-        lines.append(f"and {len(plain) - SHOWN_FIGURES} more figures, the largest of all {_value(max(numbers))}")
-    for pair, link in figures.get("links", {}).get("between", {}).items():
-        lines.append(f"{pair}: {link['GB_per_s']} GB/s, {link['us']} us")
-    for run in figures.get("runs", []):
-        peaks = ", ".join(_size(size) for size in run.get("peak_bytes", []))
-        apart = f", {run['dB']} dB" if "dB" in run else ""
-        lines.append(f"{run['mode']}: {run['seconds_per_step']} s a step{apart}{', peak ' * bool(peaks)}{peaks}")
+    """A line for each figure that has a value, and for each of several, such as GPUs and runs."""
+    lines = []
+    for name, value in figures.items():
+        several = value if isinstance(value, list) and value and isinstance(value[0], (dict, str)) else [value]
+        lines += [f"{name}: {_text(each)}" for each in several if each not in (None, "", {}, [])]
     return lines
 
 
-def _value(value: Any) -> str:
-    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(each)}" for name, each in value.items())
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]}..."
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"

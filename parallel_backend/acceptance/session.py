@@ -23,9 +23,7 @@ from parallel_backend.core.dtypes import HALVES, native_halves
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.calls.tried_calls import Call
-from parallel_backend.processes.local import LocalRanks, Ranks
-from parallel_backend.processes.pool import Poll, Pool, RankError, wait_for
-from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest, StartSettings
+from parallel_backend.processes.pool import Poll, Pool, RankError
 
 from . import tiny_model
 
@@ -99,10 +97,6 @@ class Settings:
     """Which the host, one rank and all ranks sample with. None: no such check."""
     steps: int = 8
     """Sampling steps of that model."""
-    cycles: int = 12
-    """Times that the tiny model is loaded and unloaded."""
-    hang_seconds: float = 5.0
-    """Limit of the watchdog for the GPU that is made to spin. The product's limit is a minute."""
 
     def __post_init__(self):
         if not self.devices or any(map(on_ray, self.devices)):
@@ -186,23 +180,6 @@ class SelfTestSession:
         own = own or tiny_model.tried(degrees.tensor)
         devices = self.settings.devices[: degrees.world]
         return Setup(path or self.tiny_file, dtype, devices, degrees, "auto", "even", own_class=own)
-
-    def unload(self) -> None:
-        """Take the ranks' model away; the ranks stay."""
-        self._registry.unload()
-
-    @contextlib.contextmanager
-    def special_ranks(
-        self, start: Callable[[StartSettings], Ranks] = LocalRanks, self_test: SelfTest = SELF_TEST
-    ) -> Iterator[Pool]:
-        """Ranks on all devices, started in another way, for one check."""
-        self.end_ranks()
-        pool = Pool(self.settings.devices, start=start, self_test=self_test)
-        try:
-            wait_for(pool.ready, self.poll)
-            yield pool
-        finally:
-            pool.close(politely=False)
 
     def end_ranks(self) -> None:
         self._registry.close()

@@ -7,12 +7,10 @@ run without the additions brings the weights back (MemoryGuard).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.device_memory import DeviceMemory
 from parallel_backend.placement.memory_model import USABLE_MEMORY
 from parallel_backend.wire.loading import Adapt
 
-from .giving_way import less
 from .resident_weights import ResidentWeights
 
 AT_ONCE = 1 << 28
@@ -39,7 +37,6 @@ class AdapterRoom:
         read: Callable[[], Sequence[DeviceMemory]],
         make_room: Callable[[str, int], int],
         resident: ResidentWeights,
-        degrees: Degrees,
         streams: Callable[[DeviceMemory], bool],
         value_bytes: int,
     ):
@@ -47,7 +44,7 @@ class AdapterRoom:
         memory_guard.MakeRoom. `streams`: whether weights of these ranks may be streamed. `value_bytes`: of a value in the
         compute dtype."""
         self._read, self._make_room, self._resident = read, make_room, resident
-        self._degrees, self._streams, self._value_bytes = degrees, streams, value_bytes
+        self._streams, self._value_bytes = streams, value_bytes
         self._rooms: dict[int, _Room] = {}
 
     def take(self, rank: int, part: Adapt) -> None:
@@ -87,12 +84,4 @@ class AdapterRoom:
         freed = self._make_room(memory.device, nbytes)
         if freed >= nbytes or not self._streams(memory):
             return freed
-        resident, before = self._resident, self._resident.expected()
-        wanted = less(before, memory.ranks, nbytes - freed)
-        limits = list(resident.limits)
-        for rank in memory.ranks:
-            for other in self._degrees.same_weights(rank):  # all wait for the slowest
-                limits[other] = min(limits[other], max(resident.weights[other].least, wanted[rank]))
-        resident.tell(limits)
-        after = resident.expected()
-        return freed + sum(before[rank] - after[rank] for rank in memory.ranks)
+        return freed + self._resident.give_way(memory.ranks, nbytes - freed, whole=False, working=True)

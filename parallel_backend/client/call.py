@@ -154,13 +154,10 @@ def fail(future: Future, error: BaseException) -> None:
 
 
 class PartialOutput:
-    """A call's output while its parts arrive, each from one rank and of one micro-step.
+    """A call's output while its parts arrive, each from one rank and of one micro-step."""
 
-    `first_seq`: number of the call's first micro-step.
-    """
-
-    def __init__(self, call: PostedCall, cut: CallCut, first_seq: int):
-        self.call, self.shards, self.first_seq = call, cut.shards, first_seq
+    def __init__(self, call: PostedCall, cut: CallCut):
+        self.call, self.shards = call, cut.shards
         self.nonfinite = False  # a part was not finite: the call is going to fail, with what the ranks know of it
         self._missing = cut.outputs
         self._parts: list[tuple[Span, tuple[Span, ...], torch.Tensor]] = []

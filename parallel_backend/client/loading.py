@@ -20,12 +20,11 @@ from parallel_backend.wire import messages as m
 from .conditioning_cache import ConditioningCache
 from .lora import Adaptation
 from .measured_balance import balance
-from .memory_guard import MakeRoom, MemoryGuard, no_room
+from .memory_guard import Learnt, MakeRoom, MemoryGuard, no_room
 from .not_finite import CauseSearch
 from .posting import Posting
 from .remote_transformer import RemoteTransformer
 from .shared_residuals import SharedResiduals
-from .shortfalls import Shortfalls
 
 
 class NoRoomToLoad(DeviceFull):
@@ -45,13 +44,13 @@ def load_model(
     make_room: MakeRoom = no_room,
     expected: Request | None = None,
     keep_others: bool = False,
-    shortfalls: Shortfalls | None = None,
+    learnt: Learnt | None = None,
 ) -> RemoteTransformer:
     """The model of `setup`, whose files are `checkpoint`, on the ranks of `pool`. Returns when every rank has its part.
 
     `make_room` is asked for memory on the ranks' GPUs, before loading and before runs. `expected`: the run for which the
-    model is cut; the cut stays for runs of other sizes. `keep_others`: other models on the ranks stay. `shortfalls`:
-    see MemoryGuard. ValueError, naming the widget, if the model cannot be cut so or the scale of a weight is not finite;
+    model is cut; the cut stays for runs of other sizes. `keep_others`: other models on the ranks stay. `learnt`: see
+    MemoryGuard. ValueError, naming the widget, if the model cannot be cut so or the scale of a weight is not finite;
     RankError if a rank fails, NoRoomToLoad if its device has too little memory.
     """
     degrees, built = setup.degrees, checkpoint.built
@@ -65,7 +64,7 @@ def load_model(
     progress("loading", 0.0)
     even = even_stages(built.total, degrees.pipe)
     check = MemoryCheck(checkpoint, setup, even, devices_for(pool.devices))
-    memory = MemoryGuard(ranks, check, built, make_room, lock, shortfalls)
+    memory = MemoryGuard(ranks, check, built, make_room, lock, learnt)
     requests = () if expected is None else (expected,)
     memory.make_room_for(requests, poll)
     cut = balance(pool, checkpoint, setup, poll, expected, memory.copy_rates)

@@ -3,7 +3,7 @@
 import itertools
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -87,18 +87,18 @@ class Deltas:
             self._send(rank, DropAdapters())
         sent: list[Delta | None] = []
         for number, delta in enumerate(itertools.chain(same, rest)):
-            for part in self.parts(delta):
-                poll()
-                ranks = [rank for rank, names in enumerate(self._parameters) if part.parameter in names]
-                assert ranks, f"no rank has {part.parameter}"
-                for rank in ranks:
-                    room(rank, part)
-                    self._send(rank, part)
-                    self._order[rank].append(number)
+            part = self.addition(delta)
+            poll()
+            ranks = [rank for rank, names in enumerate(self._parameters) if part.parameter in names]
+            assert ranks, f"no rank has {part.parameter}"
+            for rank in ranks:
+                room(rank, part)
+                self._send(rank, part)
+                self._order[rank].append(number)
             sent.append(None if delta.down is None else delta)
         self._known = sent
 
-    def parts(self, delta: Delta) -> Iterator[Adapt]:
+    def addition(self, delta: Delta) -> Adapt:
         """The addition to the parameter that has the values of the checkpoint tensor."""
         parameter = self._targets.get(delta.key)
         shape = (0,) if parameter is None else self._checkpoint.shape(parameter)
@@ -112,7 +112,7 @@ class Deltas:
         if len(rows) < shape[0]:
             up = delta.up.new_zeros(shape[0], *delta.up.shape[1:])
             up[rows.slice] = delta.up
-        yield Adapt(parameter, up, delta.down, delta.scale, delta.group, delta.instead)
+        return Adapt(parameter, up, delta.down, delta.scale, delta.group, delta.instead)
 
 
 def _fits(delta: Delta, rows: int, others: tuple[int, ...]) -> bool:
@@ -177,15 +177,9 @@ class Adaptation:
             self.bytes = [reply.adapter_bytes for reply in self._all_in_place(poll)]
             self._name, self._strengths = name, strengths
 
-    def drop(self, poll: Poll) -> None:
-        """Free the additions on all ranks. The next `replace` sends everything, even under the same name."""
-        with self._lock:
-            self._name, self._strengths = object(), ()
-            self._deltas.replace((), poll)
-            self.bytes = [reply.adapter_bytes for reply in self._all_in_place(poll)]
-
-    def drop_soon(self) -> list[int]:
-        """As `drop`, without waiting for the ranks. Bytes that come free, by rank; none while they are being sent."""
+    def drop(self) -> list[int]:
+        """Free the additions on all ranks, without waiting. The next `replace` sends everything, even under the same name.
+        Bytes that come free, by rank; none while they are being sent."""
         if not self._lock.acquire(blocking=False):
             return [0] * len(self.bytes)
         try:

@@ -49,11 +49,11 @@ def devices_left(devices: Sequence[str], lost: Sequence[str]) -> tuple[str, ...]
     return tuple(left or devices)
 
 
-def degrees_left(before: Degrees, ranks: int, is_possible: Callable[[Degrees], bool]) -> list[Degrees]:
+def degrees_left(before: Degrees, ranks: int, is_possible: Callable[[Degrees], bool]) -> Degrees:
     """The degrees in which a run with the degrees `before` can go on with most of so many ranks, on the axes that it used.
 
-    Those with least weights on each rank come first. Copies and patches do not become more: a call may be too small. Stages
-    may replace tensor ranks, whose number divides the layers.
+    Those with least weights on each rank. Copies and patches do not become more: a call may be too small. Stages may replace
+    tensor ranks, whose number divides the layers.
     """
     used = {axis for axis in AXES if getattr(before, axis) > 1} | ({"pipe"} if before.tensor > 1 else set())
 
@@ -65,5 +65,5 @@ def degrees_left(before: Degrees, ranks: int, is_possible: Callable[[Degrees], b
         every = [degrees for degrees in all_degrees(world) if continues(degrees)]
         of_mode = [replace(degrees, patch_mode=before.patch_mode) if degrees.patch > 1 else degrees for degrees in every]
         if found := list(filter(is_possible, of_mode)):
-            return sorted(found, key=lambda degrees: -degrees.pipe * degrees.tensor)
-    return [Degrees()]
+            return max(found, key=lambda degrees: degrees.pipe * degrees.tensor)
+    return Degrees()

@@ -13,6 +13,7 @@ import torch
 
 from parallel_backend.core.devices import device_kind
 from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.placement.device_memory import DeviceMemory, device_memories
 from parallel_backend.placement.gpu_overheads import COPY_RATE
@@ -29,13 +30,19 @@ from .adapter_room import AdapterRoom
 from .call import Conditioning
 from .conditioning_cache import CONDITIONINGS_KEPT
 from .resident_weights import ResidentWeights
-from .shortfalls import Shortfalls
 
 log = logging.getLogger(__name__)
 
 LEAST_SHORT = 1 << 28
 """Least bytes that a device is assumed to lack when it ran out. The failed allocation, or half of the run's estimate, counts
 if it is larger. A guess: no GPU has run out so far."""
+
+EXACT = 0
+"""In place of a run's number: calls outside of runs."""
+
+Learnt = dict[Setup, dict[int, int]]
+"""Setup -> by rank, the most bytes of weights that it may keep since it ran out of memory. Shared by a process's models.
+Estimates of a run's memory are not measured, so a run that fits by them may still run out."""
 
 MakeRoom = Callable[[str, int], int]
 """(device of this machine such as cuda:0, bytes that it lacks) -> bytes that have come free. Provided by the program with
@@ -57,20 +64,18 @@ class MemoryGuard:
         built: BuiltClass,
         make_room: MakeRoom = no_room,
         lock: AbstractContextManager | None = None,
-        shortfalls: Shortfalls | None = None,
+        learnt: Learnt | None = None,
     ):
-        """`lock`: see ResidentWeights. `shortfalls`: those of all models. None: there are none, and no message is shown."""
+        """`lock`: see ResidentWeights. `learnt`: None: nothing is."""
         self.ranks, self.memory_check, self.built, self.make_room, self._lock = ranks, memory_check, built, make_room, lock
         self.resident = ResidentWeights(ranks, memory_check.weights(), lock=lock)
         self.copy_rates = [0.0] * len(ranks.devices)
         """By rank, bytes a second from host memory to its device; 0.0 if no weights are streamed."""
-        self._shortfalls = shortfalls or Shortfalls()
+        self._learnt: Learnt = {} if learnt is None else learnt
         self._learned: str | None = None  # see `learn`
         self.has_host = [False] * len(ranks.devices)
         """By rank, whether the machine has separate host memory to which weights can move."""
         self._runs: dict[int, _Run] = {}
-        self._free: _FreeMemory | None = None  # for exact calls; None: not asked for since `refresh`
-        self._admitted: dict[tuple[int, bool, int], Request] = {}  # by conditioning, `timed` and `added` of calls
         self._of_last_run: set[tuple[Request, ...]] = set()
         self._of_this_run: set[tuple[Request, ...]] = set()
         self._since: set[Request] = set()  # whose calls may have run since ranks were last asked for their memory
@@ -83,14 +88,14 @@ class MemoryGuard:
         """Set the limits in `resident` for loading and a run of these requests. ValueError for too large weights."""
         memories = self._with_room(requests, self._device_memories(poll), None)
         self.memory_check.check_weights(memories)
-        most = self._shortfalls.most(self.memory_check.setup, requests, loading=True)
+        most = self._learnt.get(self.memory_check.setup, {})
         limits = self.memory_check.placed(requests, memories, most=most)
         self.resident = ResidentWeights(self.ranks, self.memory_check.weights(), limits, self._lock)
 
     @property
     def in_run(self) -> bool:
         """Whether a run with K/V buffers is under way."""
-        return bool(self._runs)
+        return any(run != EXACT for run in list(self._runs))
 
     def wake(self, poll: Poll) -> None:
         """Bring the weights that each rank needs to its device, see ResidentWeights.wake, after asking for memory.
@@ -107,15 +112,14 @@ class MemoryGuard:
         setup = self.memory_check.setup
         value_bytes = compute_dtype(setup.dtype, torch.device(device_kind(setup.devices[0]))).itemsize
         read = functools.partial(self._device_memories, poll)
-        return AdapterRoom(read, self.make_room, self.resident, setup.degrees, self.memory_check.streams, value_bytes)
+        return AdapterRoom(read, self.make_room, self.resident, self.memory_check.streams, value_bytes)
 
     def adapted(self) -> None:
         """Note that LoRA values were added to the weights or freed.
 
         The next call asks for free memory, and brings back the weights that fit.
         """
-        self._free = None
-        self._admitted.clear()
+        self._runs.pop(EXACT, None)
 
     def gave_way(self) -> None:
         """Note that weights have left a device. The next call asks for free memory, and brings back the weights that fit."""
@@ -125,8 +129,7 @@ class MemoryGuard:
 
     def refresh(self) -> None:
         """Begin a sampling run: read free memory again, because it may have changed since the last run."""
-        self._free = None
-        self._admitted.clear()
+        self._runs.pop(EXACT, None)
         if self._of_this_run:
             self._of_last_run, self._of_this_run = self._of_this_run, set()
 
@@ -135,15 +138,9 @@ class MemoryGuard:
 
         Ranks are asked for their memory only before a run's first call, since their answer waits for calls under way.
         """
-        key = conditioning.id, timed, added
-        if key in self._admitted:
-            return
-        request = request_of(conditioning, self.built, timed=timed, added=added)
-        if request not in self._admitted.values():
-            if self._free is None:
-                self._free = _FreeMemory(self._device_memories(poll), self.resident.expected())
-            self._fit((request,), self._free)
-        self._admitted[key] = request
+        if EXACT not in self._runs:
+            self._runs[EXACT] = _Run(_FreeMemory(self._device_memories(poll), self.resident.expected()), 1, 0)
+        self.check(EXACT, conditioning, timed, added)
 
     def watch(self, run: int, bands: int, extrapolate: bool, poll: Poll) -> None:
         """Begin a run in `bands`. `check` checks its calls."""
@@ -155,13 +152,13 @@ class MemoryGuard:
 
         `timed`, `added`: see memory_model.Request. Does not wait for ranks, since other calls may be under way.
         """
-        known = self._runs.get(run)
-        if known is None or (conditioning.id in known.requests and not self.resident.parked):
+        known, key = self._runs.get(run), (conditioning.id, timed, added)
+        if known is None or (key in known.requests and not self.resident.parked):
             return
-        known.requests[conditioning.id] = request_of(conditioning, self.built, known.kept, known.bands, timed, added)
-        for dropped in list(known.requests)[:-CONDITIONINGS_KEPT]:
-            del known.requests[dropped]
-        self._fit(tuple(known.requests.values()), known.free)
+        request = request_of(conditioning, self.built, known.kept, known.bands, timed, added)
+        requests = dict([*known.requests.items(), (key, request)][-CONDITIONINGS_KEPT:])
+        self._fit(tuple(requests.values()), known.free)
+        known.requests = requests
 
     def copy_seconds(self) -> list[float]:
         """By rank, the time of copying the streamed weights of a micro-step."""
@@ -204,7 +201,7 @@ class MemoryGuard:
             return ""
         short = max(error.asked, self.memory_check.memory(requests)[rank].run // 2, LEAST_SHORT)
         most = max(weights.least, present - short)
-        self._shortfalls.learn(self.memory_check.setup, requests, rank, most)
+        self._learnt.setdefault(self.memory_check.setup, {})[rank] = most
         limit = self.resident.limits[rank]
         more, device = (weights.streamed(most) - weights.streamed(limit)) / 1e9, self.ranks.devices[rank]
         return (
@@ -222,7 +219,7 @@ class MemoryGuard:
         free.move_to(self.resident.expected())
         free.memories = self._with_room(requests, free.memories, self.resident.expected())
         present = self.resident.expected()
-        most = self._shortfalls.most(self.memory_check.setup, requests)
+        most = self._learnt.get(self.memory_check.setup, {})
         placed = [self.memory_check.placed(requests, free.memories, present, most)]
         placed += [self.memory_check.placed(each, free.memories, present) for each in self._of_last_run]
         self._of_this_run.add(requests)
@@ -285,11 +282,12 @@ class _FreeMemory:
 
 
 class _Run:
-    """`free`: memory since the run began. `kept`, `bands`: see memory_model.Request. `requests`: by conditioning."""
+    """`free`: memory since the run began. `kept`, `bands`: see memory_model.Request. `requests`: by conditioning, and by
+    `timed` and `added` of its calls."""
 
     def __init__(self, free: _FreeMemory, bands: int, kept: int):
         self.free, self.bands, self.kept = free, bands, kept
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[tuple[int, bool, int], Request] = {}
 
 
 def request_of(

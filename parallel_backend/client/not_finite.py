@@ -1,7 +1,6 @@
-"""NaN and infinity: checks of inputs and outputs, and the search for the rank where such values began.
+"""NaN and infinity: checks of inputs, and the error of an output with such values.
 
-Each rank sums up the output of each micro-step on its device, without waiting for the sum. Only if an output is not finite
-does the client ask the ranks for their sums.
+Ranks are then asked for weights and LoRAs that have such values too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,35 +46,17 @@ def check_conditioning(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def explanation(
-    answers: Sequence[NotFiniteFound],
-    seq: int,
-    setup: Setup,
-    adapted: bool,
-    controlled: bool,
-    in_file: Mapping[str, str],
+    answers: Sequence[NotFiniteFound], dtype: str, adapted: bool, controlled: bool, in_file: Mapping[str, str]
 ) -> str:
-    """The error's text. `seq`: the micro-step of the output. `adapted`, `controlled`: there was a LoRA, a ControlNet.
+    """The error's text. `dtype`: see Setup. `adapted`, `controlled`: there was a LoRA, a ControlNet.
 
     `in_file`: parameter -> its key in the file, by which ComfyUI and LoRA files name it.
     """
-    degrees, devices, dtype = setup.degrees, setup.devices, setup.dtype
-    first = min(
-        ((answer.seq, degrees.coordinate(answer.rank).pipe) for answer in answers if answer.seq is not None),
-        default=(seq, degrees.pipe - 1),
-    )
-    origin = [answer for answer in answers if (answer.seq, degrees.coordinate(answer.rank).pipe) == first]
-    bad = [answer for answer in answers if answer.weights or answer.adapters]
-    named = [answer for answer in origin if answer in bad] or origin
-    where = " and ".join(f"rank {answer.rank} ({devices[answer.rank]})" for answer in named) or "the last stage"
-    stage = f", stage {first[1] + 1} of {degrees.pipe}," if degrees.pipe > 1 else ""
     weights, adapters = (
         list(dict.fromkeys(in_file.get(name, name) for names in found for name in names))
         for found in zip(*((answer.weights, answer.adapters) for answer in answers), strict=True)
     )
-    text = (
-        "Parallel DiT: the model's output has values that are not finite (NaN or infinite), which give a black image. "
-        f"They began on {where}{stage} in micro-step {first[0]}. "
-    )
+    text = "Parallel DiT: the model's output has values that are not finite (NaN or infinite), which give a black image. "
     if adapters:
         return f"{text}The LoRA's own values are not finite in {_layers(adapters)}: remove it."
     if weights:
@@ -101,28 +82,24 @@ def _layers(keys: Sequence[str]) -> str:
 
 
 class CauseSearch:
-    """Fails calls whose output is not finite, with an error that says where the values began."""
+    """Fails calls whose output is not finite, with an error that says what to change."""
 
     def __init__(self, ranks: ModelRanks, setup: Setup, adaptation: Adaptation, in_file: Mapping[str, str]):
         """`in_file`: see `explanation`."""
         self._ranks, self._setup, self._adaptation, self._in_file = ranks, setup, adaptation, in_file
 
-    def fail(self, call: PostedCall, seq: int, first_seq: int) -> None:
-        """Fail a call whose micro-step `seq` gave values that are not finite. Returns at once; `call.future` fails later.
-
-        Within a run the values may have begun in an earlier call, whose K/V this call read. Outside of a run they began in
-        the call's micro-steps, which are numbered from `first_seq` on.
-        """
+    def fail(self, call: PostedCall) -> None:
+        """Fail a call whose output is not finite. Returns at once; `call.future` fails later."""
 
         def end(asked: Future) -> None:
             error = asked.exception()
             if error is None:
                 adapted, controlled = self._adaptation.present, bool(call.residuals)
-                error = NotFiniteError(explanation(asked.result(), seq, self._setup, adapted, controlled, self._in_file))
+                dtype = self._setup.dtype
+                error = NotFiniteError(explanation(asked.result(), dtype, adapted, controlled, self._in_file))
             fail(call.future, error)
 
         try:
-            question = FindNotFinite(call.run, 0 if call.run else first_seq)
-            self._ranks.ask(question, NotFiniteFound).add_done_callback(end)
+            self._ranks.ask(FindNotFinite(), NotFiniteFound).add_done_callback(end)
         except RankError as error:
             fail(call.future, error)

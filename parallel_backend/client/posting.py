@@ -94,7 +94,7 @@ class Posting:
             if self._error is not None:
                 fail(call.future, self._error)
                 return
-            output = PartialOutput(call, cut, self._newest + 1)
+            output = PartialOutput(call, cut)
             for parts, waiting in zip(cut.parts, self._waiting, strict=True):
                 for entries, local in parts:
                     self._newest += 1
@@ -143,7 +143,7 @@ class Posting:
             return
         whole, complete, nonfinite = accepted
         if nonfinite:
-            self._causes.fail(whole.call, output.seq, whole.first_seq)
+            self._causes.fail(whole.call)
         elif complete and not whole.nonfinite:
             self.answered += 1
             whole.call.future.set_result(whole.tokens())

@@ -16,13 +16,11 @@ class PromptFiles:
         self._prompt: str | None = None
         self._seen: dict[tuple[str, OwnClass, TensorSizes], Checkpoint] = {}
 
-    def begin(self, prompt: str | None) -> bool:
-        """Forget what another prompt saw. `prompt`: id of the present one. None: unknown, and never the same one. Whether
-        this prompt differs from the last one."""
-        if is_new := prompt is None or prompt != self._prompt:
+    def begin(self, prompt: str | None) -> None:
+        """Forget what another prompt saw. `prompt`: id of the present one. None: unknown, and never the same one."""
+        if prompt is None or prompt != self._prompt:
             self._prompt = prompt
             self._seen.clear()
-        return is_new
 
     def of(self, setup: Setup, on_ranks: OnRanks | None, opened: Checkpoint | None) -> Checkpoint:
         """The checkpoint of `setup`. The prompt's first call decides: that of the model `on_ranks`, or else the one that a

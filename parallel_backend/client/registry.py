@@ -28,15 +28,13 @@ from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import SelfTest
 
 from .loading import NoRoomToLoad, load_model
-from .memory_guard import MakeRoom, no_room
+from .memory_guard import Learnt, MakeRoom, no_room
 from .models_on_ranks import MOST_MODELS, ModelsOnRanks, OnRanks
-from .overview import PoolOverview, overview_of
+from .overview import overview_of
 from .p2p_verdicts import P2PVerdicts
 from .pools import Pools
 from .prompt_files import PromptFiles
-from .read_ahead import ReadAhead, read_ahead
 from .remote_transformer import RemoteTransformer
-from .shortfalls import Shortfalls
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +63,8 @@ class Registry:
         self._models = ModelsOnRanks()
         self.use_again = self._models.use_again  # in the place of `model`
         self._files = PromptFiles()
-        self.unload_asked = False
-        """Whether to free everything before the next prompt uses a model. Set on any thread."""
-        self._shortfalls = Shortfalls()
+        self._learnt: Learnt = {}
         self._exiting = False
-        self._reading: ReadAhead | None = None
         self._former_owners: list[Any] = []  # kept alive: an owner may be what calls `unload`, and must outlive that call
 
     def model(
@@ -88,11 +83,9 @@ class Registry:
         `owner` is kept alive while the model is on ranks, and then until the next use of a model: the object that frees the
         weights must outlive them. `make_room`, `expected()`: for loading, see loading.load_model; other models on the same
         ranks give way after `make_room`. `opened`: see PromptFiles.of. If a device runs out of memory during loading, the
-        model is loaded once more and streams more of its weights (shortfalls.py).
+        model is loaded once more and streams more of its weights (memory_guard.py).
         """
         with self._lock:
-            if self._reading is not None:
-                self._reading.stop()
             entry = self._models.find(setup)
             checkpoint = self._files.of(setup, entry, opened)
             if entry is not None and entry.model.checkpoint.file_state != checkpoint.file_state:
@@ -118,8 +111,7 @@ class Registry:
     def checkpoint(self, prompt: str | None, setup: Setup, opened: Checkpoint) -> Checkpoint:
         """The files of `setup` with which this prompt computes, see PromptFiles. `opened`: as a node opened them."""
         with self._lock:
-            if self._files.begin(prompt) and self.unload_asked:
-                self.unload()
+            self._files.begin(prompt)
             return self._files.of(setup, self._models.find(setup), opened)
 
     def _load(
@@ -138,7 +130,7 @@ class Registry:
         def load(pool: SomeRanks) -> RemoteTransformer:
             ask = functools.partial(self._make_room, setup, pool, make_room)
             return load_model(
-                pool, checkpoint, setup, poll, progress, ask, expected(), keep_others=True, shortfalls=self._shortfalls
+                pool, checkpoint, setup, poll, progress, ask, expected(), keep_others=True, learnt=self._learnt
             )
 
         try:
@@ -224,23 +216,16 @@ class Registry:
                 if (entry := self._models.find(setup)) is not None:
                     self._unload(entry, poll)
                 return
-            self.unload_asked = False
             for each in self._models:
                 self._let_go(each)
-            for pool, freed in [(pool, self._begin_freeing(pool)) for pool in self._pools.working]:
-                self._finish_freeing(pool, freed, poll)
-
-    def unload_between_prompts(self, prompt_runs: Callable[[], bool]) -> None:
-        """`unload` if it is `unload_asked` and no prompt runs. The lock keeps the next one from using a model meanwhile."""
-        with self._lock:
-            if self.unload_asked and not prompt_runs():
-                self.unload()
+            for pool in self._pools.working:
+                self._free(pool, poll)
 
     def _unload(self, gone: OnRanks, poll: Poll) -> None:
-        """Free the ranks' memory of one model; with the last one on them everything, parts of VAEs too."""
-        pool = gone.model.pool.whole
-        freed = self._let_go(gone)
-        self._finish_freeing(pool, freed if self._models.of(pool) else self._begin_freeing(pool), poll)
+        """Free the ranks' memory of one model; with the last one on them everything, a VAE's part too."""
+        pool, freed = gone.model.pool.whole, self._let_go(gone)
+        if freed is not None or not self._models.of(pool):
+            self._free(pool, poll, freed if self._models.of(pool) else None)
 
     def _let_go(self, gone: OnRanks) -> Future | None:
         """As `_unload`, for this model alone. The future ends when the memory is free. None: the ranks have failed."""
@@ -251,29 +236,17 @@ class Registry:
         except RankError:
             return None
 
-    def _begin_freeing(self, pool: Pool) -> Future | None:
-        """Have these ranks free everything. The future ends when they have. None: the ranks have failed."""
+    def _free(self, pool: Pool, poll: Poll, freed: Future | None = None) -> None:
+        """Wait for `freed`. None: have these ranks free everything. Drops ranks that have failed: their memory is free."""
         try:
-            return pool.ask(m.Unload(), m.Unloaded)
+            wait_for(freed or pool.ask(m.Unload(), m.Unloaded), poll)
         except RankError as error:
-            self._end_failed(pool, error)
-            return None
-
-    def _finish_freeing(self, pool: Pool, freed: Future | None, poll: Poll) -> None:
-        try:
-            if freed is not None:
-                wait_for(freed, poll)
-        except RankError as error:
-            self._end_failed(pool, error)
-
-    def _end_failed(self, pool: Pool, error: RankError) -> None:
-        """Drop ranks that have failed: their memory is free, and the next use starts new ranks."""
-        log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
-        self._pools.end(pool.devices)
+            log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
+            self._pools.end(pool.devices)
 
     def give_back(self, setup: Setup, device: str, nbytes: float) -> int:
-        """Free `nbytes` of `device` by moving the model of `setup`, see giving_way.give_way. Bytes that came free. The model
-        stays on the ranks. Waits for micro-steps under way."""
+        """Free `nbytes` of `device` by moving the model of `setup`, see RemoteTransformer.give_way. Bytes that came free.
+        The model stays on the ranks. Waits for micro-steps under way."""
         with self._lock:
             model = self._model_of(setup)
             if model is None or model.pool.error is not None:
@@ -288,8 +261,8 @@ class Registry:
         """The model of `setup`, if it is on ranks."""
         return None if (entry := self._models.find(setup)) is None else entry.model
 
-    def overview(self) -> list[PoolOverview]:
-        """An overview of the ranks for the user. Never waits."""
+    def overview(self) -> list[dict[str, Any]]:
+        """An overview of each pool for the user, as JSON values. Never waits."""
         return [overview_of(pool, self._models.of(pool)) for pool in self._pools.all]
 
     def runs_on(self, devices: tuple[str, ...]) -> bool:
@@ -306,19 +279,15 @@ class Registry:
         model = self._model_of(setup)
         return None if model is None else model.wanted_on(device)
 
-    def begin(self, devices: tuple[str, ...], file: Path | None = None) -> None:
-        """Begin to start ranks on these devices for a later use, unless there are ranks on any of them. Also begin to read
-        the `file` of the model that will be loaded, unless it is on ranks.
+    def begin(self, devices: tuple[str, ...]) -> None:
+        """Begin to start ranks on these devices for a later use, unless there are ranks on any of them.
 
         Never waits. Does nothing while another thread loads a model, because that model needs the devices first.
         """
         if self._lock.acquire(blocking=False):
             try:
                 if not self._exiting:
-                    if devices:
-                        self._pools.begin(devices)
-                    if file is not None and not any(each.model.checkpoint.path == file for each in self._models):
-                        self._reading = read_ahead(self._reading, file)
+                    self._pools.begin(devices)
             finally:
                 self._lock.release()
 

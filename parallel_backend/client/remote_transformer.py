@@ -24,7 +24,6 @@ from parallel_backend.processes.pool import DeviceFull, Poll, wait_for
 from parallel_backend.wire import messages as m
 
 from .call import Conditioning, ModelCall, PostedCall, TokenLayout, different, has_token_times
-from .giving_way import give_way, hand_over
 from .lora import Adaptation, Delta
 from .memory_guard import MemoryGuard
 from .not_finite import check_latent
@@ -145,8 +144,8 @@ class RemoteTransformer:
         whole = shared_bytes(self.degrees, sizes) if SHARED else sum(sizes.values())
         return max(0, whole - sum(self.resident.host_bytes))
 
-    def make_way(self, device: str, nbytes: int, working: bool) -> int | None:
-        """Free `nbytes` of `device`, see giving_way.hand_over. Bytes that come free. None: the weights cannot move.
+    def make_way(self, device: str, nbytes: float, working: bool) -> int | None:
+        """Free `nbytes` of `device`, see ResidentWeights.give_way. Bytes that come free. None: the weights cannot move.
 
         If its weights are not enough, a model that is not `working` gives up its adapters too: `adapt` sends them again.
         """
@@ -155,22 +154,28 @@ class RemoteTransformer:
             return None
         added, idle = 0, not (working or self._memory.in_run or self._posting.busy)
         if idle and sum(self.resident.expected()[rank] for rank in ranks) < nbytes:
-            freed = self._adaptation.drop_soon()
+            freed = self._adaptation.drop()
             added = sum(freed[rank] for rank in ranks)
         if (rest := nbytes - added) > 0:
-            added += hand_over(self.resident, ranks, rest, not self._memory.memory_check.offload.streams, working)
+            added += self.resident.give_way(ranks, rest, not self._memory.memory_check.offload.streams, working)
         self._memory.gave_way()
         return added
 
     def give_way(self, device: str, nbytes: float, poll: Poll) -> int:
-        """Free `nbytes` of `device` for another program, see giving_way.give_way. Bytes that came free.
+        """Free `nbytes` of `device` for another program. Bytes that came free. Waits for micro-steps under way.
 
-        Adapters stay during a run or a call, whose later micro-steps need them.
+        First the ranks' allocators free unused memory. Adapters stay during a run or a call, whose later micro-steps need
+        them.
         """
-        adaptation = None if self._memory.in_run or self._posting.busy else self._adaptation
-        freed = give_way(self._ranks, self.resident, adaptation, device, nbytes, poll)
+        freed, held = self._release_unused(device, poll), self.bytes_on(device)
+        if freed < nbytes and self.make_way(device, nbytes - freed, self._memory.in_run or self._posting.busy):
+            self._release_unused(device, poll)  # the ranks have moved the weights by then
         self._memory.gave_way()
-        return freed
+        return freed + held - self.bytes_on(device)
+
+    def _release_unused(self, device: str, poll: Poll) -> int:
+        replies = wait_for(self._ranks.ask(m.ReleaseUnused(), m.UnusedReleased), poll)
+        return sum(reply.freed_bytes for name, reply in zip(self.pool.devices, replies, strict=True) if name == device)
 
     def predict(
         self,

@@ -1,5 +1,10 @@
-"""The place of the weights of one model: on the ranks' devices, or in host memory."""
+"""The place of the weights of one model: on the ranks' devices, or in host memory.
 
+Weights give way to other programs, models and LoRAs: as many as are asked for, block by block. The next run brings back
+those that fit (MemoryGuard).
+"""
+
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -9,7 +14,6 @@ from dataclasses import replace
 from parallel_backend.placement.model_sizes import RankWeights
 from parallel_backend.placement.residency import ALL
 from parallel_backend.processes.model_ranks import ModelRanks
-from parallel_backend.processes.pool import Poll, wait_for
 from parallel_backend.wire.loading import Loaded, Residency, SetResident
 
 
@@ -17,7 +21,7 @@ class ResidentWeights:
     """Limits, and weights on devices, of a model on `ranks`. `weights`: each rank's, by the file's header. Thread-safe.
 
     `limits`: by rank, most bytes of weights on its device, as in the last SetResident; ALL: no limit. `wanted`: bytes on the
-    device as long as no other model needs the memory. `working`: see loading.SetResident.
+    device as long as no other model needs the memory.
     """
 
     def __init__(
@@ -31,7 +35,6 @@ class ResidentWeights:
         message that takes its weights away."""
         self._ranks, self._lock, self.weights = ranks, lock or threading.RLock(), weights
         self.limits = (ALL,) * len(weights) if limits is None else tuple(limits)
-        self.working = True
         self.wanted = tuple(self.expected())
         self._held = [Residency(rank, 0, 0) for rank in range(len(weights))]
 
@@ -58,36 +61,42 @@ class ResidentWeights:
     @property
     def parked(self) -> bool:
         """Whether a rank lacks weights that it needs even if it streams the most."""
-        return not self.working or 0 in self.limits
+        return 0 in self.limits
 
     def expected(self, limits: Sequence[int] | None = None) -> list[int]:
         """Bytes of weights on each rank's device under `limits`, by the file's header. None: under the present limits."""
-        if limits is None and not self.working:
-            return [held if limit else 0 for held, limit in zip(self.device_bytes, self.limits, strict=True)]
         by_rank = zip(self.weights, self.limits if limits is None else limits, strict=True)
         return [weights.on_device(limit) if limit else 0 for weights, limit in by_rank]
 
-    def set(self, resident: Sequence[int], poll: Poll, working: bool = True) -> None:
-        """Limit the bytes of weights on each rank's device, see loading.SetResident.
-
-        Waits for micro-steps under way, and for the copies.
-        """
+    def tell(self, limits: Sequence[int]) -> Future | None:
+        """Limit the bytes of weights on each rank's device, see loading.SetResident. Without waiting: ranks move weights
+        before they handle later messages. None: nothing changes."""
         with self._lock:
-            by_rank = zip(self.limits, self.device_bytes, resident, strict=True)
-            limits = tuple(limit if limit == ALL and size >= present else size for limit, present, size in by_rank)
-            future = self.tell(limits, working)
-        if future is not None:  # waited for without the lock, which the pool's thread may need before the reply comes
-            self._held = wait_for(future, poll)  # `_note` may be called later
-
-    def tell(self, limits: Sequence[int], working: bool = True) -> Future | None:
-        """As `set`, without waiting: ranks move weights before they handle later messages. None: nothing changes."""
-        with self._lock:
-            if (tuple(limits), working) == (self.limits, self.working):
+            if tuple(limits) == self.limits:
                 return None
-            future = self._ranks.ask(SetResident(tuple(limits), working), Residency)
-            self.limits, self.working = tuple(limits), working
+            future = self._ranks.ask(SetResident(tuple(limits)), Residency)
+            self.limits = tuple(limits)
             future.add_done_callback(self._note)
             return future
+
+    def give_way(self, ranks: Sequence[int], nbytes: float, whole: bool, working: bool) -> int:
+        """Free `nbytes` on `ranks`, all on one device, each in proportion to its bytes. Without waiting, see `tell`. Bytes
+        that come free.
+
+        `whole`: weights may not be streamed, so all weights of a rank leave. `working`: this model is used again while the
+        other one has the memory, so the least that a rank needs to compute stays.
+        """
+        before = self.expected()
+        held = sum(before[rank] for rank in ranks)
+        share = min(1.0, nbytes / held) if held else 0.0
+        limits = list(self.limits)
+        for rank in ranks:
+            wanted, least = before[rank] - math.ceil(before[rank] * share), self.weights[rank].least
+            if before[rank]:
+                limits[rank] = 0 if whole else wanted if wanted >= least else least if working else 0
+        self.tell(limits)
+        after = self.expected()
+        return sum(before[rank] - after[rank] for rank in ranks)
 
     def wake(self) -> None:
         """Bring the weights that ranks need to compute to their devices, before they handle later messages."""

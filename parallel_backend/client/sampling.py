@@ -14,7 +14,6 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.step_cache import StepCache
 from parallel_backend.own_class.calls.patching import Latents, latents_of, like
 from parallel_backend.processes.pool import Poll
-from parallel_backend.quickstart.prompt import CELLS, NULL, encode_symbols
 from parallel_backend.wire.sampling import RunStats
 
 Predict = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
@@ -35,13 +34,6 @@ class Prompt:
         if self.cfg == 1.0:
             return self.positive
         return {name: torch.cat((self.negative[name], self.positive[name])) for name in self.positive}
-
-
-def digit_prompts(symbols_BC: torch.Tensor, cfg: float) -> Prompt:
-    """Prompts of the bundled model for symbols [B, 4], with the unconditional prompt as negative."""
-    context, pooled = encode_symbols(symbols_BC)
-    no_context, no_pooled = encode_symbols(torch.full((len(symbols_BC), CELLS), NULL))
-    return Prompt({"context": context, "pooled": pooled}, {"context": no_context, "pooled": no_pooled}, cfg)
 
 
 def linear_sigmas(steps: int) -> torch.Tensor:

@@ -13,7 +13,6 @@ from parallel_backend.core.spans import Span, in_proportion, split
 from parallel_backend.processes.pool import Poll, RankError, wait_for
 from parallel_backend.processes.pool_part import SomeRanks
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.shared_memory import ALIGNMENT
 
 from .shared_tensors import shared_weights
 
@@ -70,29 +69,21 @@ class RemoteVAE:
         unit: int,
         output: torch.Tensor,
         poll: Poll,
-        *,
-        shared: bool = False,
         bytes_needed: int = 0,
     ) -> None:
         """Fill `output` [B, C', (frames',) rows', columns'] from x [B, C, (frames,) rows, columns]. Exact up to rounding.
 
-        `unit`: rows of x that must stay together. `shared`: `output` is in memory that the ranks share (shared_tensors.py),
-        and they write into it. `bytes_needed`: for one rank's band; TooLittleMemory if a device has less. NotExact if the
-        ranks' trial has shown it. If `poll` raises, the ranks finish the image.
+        `unit`: rows of x that must stay together. `bytes_needed`: for one rank's band; TooLittleMemory if a device has less.
+        NotExact if the ranks' trial has shown it. If `poll` raises, the ranks finish the image.
         """
         columns = cut_along_columns(x)
         dim = x.ndim - 1 if columns else x.ndim - 2
         sizes = self._sizes(x, unit)
         assert min(sizes) > 0, "a rank would have no rows"
-        shared = shared and output.storage_offset() * output.itemsize % ALIGNMENT == 0
-        request = [
-            m.RunVAE(self.part, band.contiguous(), sizes, columns, output if shared else None)
-            for band in x.split(sizes, dim)
-        ]
+        request = [m.RunVAE(band.contiguous(), sizes, columns) for band in x.split(sizes, dim)]
         with contextlib.closing(self._replies(iter([request]), bytes_needed, poll, self._trial(x, unit))) as replies:
             for span, reply in zip(in_proportion(sizes, output.shape[dim]), next(replies), strict=True):
-                if not shared:
-                    self._take(output.narrow(dim, span.start, len(span)), reply)
+                self._take(output.narrow(dim, span.start, len(span)), reply)
 
     def run_tiles(
         self, clips: Iterable[torch.Tensor], poll: Poll, bytes_needed: int = 0
@@ -103,12 +94,11 @@ class RemoteVAE:
         def requests() -> Iterator[list[m.RunVAE]]:
             for tiles in clips:
                 shares = [tiles[span.slice].contiguous() for span in split(Span(0, len(tiles)), ranks)]
-                yield [m.RunVAE(self.part, share, (), False, None) for share in shares]
+                yield [m.RunVAE(share, (), False) for share in shares]
 
         with contextlib.closing(self._replies(requests(), bytes_needed, poll)) as replies:
             for parts in replies:
-                outputs = [self._band(reply) for reply in parts]
-                yield torch.cat([output for output in outputs if output.numel()])
+                yield torch.cat([reply.band for reply in parts if reply.band.numel()])
 
     def _sizes(self, x: torch.Tensor, unit: int) -> tuple[int, ...]:
         """Rows, or columns, of each rank."""
@@ -120,21 +110,14 @@ class RemoteVAE:
         corner = x[..., :rows, :columns]
         corner = corner[:, :, : FRAMES_TRIED[self.part]] if x.ndim == 5 else corner
         along_columns = cut_along_columns(corner)
-        return m.RunVAE(self.part, corner.contiguous(), self._sizes(corner, unit), along_columns, None)
+        return m.RunVAE(corner.contiguous(), self._sizes(corner, unit), along_columns)
 
     def _take(self, target: torch.Tensor, reply: m.VAEOutput) -> None:
         """Copy a rank's band into `target`. RankError for a band of another shape."""
-        band = self._band(reply)
-        if band.shape != target.shape:
-            shapes = f"{list(band.shape)} for {list(target.shape)}"
+        if reply.band.shape != target.shape:
+            shapes = f"{list(reply.band.shape)} for {list(target.shape)}"
             raise self.pool.refuse(reply.rank, f"a band of an image of the shape {shapes}")
-        target.copy_(band)
-
-    def _band(self, reply: m.VAEOutput) -> torch.Tensor:
-        """The band that a rank sent. RankError for a rank that sent none."""
-        if reply.band is None:
-            raise self.pool.refuse(reply.rank, "None for a band of an image")
-        return reply.band
+        target.copy_(reply.band)
 
     def _replies(
         self, requests: Iterator[list[m.RunVAE]], bytes_needed: int, poll: Poll, trial: m.RunVAE | None = None
@@ -152,7 +135,7 @@ class RemoteVAE:
                 yield self._counted(wait_for(pending.popleft(), poll))
         finally:
             with contextlib.suppress(RankError):  # failed ranks keep nothing
-                self.pool.tell(m.EndVAE(self.part))
+                self.pool.tell(m.EndVAE())
 
     def _counted(self, parts: list[m.VAEOutput]) -> list[m.VAEOutput]:
         for part, total in zip(parts, self.bytes_sent, strict=True):
@@ -164,21 +147,18 @@ class RemoteVAE:
         wait_for(self.pool.ready, poll)
         held_as = self._held_as(trial)
         replies = self._asked(held_as, bytes_needed, 0, poll)
-        if any(reply.short_of_memory for reply in replies):
-            self.pool.tell(m.DropVAE(keep=self.part))
-            replies = self._asked(held_as, bytes_needed, 0, poll)
         if not all(reply.held for reply in replies):
             made = self.made()
-            self._make_room_for(made, held_as, bytes_needed, poll, trial is not None)
+            width = 0 if trial is None else torch.float32.itemsize  # of the trial
+            weight_bytes = sum(tensor.numel() * max(width, tensor.itemsize) for tensor in made.tensors.values())
+            self.pool.tell(m.DropVAE())
+            self.make_room(weight_bytes + bytes_needed)
+            self._check_room(self._asked(held_as, bytes_needed, weight_bytes, poll), weight_bytes + bytes_needed)
             # Without a look at Cancel between ranks: ranks without weights would not take part in the others' transfers.
             with shared_weights(self.pool, made.tensors) as tensors:
-                # First, so that all ranks with weights of one name have been sent them together.
-                self.pool.tell(m.DropVAE(keep="encoder" if self.part == "decoder" else "decoder"))
-                self.pool.tell(m.PutVAE(held_as, self.part, made.recipe, tensors, trial, self.pool.part_ranks))
+                self.pool.tell(m.PutVAE(held_as, made.recipe, tensors, trial, self.pool.part_ranks))
             replies = self._asked(held_as, bytes_needed, 0, poll)
-        if any(reply.short_of_memory for reply in replies):
-            text = f"a device has less than the {bytes_needed / 1e9:.1f} GB that its part needs"
-            raise TooLittleMemory(text, self._missing(replies))
+        self._check_room(replies, bytes_needed)
         if why := next(filter(None, (reply.wrong for reply in replies)), ""):
             raise NotExact(f"this VAE cannot be cut: {why}")
 
@@ -188,7 +168,7 @@ class RemoteVAE:
         `trial`: the trial of bands; None: the part computes tiles, which need no trial.
         """
         form = "tiles" if trial is None else f"columns {trial.columns}, frames {list(trial.band.shape[2:-2])}"
-        return f"{self.name} on {self.pool.part_ranks or 'all'}, {form}"
+        return f"{self.part} {self.name} on {self.pool.part_ranks or 'all'}, {form}"
 
     def _asked(self, held_as: str, bytes_needed: int, weight_bytes: int, poll: Poll) -> list[m.VAEBegun]:
         """The ranks' replies to BeginVAE. `bytes_needed`: for a rank's band. `weight_bytes`: for one copy of the weights."""
@@ -196,30 +176,17 @@ class RemoteVAE:
         for rank, device in enumerate(self.pool.devices):
             ranks = self.pool.devices.count(device)
             copies = 1 if device_kind(device) == "cpu" and self.pool.lends_to(rank) else ranks  # see shared_weights
-            messages.append(m.BeginVAE(held_as, self.part, ranks * bytes_needed, copies * weight_bytes))
+            messages.append(m.BeginVAE(held_as, ranks * bytes_needed, copies * weight_bytes))
         return wait_for(self.pool.ask_each(messages, m.VAEBegun), poll)
 
-    def _make_room_for(self, made: Made, held_as: str, bytes_needed: int, poll: Poll, in_float32: bool) -> None:
-        """Make room for weights and bands on the devices; other parts of VAEs are freed. TooLittleMemory if that fails.
-
-        `in_float32`: the weights are in float32 for the trial.
-        """
-        width = torch.float32.itemsize if in_float32 else 0
-        nbytes = sum(tensor.numel() * max(width, tensor.itemsize) for tensor in made.tensors.values())
-        self.make_room(nbytes + bytes_needed)
-        if not self._missing(self._asked(held_as, bytes_needed, nbytes, poll)):
-            return
-        self.pool.tell(m.DropVAE())
-        if missing := self._missing(self._asked(held_as, bytes_needed, nbytes, poll)):
-            text = f"a device has less than the {(nbytes + bytes_needed) / 1e9:.1f} GB that its part of the VAE needs"
-            raise TooLittleMemory(text, missing)
-
-    def _missing(self, replies: Sequence[m.VAEBegun]) -> dict[str, int]:
-        """Bytes that each device lacks; devices with enough memory are left out."""
+    def _check_room(self, replies: Sequence[m.VAEBegun], bytes_needed: int) -> None:
+        """TooLittleMemory if a device lacks memory."""
         missing: dict[str, int] = {}
         for device, reply in zip(self.pool.devices, replies, strict=True):
-            missing[device] = max(missing.get(device, 0), reply.missing)  # each rank reports for its whole device
-        return {device: lacks for device, lacks in missing.items() if lacks}
+            if reply.missing:
+                missing[device] = max(missing.get(device, 0), reply.missing)  # each rank reports for its whole device
+        if missing:
+            raise TooLittleMemory(f"a device has less than the {bytes_needed / 1e9:.1f} GB that its part needs", missing)
 
 
 def cut_along_columns(x: torch.Tensor) -> bool:

@@ -2,10 +2,15 @@
 
 import hashlib
 import json
+import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .json_file import write_json
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_BYTES = 1 << 20
 """Most bytes of a file. The calibration of eight devices has about ten thousand."""
@@ -28,13 +33,34 @@ def read_kept(path: Path, key: dict[str, object], name: str) -> Any | None:
     return file[name]
 
 
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, RecursionError)
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors of `read_kept`, and those that readers of its content may raise."""
 
 
 def write_kept(path: Path, key: dict[str, object], name: str, content: object) -> None:
     """Atomically, see write_json. OSError if it cannot be written."""
     write_json(path, {"key": key, name: content, "digest": digest(content)})
+
+
+def find_kept(folder: Path, key: dict[str, object], name: str, read: Callable[[Any], T]) -> T | None:
+    """`read(content)` of the key's file in `folder`. None if there is no such file; or none that can be used, and the log
+    says why."""
+    path = kept_path(folder, key, name)
+    try:
+        content = read_kept(path, key, name)
+        return None if content is None else read(content)
+    except UNREADABLE as error:
+        log.warning("Parallel DiT: %s is ignored (%s)", path, error)
+        return None
+
+
+def keep(folder: Path, key: dict[str, object], name: str, content: object) -> None:
+    """Write the key's file in `folder`. If that fails, the log says so, and later processes find it out again."""
+    path = kept_path(folder, key, name)
+    try:
+        write_kept(path, key, name, content)
+    except OSError as error:
+        log.warning("Parallel DiT: %s could not be stored (%s)", path, error)
 
 
 def kept_path(folder: Path, key: dict[str, object], name: str) -> Path:

@@ -18,8 +18,6 @@ from .machine import Machine
 from .modes import Mode
 from .workload import Workload, list_of
 
-AROUND = ""
-"""In place of a block's name: all computing outside the blocks."""
 SUMS = 2
 """All-reduces of a block under tensor parallelism: of attention's result and of the feed-forward's."""
 LEAST_GROWTH = 0.05
@@ -101,10 +99,6 @@ class StepCost:
     """Seconds outside the blocks, for each rank."""
 
 
-Sent = Mapping[str, Mapping[str, Sequence[float]]]
-"""Kind of block, or AROUND -> mesh axis other than pipe -> bytes that each rank sends."""
-
-
 @dataclass(frozen=True)
 class CalibratedCosts:
     """The costs of a workload on a machine, from which `predict` predicts a run."""
@@ -146,30 +140,6 @@ class CalibratedCosts:
         around = tuple(compute(rank, cost.around, 0.0, 1) for rank, cost in enumerate(costs))
         return StepCost({name: tuple(seconds) for name, seconds in blocks.items()}, around)
 
-    def sent(self, mode: Mode, exact: bool) -> Sent:
-        """In a whole step, with all micro-steps of its call."""
-        kinds = [StepKind.EXACT] if exact else [StepKind.FIRST_BAND, *[StepKind.OTHER_BAND] * (mode.bands - 1)]
-        entries = mode.entries(self.workload)
-        axes = [axis for axis in (*SEQUENCE_AXES, "tensor") if getattr(mode.degrees, axis) > 1]
-
-        def of_block(axis: str, name: str) -> float:
-            return sum(self._bytes(mode, axis, name, kind, entries) for kind in kinds)
-
-        sent = {name: {axis: [of_block(axis, name)] * mode.degrees.world for axis in axes} for name in self.workload.kinds}
-        leaving = sum(sum(self._tokens(mode, kind)) for kind in kinds)
-        sent[AROUND] = self._gathered(mode.degrees, entries * leaving * self.workload.sizes.token_bytes)
-        return sent
-
-    def _gathered(self, degrees: Degrees, size: float) -> dict[str, list[float]]:
-        """Bytes that a rank sends along each axis until all sequence ranks have all `size` bytes. It starts with its part:
-        tokens that leave the blocks, for a class's own epilogue."""
-        gathered, own = {}, size / degrees.sequence
-        for axis in ("ulysses", "ring", "patch"):
-            if (count := getattr(degrees, axis)) > 1 and not (axis == "patch" and degrees.naive):
-                gathered[axis] = [own * (count - 1)] * degrees.world
-                own *= count
-        return gathered
-
     def _tokens(self, mode: Mode, kind: StepKind) -> tuple[float, int]:
         """Tokens of one batch entry in a micro-step: of the image (on average over other bands), and of the text."""
         workload = self.workload
@@ -178,14 +148,9 @@ class CalibratedCosts:
         first = kind is StepKind.FIRST_BAND
         return workload.band_image(mode.bands, first), workload.text if first or workload.text_in_bands else 0
 
-    def _bytes(self, mode: Mode, axis: str, block: str, kind: StepKind, entries: int) -> float:
-        """Bytes that a rank sends for one block in a micro-step with `entries` batch entries."""
+    def _key_bytes(self, mode: Mode, axis: str, block: str, kind: StepKind, entries: int) -> float:
+        """Bytes of keys and values that a rank sends along `axis`, ring or patch, for one block in a micro-step."""
         degrees, count, sizes = mode.stage_degrees, getattr(mode.degrees, axis), self.workload.sizes
-        if axis == "tensor":
-            size = entries * sum(self._tokens(mode, kind)) * sizes.token_bytes / degrees.sequence
-            return 2 * SUMS * size * (count - 1) / count
-        if axis == "ulysses":
-            return sum(self._ulysses_bytes(mode, block, kind, entries))
         keys = self._keys(mode, block, sizes, degrees, kind, entries) / degrees.patch
         if axis == "ring":
             return keys / count * (count - 1)
@@ -230,7 +195,7 @@ class CalibratedCosts:
             waits += layers * sum(links.exchange(groups, part / layers) for part in parts)
         if degrees.ring > 1:
             steps, groups = layers * (degrees.ring - 1), _groups(mode, "ring", members)
-            shift = links.shift(groups, self._bytes(mode, "ring", block, kind, entries) / steps)
+            shift = links.shift(groups, self._key_bytes(mode, "ring", block, kind, entries) / steps)
             latency = links.shift(groups, 0.0)  # never hidden: both ends wait for each other in every step
             computing = attention / (degrees.sequence * degrees.tensor * degrees.ring) / layers
             waits += steps * (latency + max(0.0, shift - latency - computing))
@@ -238,7 +203,7 @@ class CalibratedCosts:
             size = entries * sum(self._tokens(mode, kind)) * self.workload.sizes.token_bytes / degrees.sequence
             waits += SUMS * links.all_reduce(_groups(mode, "tensor", members), size)
         if degrees.patch > 1:
-            seconds = links.exchange(_groups(mode, "patch", members), self._bytes(mode, "patch", block, kind, entries))
+            seconds = links.exchange(_groups(mode, "patch", members), self._key_bytes(mode, "patch", block, kind, entries))
             waits, overlapped = (waits + seconds, 0.0) if kind is StepKind.EXACT else (waits, seconds)
         return waits, overlapped
 

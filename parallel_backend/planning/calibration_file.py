@@ -1,18 +1,15 @@
 """Calibrations on disk: one small JSON file for each machine, kind of model and dtype."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from parallel_backend.core.kept_file import UNREADABLE, kept_path, read_kept, write_kept
+from parallel_backend.core import kept_file
 from parallel_backend.placement.links import Link, Links
 
 from .calibrated_costs import BlockCost, Calibration, DeviceCost
 from .machine import Device, Machine
-
-log = logging.getLogger(__name__)
 
 NAME = "calibration"
 
@@ -23,11 +20,8 @@ def cached(
     measure: Callable[[], Calibration],
     fits: Callable[[Calibration], bool] = lambda _calibration: True,
 ) -> Calibration:
-    """The calibration of `key` from its file in `folder`; else it is measured and kept there.
-
-    A file that cannot be read, has another key or does not fit is measured again.
-    """
-    calibration = load(kept_path(folder, key, NAME), key)
+    """The calibration of `key` from its file in `folder`; else, or if it does not fit, it is measured and kept there."""
+    calibration = load(folder, key)
     if calibration is None or not fits(calibration):
         calibration = measure()
         keep(folder, key, calibration)
@@ -35,22 +29,13 @@ def cached(
 
 
 def keep(folder: Path, key: dict[str, object], calibration: Calibration) -> None:
-    """Atomically, see write_json. If the folder cannot be written to, a warning is logged, and it is measured again."""
-    path = kept_path(folder, key, NAME)
-    try:
-        write_kept(path, key, NAME, _plain(calibration))
-    except OSError as error:
-        log.warning("Parallel DiT: the calibration could not be stored in %s (%s)", path, error)
+    """See kept_file.keep."""
+    kept_file.keep(folder, key, NAME, _plain(calibration))
 
 
-def load(path: Path, key: dict[str, object]) -> Calibration | None:
-    """None if there is no such file, it has another key, or it was changed after `keep` wrote it."""
-    try:
-        content = read_kept(path, key, NAME)
-        return None if content is None else _calibration(content)
-    except UNREADABLE as error:
-        log.info("Parallel DiT: %s is not a usable calibration (%s); measuring again", path, error)
-        return None
+def load(folder: Path, key: dict[str, object]) -> Calibration | None:
+    """See kept_file.find_kept."""
+    return kept_file.find_kept(folder, key, NAME, _calibration)
 
 
 def _plain(calibration: Calibration) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""The memory that a mode takes of devices and host, and the weights that it streams as devices do not hold them."""
+"""The memory that a mode takes of devices and host, and the weights that it streams as devices do not hold them.
+
+Each rank has a device of its own.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.setup import Offload
 from parallel_backend.placement.memory_model import USABLE_MEMORY, MemoryNeed
 from parallel_backend.placement.model_sizes import RankWeights
@@ -50,17 +52,14 @@ def holdings(
     offload: Offload,
 ) -> tuple[Holding, ...]:
     """By rank. `devices`: the number of each rank's device in the machine."""
-    by_rank: dict[int, Holding] = {}
-    for group in _sharing(machine, devices):
-        device = machine.devices[devices[group[0]]]
-        of_group = [weights[rank] for rank in group]
-        resident = [one.total for one in of_group]
+    held = []
+    for number, need, one in zip(devices, needs, weights, strict=True):
+        device, resident = machine.devices[number], one.total
         if offload.streams and device.copies and device.memory is not None:
-            other_bytes = sum(needs[rank].total - needs[rank].weights for rank in group)
-            resident = share_out(of_group, int(USABLE_MEMORY * (device.memory - offload.leave_free)) - other_bytes)
-        for rank, one, limit in zip(group, of_group, resident, strict=True):
-            by_rank[rank] = Holding(needs[rank], one, limit, device.copies / len(group))
-    return tuple(by_rank[rank] for rank in range(len(devices)))
+            room = int(USABLE_MEMORY * (device.memory - offload.leave_free)) - (need.total - need.weights)
+            (resident,) = share_out([one], room)
+        held.append(Holding(need, one, resident, device.copies))
+    return tuple(held)
 
 
 def bytes_on_host(machine: Machine, mode: Mode, held: Sequence[Holding]) -> int:
@@ -84,27 +83,12 @@ def lacking(
     lacks = ""
     if host_free is not None and on_host > USABLE_MEMORY * host_free:
         lacks = f"the ranks need {gigabytes(on_host)} of host memory together, {gigabytes(host_free)} is free"
-    for number in held:
-        name, free_bytes = devices[number], free[number]
-        size = sum(held[other] for other in held if other == number or (devices[other] == name and _shared(name)))
+    for number, size in held.items():
+        free_bytes = free[number]
         if free_bytes is not None and size > USABLE_MEMORY * free_bytes:
-            lacks = f"needs {gigabytes(size)} on {name}, which has {gigabytes(free_bytes)} free"
+            lacks = f"needs {gigabytes(size)} on {devices[number]}, which has {gigabytes(free_bytes)} free"
     return lacks
 
 
 def gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB"
-
-
-def _sharing(machine: Machine, devices: Sequence[int]) -> list[list[int]]:
-    """Groups of ranks that share a memory."""
-    groups: dict[object, list[int]] = {}
-    for rank, device in enumerate(devices):
-        name = machine.names[device]
-        groups.setdefault(name if _shared(name) else device, []).append(rank)
-    return list(groups.values())
-
-
-def _shared(name: str) -> bool:
-    """Whether devices of this name are one GPU. GPUs of a cluster may be several, and CPU devices count one by one."""
-    return device_kind(name) == "cuda" and not on_ray(name)

@@ -1,13 +1,12 @@
-"""The one prediction: seconds, traffic and memory of a run in a mode, from the costs of its micro-steps."""
+"""The one prediction: seconds and memory of a run in a mode, from the costs of its micro-steps."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.setup import ALLOWED, Offload
-from parallel_backend.core.spans import Span, split
+from parallel_backend.core.spans import Span
 from parallel_backend.placement.balance import Balance, divide, spill_seconds, stage_ranks
 from parallel_backend.placement.memory_model import MemoryNeed, bytes_by_block, bytes_outside_blocks, memory_by_rank
 from parallel_backend.placement.model_sizes import weights_by_rank
@@ -15,7 +14,7 @@ from parallel_backend.placement.pipeline_model import simulate
 from parallel_backend.placement.streaming_model import streamed_seconds
 from parallel_backend.wire.diagnosis import Probed
 
-from .calibrated_costs import AROUND, CalibratedCosts, StepCost, StepKind
+from .calibrated_costs import CalibratedCosts, StepCost, StepKind
 from .memory import Holding, bytes_on_host, holdings, lacking
 from .modes import Mode
 from .workload import Workload
@@ -29,17 +28,10 @@ class Prediction:
     mode: Mode
     seconds: float
     """Seconds of a sampling run, with the model loaded."""
-    step_bytes: dict[str, tuple[int, ...]]
-    """Mesh axis -> bytes that each rank sends in a step after the warm-up."""
     held: tuple[Holding, ...]
     """Memory that each rank holds."""
     lacks: str = ""
     """Why the mode does not fit; empty if it does."""
-
-    @property
-    def moved(self) -> int:
-        """Bytes that all ranks together send in a step."""
-        return sum(map(sum, self.step_bytes.values()))
 
     @property
     def memory(self) -> tuple[MemoryNeed, ...]:
@@ -58,7 +50,7 @@ class Prediction:
 
 
 def predict(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) -> Prediction:
-    """Predicts the seconds, traffic and memory of a run in `mode`.
+    """Predicts the seconds and memory of a run in `mode`.
 
     `offload`: whether weights may be streamed if devices do not hold them.
     """
@@ -69,8 +61,7 @@ def predict(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) -> P
     sizes = dict(zip(mode.devices, (holding.on_device for holding in held), strict=True))
     on_host = bytes_on_host(machine, mode, held)
     lacks = lacking(sizes, machine.names, [device.memory for device in machine.devices], on_host, machine.host_free)
-    exact = mode.exact or costs.workload.warm_up_steps == costs.workload.steps
-    return Prediction(mode, _seconds(costs, mode, cut, held), step_bytes(costs, mode, cut, exact), held, lacks)
+    return Prediction(mode, _seconds(costs, mode, cut, held), held, lacks)
 
 
 def cut_model(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) -> Balance:
@@ -91,24 +82,6 @@ def cut_model(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) ->
     rates = [costs.machine.devices[device].copies for device in mode.devices] if offload.streams else []
     spill = spill_seconds(rates, request)
     return divide(mode.degrees, list(workload.blocks), sizes, probes, imagined=True, other_bytes=other_bytes, spill=spill)
-
-
-def step_bytes(costs: CalibratedCosts, mode: Mode, cut: Balance, exact: bool) -> dict[str, tuple[int, ...]]:
-    """Mesh axis -> bytes that each rank sends in one step."""
-    workload, degrees = costs.workload, mode.degrees
-    sent = costs.sent(mode, exact)
-    axes: dict[str, list[float]] = defaultdict(lambda: [0.0] * degrees.world)
-    kinds = [StepKind.EXACT] if exact else [_kind(step) for step in micro_steps([False], mode.bands)]
-    for rank in range(degrees.world):
-        at = degrees.coordinate(rank)
-        ends = at.pipe == degrees.pipe - 1  # behind a class's blocks
-        for name in (*workload.blocks[cut.stage_blocks[at.pipe].slice], *([AROUND] if ends else [])):
-            for axis, counts in sent.get(name, {}).items():
-                axes[axis][rank] += counts[rank]
-        if degrees.pipe > 1:
-            entries = len(split(Span(0, workload.entries), degrees.batch)[at.batch])
-            axes["pipe"][rank] = entries * sum(_handed_on(workload, mode, rank, kind) for kind in kinds)
-    return {axis: tuple(map(round, counts)) for axis, counts in axes.items() if any(counts)}
 
 
 def _handed_on(workload: Workload, mode: Mode, rank: int, kind: StepKind) -> float:

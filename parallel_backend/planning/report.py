@@ -95,7 +95,7 @@ def _table(plan: Plan) -> str:
     one, rehearsed = plan.one_device, {prediction.mode: prediction for prediction in plan.rehearsed}
     columns = "planned seconds, rehearsed seconds" if rehearsed else "planned seconds"
     against = "" if one.lacks else ", against one device"
-    lines = [f"{columns}{against}, largest memory of a rank, moved in a step over all ranks:"]
+    lines = [f"{columns}{against}, largest memory of a rank:"]
     shown = [prediction for place, prediction in enumerate(plan.predictions) if place < SHOWN or _single(prediction.mode)]
     shown += [known for mode, known in rehearsed.items() if all(mode != each.mode for each in shown)]
     for planned in shown:
@@ -103,10 +103,9 @@ def _table(plan: Plan) -> str:
         tried = f"{known.seconds:9.2f} s" if planned.mode in rehearsed else ""
         second = f"{tried:>11}" if rehearsed else ""
         faster = "" if one.lacks else f"  {one.seconds / known.seconds:5.2f}x"
-        moved = _size(planned.moved) if planned.moved else "nothing"
         lacks = f"; does not fit: {known.lacks}" if known.lacks else ""
         lines.append(
-            f"{planned.seconds:9.2f} s{second}{faster}  {_size(planned.most_memory):>8}  {moved:>8}  "
+            f"{planned.seconds:9.2f} s{second}{faster}  {_size(planned.most_memory):>8}  "
             f"{_named(planned.mode, plan)}{_streamed(planned)}{lacks}"
         )
     if left := len(plan.predictions) - len(shown):
@@ -117,34 +116,6 @@ def _table(plan: Plan) -> str:
 def _streamed(prediction: Prediction) -> str:
     """The streamed bytes of weights. Empty if none are streamed."""
     return f"; streams {_size(prediction.most_streamed)} a micro-step" if prediction.most_streamed else ""
-
-
-def _where_weights_are(prediction: Prediction, plan: Plan) -> list[str]:
-    """By rank, the bytes that stay on the device and those that are streamed. Empty if none are streamed."""
-    if not prediction.most_streamed:
-        return []
-    names = plan.costs.machine.names
-    ranks = (
-        f"{names[device]} {_size(holding.weights.total - holding.streamed)} and {_size(holding.streamed)}"
-        for device, holding in zip(prediction.mode.devices, prediction.held, strict=True)
-    )
-    return [f"weights that stay on the device, and that a micro-step streams from host memory: {', '.join(ranks)}"]
-
-
-def _other_ways(best: Prediction, plan: Plan) -> list[str]:
-    """The seconds of the same degrees with more patches, and of other single degrees. Empty where `best` streams nothing."""
-    if not best.most_streamed:
-        return []
-    lines = [
-        f"with {prediction.mode.bands} patches {prediction.seconds:.2f} s: every patch copies the stage's weights again"
-        for prediction in plan.predictions
-        if prediction.mode.degrees == best.mode.degrees and prediction.mode.bands > best.mode.bands > 1
-    ]
-    return lines + [
-        f"{_named(other.mode, plan)}: {other.seconds:.2f} s{_streamed(other)}"
-        for other in plan.predictions
-        if _single(other.mode) and not other.lacks and other.mode.degrees != best.mode.degrees
-    ]
 
 
 def _single(mode: Mode) -> bool:
@@ -193,21 +164,10 @@ def _advice(plan: Plan) -> str:
             reasons.append(f"no single device can run this model: one {one.lacks}")
         elif one.most_streamed:
             reasons.append(f"no single device holds this model: one takes {one.seconds:.2f} s{_streamed(one)}")
-        reasons += _alternatives(best, plan)
-    reasons += [*_where_weights_are(best, plan), *_other_ways(best, plan)]
+        exact = next((other for other in plan.predictions if other.mode.exact and not other.lacks), None)
+        if exact is not None and not mode.exact:
+            reasons.append(f"the fastest that is exact throughout: {_named(exact.mode, plan)}, {exact.seconds:.2f} s")
     return "\n".join([*reasons, settings(mode, machine)])
-
-
-def _alternatives(best: Prediction, plan: Plan) -> list[str]:
-    """A faster mode that does not fit, and the fastest exact mode."""
-    lines = []
-    quicker = next((other for other in plan.predictions if other.lacks and other.seconds < best.seconds), None)
-    if quicker is not None and quicker.mode.device is None:
-        lines.append(f"{quicker.mode} would be faster, but does not fit: {quicker.lacks}")
-    exact = next((other for other in plan.predictions if other.mode.exact and not other.lacks), None)
-    if exact is not None and not best.mode.exact:
-        lines.append(f"the fastest that is exact throughout: {_named(exact.mode, plan)}, {exact.seconds:.2f} s")
-    return lines
 
 
 def _size(size: float) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import importlib
 import logging
+import multiprocessing.process
 import os
 import shutil
 import signal
@@ -24,10 +25,8 @@ from parallel_backend.core.devices import device_kind
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.rank_settings import RankSettings, StartSettings
 
-from .claim import Claim, remove_abandoned
 from .failure_text import MORE_FILES
-from .forked import let_go_when_forked, not_ended_at_exit
-from .rank_log import LogFolder, tail
+from .rank_log import new_log_folder, tail
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +97,12 @@ def clean_main_module() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
+def only_ended_by_us(process: Any) -> None:
+    """multiprocessing's exit function terminates all daemonic children that it knows, in a process that is forked from this
+    one too, such as by another node pack. This one is not known to it. It ends when it sees that this process has ended."""
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+
+
 def rank_entry() -> RankEntry:
     """The main function of a rank's process, called with the rank's settings and its end of the control connection."""
     return importlib.import_module(RANK_ENTRY).main
@@ -106,8 +111,8 @@ def rank_entry() -> RankEntry:
 class LocalRanks:
     """Child processes of this one. `entry`: main function of each process instead of `rank_entry`.
 
-    `directory` is a temporary folder that only this user can read. It has the logs, unless the settings name a folder.
-    Those of processes that were killed together with their ranks are removed.
+    `directory` is a temporary folder that only this user can read. It has the logs, unless the settings name a folder. A
+    rank removes it if this process is killed (rank/start/parent_watch.py).
     """
 
     def __init__(self, start: StartSettings, entry: RankEntry | None = None):
@@ -119,18 +124,15 @@ class LocalRanks:
             )
         if torch.version.hip and "cuda" in map(device_kind, start.devices):
             log.warning("Parallel DiT: ranks on AMD GPUs (ROCm) are untested. Please report the result in an issue")
-        remove_abandoned(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"))
         self.directory = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-        self._claim = Claim(self.directory)
         self.channels: list[Channel] = []
         self.names = start.devices
         self._entry = entry or rank_entry()
         self._processes: list[Any] = []
         self._killing = threading.Lock()
         self._store = self.directory / "store"
-        self._log_folder: LogFolder | None = None
+        self.logs: Path | None = None
         context = torch.multiprocessing.get_context("spawn")
-        let_go_when_forked(self)
         try:
             self._store.touch()
             self._logs = self._new_logs(start)
@@ -158,11 +160,8 @@ class LocalRanks:
         with clean_main_module():
             process.start()
         theirs.close()
+        only_ended_by_us(process)
         self._processes.append(process)
-
-    @property
-    def logs(self) -> Path | None:
-        return None if self._log_folder is None else self._log_folder.path
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -199,10 +198,7 @@ class LocalRanks:
                 if process.is_alive():
                     process.kill()
             self.join(KILL_SECONDS)
-            self._claim.close()  # not taken away: a later process removes what cannot be removed now
             shutil.rmtree(self.directory, ignore_errors=True)
-            if self._log_folder is not None:
-                self._log_folder.release()
 
     def _give_up(self) -> None:
         """End what has been started so far. Nobody else has the channels yet, and to remove files takes open ones."""
@@ -210,21 +206,11 @@ class LocalRanks:
             channel.connection.close()
         self.kill()
 
-    def let_go(self) -> None:
-        """As Inherited.let_go: without the copies of the connections, a rank is alone once this process's parent is."""
-        for channel in self.channels:
-            channel.connection.close()
-        not_ended_at_exit(self._processes)
-        self._claim.close()
-        if self._log_folder is not None:
-            self._log_folder.close()
-
     def _new_logs(self, start: StartSettings) -> list[Path]:
         folder = self.directory
         if start.logs is not None:
             try:
-                self._log_folder = LogFolder(start.logs)
-                folder = self._log_folder.path
+                self.logs = folder = new_log_folder(start.logs)
             except OSError as error:
                 log.warning("Parallel DiT: the ranks' logs cannot be stored in %s (%s)", start.logs, error)
         return [folder / f"rank-{rank}.log" for rank in range(len(start.devices))]

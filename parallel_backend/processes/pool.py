@@ -221,11 +221,11 @@ class Pool:
         """Whether tensors for the rank can be in memory that it shares with this process."""
         return self.ranks.channels[rank].lends
 
-    def lend(self, rank: int, segment: Segment, model: int | None = None, read: bool = True) -> None:
+    def lend(self, rank: int, segment: Segment, model: int | None = None) -> None:
         """As Channel.lend. Raises as `send`."""
         self._raise_error()
         with self.together(), contextlib.suppress(OSError):
-            self.ranks.channels[rank].lend(segment, model, read)
+            self.ranks.channels[rank].lend(segment, model)
 
     def drop(self, rank: int, segment: Segment) -> None:
         """As Channel.drop. Raises as `send`."""

@@ -74,8 +74,8 @@ class PoolPart:
     def lends_to(self, rank: int) -> bool:
         return self.whole.lends_to(self.part_ranks[rank])
 
-    def lend(self, rank: int, segment: Segment, model: int | None = None, read: bool = True) -> None:
-        self.whole.lend(self.part_ranks[rank], segment, model, read)
+    def lend(self, rank: int, segment: Segment, model: int | None = None) -> None:
+        self.whole.lend(self.part_ranks[rank], segment, model)
 
     def drop(self, rank: int, segment: Segment) -> None:
         self.whole.drop(self.part_ranks[rank], segment)

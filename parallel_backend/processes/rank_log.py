@@ -8,10 +8,8 @@ import shutil
 import time
 from pathlib import Path
 
-from .claim import Claim, is_claimed
-
-KEPT = 8
-"""Folders of ended pools that are kept."""
+KEPT = 16
+"""Older folders that are kept. A pool whose folder goes works on, and its errors lack the end of its log."""
 NAME = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?")
 """Names of such folders."""
 TAIL_LINES, STACK_LINES, WIDTH = 20, 30, 300
@@ -21,36 +19,18 @@ STACK, FATAL = "(most recent call first):", "Fatal Python error"
 """The first line of a thread's stack in faulthandler's output, and that of a crash. The main thread's stack comes last."""
 
 
-class LogFolder:
+def new_log_folder(logs: Path) -> Path:
     """A new folder in `logs` for the logs of one pool, named by time and process: pools of a machine, of this process or
-    others, have their own. Of folders whose pools have ended the newest KEPT stay.
+    others, have their own. Of the others the newest KEPT stay.
 
     OSError if `logs` cannot be written to.
     """
-
-    def __init__(self, logs: Path):
-        logs.mkdir(parents=True, exist_ok=True)
-        self.path = _new_folder(logs, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-        self._claim = Claim(self.path)
-        ended = [path for path in logs.iterdir() if NAME.fullmatch(path.name) and not is_claimed(path)]
-        for path in sorted(ended, key=_changed)[:-KEPT]:
-            shutil.rmtree(path, ignore_errors=True)
-
-    def release(self) -> None:
-        """The pool has ended: later ones may remove the folder."""
-        self._claim.release()
-
-    def close(self) -> None:
-        """As Claim.close."""
-        self._claim.close()
-
-
-def _changed(path: Path) -> int:
-    """When the folder's list of files changed, such as by the pool's end; 0 if another process has just removed it."""
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
+    logs.mkdir(parents=True, exist_ok=True)
+    others = [path for path in logs.iterdir() if NAME.fullmatch(path.name)]
+    folder = _new_folder(logs, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    for path in sorted(others, key=lambda path: path.name)[:-KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
+    return folder
 
 
 def _new_folder(parent: Path, name: str) -> Path:

@@ -18,8 +18,7 @@ from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.rank_settings import StartSettings
 from parallel_backend.wire.tcp import Listener, is_closed, shutdown
 
-from .forked import let_go_when_forked, not_ended_at_exit
-from .local import LocalRanks, Ranks, clean_main_module, rank_entry
+from .local import LocalRanks, Ranks, clean_main_module, only_ended_by_us, rank_entry
 from .pool import RankError
 from .ray_driver import RayJob, drive
 
@@ -66,10 +65,10 @@ class RayRanks:
         self._news, theirs = context.Pipe()
         job = RayJob(start, rank_entry(), ROOT, PLACE_SECONDS)
         self._driver = context.Process(target=drive, args=(theirs, job), name="parallel-dit ray driver", daemon=True)
-        let_go_when_forked(self)
         try:
             with clean_main_module():
                 self._driver.start()
+            only_ended_by_us(self._driver)
             theirs.close()
             self._receive(start)
         except BaseException:
@@ -120,13 +119,6 @@ class RayRanks:
                 if self._driver.is_alive():
                     self._driver.kill()
                     self._driver.join()
-
-    def let_go(self) -> None:
-        """As Inherited.let_go."""
-        self._news.close()
-        for channel in self.channels:
-            channel.connection.close()
-        not_ended_at_exit([self._driver])
 
     def _receive(self, start: StartSettings) -> None:
         placed = self._placed(CONNECT_SECONDS + PLACE_SECONDS)

@@ -1,7 +1,7 @@
 """Conditioning that a rank holds for one of its models."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +41,9 @@ class RankConditioning:
     """Of calls outside of runs; those of a run are in its K/V buffer. None: words run in every call."""
     companion_tokens: int = 0
     changes: BlockChanges = UNCHANGED
-    kept: defaultdict[Span, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
-    """The rank's image tokens -> values made once for all micro-steps with these tokens."""
+    kept: defaultdict[Hashable, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
+    """The rank's image tokens -> values made once for all micro-steps with these tokens. With further facts of micro-steps:
+    see TokenCut.known."""
 
     forms: dict[tuple[Span, Span], StepForm] = field(default_factory=dict)
     """(tokens, batch entries) of micro-steps -> their form."""

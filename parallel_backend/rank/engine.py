@@ -5,13 +5,13 @@ from collections.abc import Callable
 import torch
 
 from parallel_backend.core.spans import Span
-from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound, Timeline
+from parallel_backend.wire.diagnosis import NotFiniteFound, Timeline
 from parallel_backend.wire.loading import Load, Residency
 from parallel_backend.wire.sampling import OpenRun, Output, PutConditioning, RunStats, Step
 from parallel_backend.wire.timeline_kinds import OUTSIDE, WORK, StepLabel
 
 from .conditioning_store import ConditioningStore
-from .finite_check import FiniteWatch, bad_adapters, bad_weights
+from .finite_check import bad_adapters, bad_weights
 from .loaded_stage import LoadedStage
 from .micro_step_graphs import CAPTURES, Kind, MicroStepGraphs
 from .run_buffers import RunBuffers
@@ -34,7 +34,6 @@ class Engine:
         if load.setup.cuda_graphs and stage.computes_alone and device.type in CAPTURES:
             self._graphs = MicroStepGraphs(device, stage.blocks_done, stage.heartbeat.unasked, stage.without_graphs)
         self._forward = StageForward(stage, self._graphs)
-        self._finite = FiniteWatch()
         self._micro_steps = 0  # since the last report
         self._working_bytes = 0  # of micro-steps of these forms, since it was last asked for
         self._measured: set[tuple[int, Span, Span, bool]] = set()
@@ -55,12 +54,12 @@ class Engine:
         self._measured.clear()
         return taken
 
-    def set_resident(self, resident: int, working: bool = True) -> Residency:
+    def set_resident(self, resident: int) -> Residency:
         """Move weights between device and host (loading.SetResident). Returns where they are then."""
         self.drop_graphs()
         if resident == 0:
             self.stage.module_cache.forget()
-        self.stage.store.set_resident(resident, working)
+        self.stage.store.set_resident(resident)
         return self.residency
 
     def drop_graphs(self, which: Callable[[Kind], bool] | None = None) -> None:
@@ -157,7 +156,6 @@ class Engine:
         self._traffic.mark(began)
         self.stage.own_link.begin_step(self._decided(step), None if upcoming is None else self._decided(upcoming))
         output = self._compute(step)
-        self._finite.note(step.seq, step.run, output)
         self._micro_steps += 1
         ended = clock.now()
         self._traffic.mark(ended, idle=True)
@@ -176,12 +174,11 @@ class Engine:
     def timeline(self) -> Timeline:
         return Timeline(self.rank, *self._traffic.recorder.read())
 
-    def find_not_finite(self, request: FindNotFinite) -> NotFiniteFound:
-        """The first places on this rank with values that are not finite."""
-        seq = self._finite.first(request.run, request.since)
+    def find_not_finite(self) -> NotFiniteFound:
+        """Weights and additions on this rank with values that are not finite."""
         model, changed = self.stage.model, self.stage.adapters.changed
         weights, adapters = bad_weights(model, self.stage.store, changed), bad_adapters(model, changed)
-        return NotFiniteFound(self.rank, seq, weights, adapters)
+        return NotFiniteFound(self.rank, weights, adapters)
 
     def _decided(self, step: Step) -> Step:
         """The micro-step, without its words if they need not run again."""

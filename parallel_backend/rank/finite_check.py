@@ -1,38 +1,13 @@
-"""Finds NaN and infinite values: the first micro-step on this rank with one in its result, and weights and adapters."""
+"""Finds weights and adapters with NaN and infinite values."""
 
 import itertools
-from collections import deque
 from collections.abc import Collection, Iterable
 
-import torch
 from torch import nn
 
-from parallel_backend.core.finite import NAMED, all_finite, checksum
+from parallel_backend.core.finite import NAMED, all_finite
 from parallel_backend.rank.stage.linear import RankLinear
 from parallel_backend.rank.stage.store.weight_store import WeightStore
-
-CHECKSUMS = 256
-"""Micro-steps whose checksums are kept: many more than are under way."""
-
-
-class FiniteWatch:
-    """Checksums of the rank's last results."""
-
-    def __init__(self):
-        self._sums: deque[tuple[int, int, torch.Tensor]] = deque(maxlen=CHECKSUMS)  # micro-step, its run, checksum
-
-    def note(self, seq: int, run: int, result: torch.Tensor) -> None:
-        """Keep the checksum of the result of micro-step `seq` of `run`. Never waits for the device."""
-        self._sums.append((seq, run, checksum(result)))
-
-    def first(self, run: int, since: int) -> int | None:
-        """First micro-step of `run`, from number `since` on, whose result was not finite.
-
-        Checksums are kept, so that all bands of a call, which ask one by one, get the same answer.
-        """
-        return next(
-            (seq for seq, of, total in self._sums if of == run and seq >= since and not bool(total.isfinite())), None
-        )
 
 
 def bad_weights(model: nn.Module, store: WeightStore, changed: Collection[str]) -> tuple[str, ...]:

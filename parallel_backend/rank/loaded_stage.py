@@ -161,6 +161,7 @@ class LoadedStage:
         self.link.await_sends()
         if self.compiler is not None:
             self.compiler.close()
+        self.blocks.close()
         self.store.close()
         self._peers.leave_mesh(self._degrees)
 

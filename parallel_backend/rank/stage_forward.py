@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from parallel_backend.core.device_copies import to_device
-from parallel_backend.core.spans import Span
 from parallel_backend.own_class.calls.call_arguments import (
     LATENT,
     LATENTS,
@@ -34,7 +33,7 @@ from .conditioning_store import RankConditioning, StepForm
 from .loaded_stage import LoadedStage
 from .micro_step_graphs import MicroStepGraphs, MicroStepInputs, MicroStepState, Outputs
 
-NUMBERS = "numbers"
+BAND = "band"
 """Key of RankConditioning.kept."""
 
 
@@ -72,6 +71,7 @@ class StageForward:
         is in `state`."""
         stage, step, conditioning = self._stage, state.step, state.conditioning
         form = conditioning.form(step, stage.image)
+        words = None if step.run or step.residuals else conditioning.words
         stage.attention.step = AttentionStep(
             kernel=stage.kernel_of(conditioning.changes.attention),
             entries=step.entries,
@@ -81,7 +81,8 @@ class StageForward:
             residuals=self._residuals(step),
             sparse=self._sparse(state),
             kept=conditioning.kept[form.image],
-            words=None if step.run or step.residuals else conditioning.words,
+            known=conditioning.kept[form.image, step.run > 0, words is None, step.with_text],
+            words=words,
             words_have_run=not step.with_text,
         )
         stage.own_link.begin_forward(inputs.received)
@@ -136,22 +137,18 @@ class StageForward:
         blocks, latent = self._stage.blocks, self._stage.built.own.latent
         named: dict[str, Any] = {OPTIONS: {}} | from_tensors(form.tensors, structure)
         if blocks.tokens is not None and latent is not None:
-            ahead, numbers = latent.tokens_ahead(named), self._numbers(conditioning, form.image)
-            of_call = conditioning.token_order, form.image, numbers, conditioning.companion_tokens, ahead
-            blocks.tokens.band = BandTokens(latent, *of_call, blocks.tokens.alone)
+            kept = conditioning.kept[form.image]
+            if BAND not in kept:
+                numbers = class_numbers(conditioning.token_order, conditioning.grid)
+                numbers = None if numbers is None else to_device(numbers, self._stage.device)
+                of_call = conditioning.token_order, form.image, numbers, conditioning.companion_tokens
+                kept[BAND] = BandTokens(latent, *of_call, latent.tokens_ahead(named), blocks.tokens.alone)
+            blocks.tokens.band = kept[BAND]
         if (guidance := conditioning.changes.guidance) is not None:
             named[OPTIONS][GUIDED] = guidance
         if residuals := blocks.residuals():
             named[CONTROL] = by_kind(residuals)
         return named
-
-    def _numbers(self, conditioning: RankConditioning, image: Span) -> torch.Tensor | None:
-        """See BandTokens.numbers."""
-        kept = conditioning.kept[image]
-        if NUMBERS not in kept:
-            numbers = class_numbers(conditioning.token_order, conditioning.grid)
-            kept[NUMBERS] = None if numbers is None else to_device(numbers, self._stage.device)
-        return kept[NUMBERS]
 
     def _residuals(self, step: Step) -> dict[str, torch.Tensor]:
         """Residuals of a control for the rank's tokens, by the control's names."""

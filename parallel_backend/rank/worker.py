@@ -95,7 +95,7 @@ class Worker:
         """By the model's number, models on other ranks alone: this one takes part in making their process groups."""
         self._threads: dict[int | None, int] = {}
         """Number of a model -> CPU threads of its micro-steps."""
-        self.vae: dict[str, VAEPart] = {}
+        self.vae: VAEPart | None = None
         """Name of a VAE's part, decoder or encoder -> the part."""
         self._inbox: queue.SimpleQueue[m.Envelope] = queue.SimpleQueue()
         self._ahead: list[m.Envelope] = []
@@ -153,21 +153,21 @@ class Worker:
                 self._reply(self.engine.close_run(message.run))
             case m.PutVAE():
                 self._peers.check()
-                self.vae.pop(message.part, None)  # first, so that old and new weights are never both in memory
                 ranks = self._peers.part(message.ranks).ranks
-                self.vae[message.part] = VAEPart(message, self.settings.rank, ranks, self.device, self.heartbeat)
+                self.vae = VAEPart(message, self.settings.rank, ranks, self.device, self.heartbeat)
             case m.BeginVAE():
                 self._reply(self._begin_vae(message))
             case m.RunVAE():
                 self._turn_to(None)
-                self._reply(self.vae[message.part].run(message))
+                assert self.vae is not None
+                self._reply(self.vae.run(message))
             case m.DropSegment():
                 self.channel.return_segment(message.number)
             case m.EndVAE():
-                if (part := self.vae.get(message.part)) is not None:
-                    part.end()
+                if self.vae is not None:
+                    self.vae.end()
             case m.DropVAE():
-                self.vae = {name: part for name, part in self.vae.items() if name == message.keep}
+                self.vae = None
                 self._free()
             case m.OpenRun():
                 self.engine.open_run(message)
@@ -180,9 +180,9 @@ class Worker:
             case m.SetResident():
                 self._reply(self._set_resident(message))
             case m.FindNotFinite():
-                nothing = m.NotFiniteFound(self.settings.rank, None, (), ())  # unloaded meanwhile
+                nothing = m.NotFiniteFound(self.settings.rank, (), ())  # unloaded meanwhile
                 engine = self.engines.get(self._model)
-                self._reply(nothing if engine is None else engine.find_not_finite(message))
+                self._reply(nothing if engine is None else engine.find_not_finite())
             case m.BeginTimeline():
                 self.engine.begin_timeline()
             case m.ReadTimeline():
@@ -242,13 +242,11 @@ class Worker:
             self.channel.send(m.Loading(self.settings.rank, fraction), model=self._model)
 
     def _begin_vae(self, message: m.BeginVAE) -> m.VAEBegun:
-        part = self.vae.get(message.part)
-        if part is None or part.name != message.name:
-            free = free_bytes(self.device) + (0 if part is None else part.nbytes)  # the new part replaces the old one
-            missing = max(0, message.weight_bytes + message.bytes_needed - free)
-            return m.VAEBegun(self.settings.rank, False, False, missing)
+        if self.vae is None or self.vae.name != message.name:
+            missing = max(0, message.weight_bytes + message.bytes_needed - free_bytes(self.device))
+            return m.VAEBegun(self.settings.rank, False, missing)
         self._turn_to(None)
-        return part.begin(message)
+        return self.vae.begin(message)
 
     def _turn_to(self, engine: Engine | None) -> None:
         """Let the transfers of another model end. Call before transfers of `engine`'s groups, or, with None, of others."""
@@ -264,7 +262,7 @@ class Worker:
         of_model = sizes.pop(self._model, 0)
         # A run of another model that is open keeps its K/V buffers, which this model cannot have.
         others = sum(sizes.values()) + sum(self.engines[number].run_bytes for number in sizes)
-        vae = sum(part.nbytes for part in self.vae.values())
+        vae = 0 if self.vae is None else self.vae.nbytes
         engine = self.engines.get(self._model)
         taken = 0 if engine is None else engine.take_working_bytes()
         return replace(self.copies.memory(self.settings.rank, of_model, others, vae), working_bytes=taken)
@@ -273,12 +271,12 @@ class Worker:
         engine = self.engines.get(self._model)
         if engine is None:  # unloaded meanwhile
             return m.Residency(self.settings.rank, 0, 0)
-        held = engine.set_resident(message.resident[engine.stage.rank], message.working)
+        held = engine.set_resident(message.resident[engine.stage.rank])
         self._release_unused()
         return held
 
     def _unload(self) -> None:
-        """Free the model that the message is for. A message for no model frees all of them, and the VAE's parts."""
+        """Free the model that the message is for. A message for no model frees all of them, and the VAE's part."""
         self._turn_to(None)
         for number in [number for number in self.engines if self._model in (None, number)]:
             self.engines.pop(number).close()
@@ -287,7 +285,7 @@ class Worker:
             peers, degrees = self._outside.pop(number)
             peers.leave_mesh(degrees)
         if self._model is None:
-            self.vae = {}
+            self.vae = None
         self.channel.return_segments(self._model)
         self._free()
 

@@ -60,15 +60,15 @@ class Channel:
         with self._sending:
             self._send(message, request_id, model)
 
-    def lend(self, segment: Segment, model: int | None = None, read: bool = True) -> None:
+    def lend(self, segment: Segment, model: int | None = None) -> None:
         """From now on messages refer to tensors in the segment, which must not change while the other end uses them.
 
-        `model`: the segment is returned with this model, see `return_segments`. `read`: see OpenSegment. Raises as `send`.
+        `model`: the segment is returned with this model, see `return_segments`. Raises as `send`.
         """
         assert self.lends, "the other end is not on this machine"
         with self._sending:
             with self._whole():  # no other message may come between OpenSegment and the handle
-                self._send(OpenSegment(segment.number, segment.nbytes, segment.name, read), model=model)
+                self._send(OpenSegment(segment.number, segment.nbytes, segment.name), model=model)
                 if segment.handle is not None:
                     with socket_of(self.connection) as ours:
                         socket.send_fds(ours, [HANDLE_FOLLOWS], [segment.handle])
@@ -117,7 +117,7 @@ class Channel:
     def return_segments(self, model: int | None = None) -> None:
         """Return the segments that were lent for `model`, or for any model: no tensor in them is read any more.
 
-        Segments without a model, such as a VAE's output, stay until the other end sends DropSegment.
+        Segments without a model, such as a VAE's weights, stay until the other end sends DropSegment.
         """
         for number, owner in list(self._models.items()):
             if owner is not None and model in (None, owner):
@@ -130,16 +130,14 @@ class Channel:
             segment = open_segment(message, None if message.name else self._handle())
         except (ValueError, OSError) as error:
             raise BadMessage(f"a segment of shared memory that cannot be opened: {error}") from error
-        if message.read:
-            self._let_go[message.number] = on_borrowed(segment.memory)
+        self._let_go[message.number] = on_borrowed(segment.memory)
         self._borrowed[message.number], self._models[message.number] = segment, model
 
     def return_segment(self, number: int) -> None:
         """Return a borrowed segment. To be called on the thread that computes with it."""
         if self._borrowed.pop(number, None) is not None:
             self._models.pop(number, None)
-            if (let_go := self._let_go.pop(number, None)) is not None:
-                let_go()
+            self._let_go.pop(number)()
 
     def _handle(self) -> int:
         with socket_of(self.connection) as ours:

@@ -1,4 +1,4 @@
-"""Messages that ask ranks for timings of blocks and links, timelines, memory, and the origin of NaN and infinite values."""
+"""Messages that ask ranks for timings of blocks and links, timelines, memory, and NaN and infinite values."""
 
 from dataclasses import dataclass
 
@@ -118,19 +118,12 @@ class UnusedReleased:
 class FindNotFinite:
     """Client -> rank: an output was not finite. Answer NotFiniteFound."""
 
-    run: int
-    """Search micro-steps of this run. 0: those outside of runs."""
-    since: int
-    """Search micro-steps from this number on."""
-
 
 @dataclass(frozen=True)
 class NotFiniteFound:
-    """Rank -> client: where values that are not finite first occurred on this rank."""
+    """Rank -> client: weights and additions of this rank with values that are not finite."""
 
     rank: int
-    seq: int | None
-    """First micro-step whose result was not finite. None: all were finite."""
     weights: tuple[str, ...]
     """Names of the first few parameters with such values."""
     adapters: tuple[str, ...]

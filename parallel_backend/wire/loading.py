@@ -66,8 +66,6 @@ class SetResident:
 
     resident: tuple[int, ...]
     """By rank, as Load.resident."""
-    working: bool = True
-    """False: no micro-step follows before the next SetResident. No weights come to the device, and no slots are kept."""
 
 
 @dataclass(frozen=True)

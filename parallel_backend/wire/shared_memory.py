@@ -33,8 +33,6 @@ class OpenSegment:
     nbytes: int
     name: str
     """The system's name. Empty: the handle follows over the control socket, with one byte."""
-    read: bool = True
-    """The rank copies tensors out of the segment, so a CUDA rank page-locks it. False: it only writes results into it."""
 
 
 @dataclass(frozen=True)

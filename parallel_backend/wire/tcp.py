@@ -4,7 +4,6 @@ The proof is that of multiprocessing.connection: an HMAC of random bytes, in bot
 """
 
 import contextlib
-import errno
 import logging
 import os
 import socket
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +22,7 @@ HELLO = struct.Struct("!II")
 HANDSHAKE_SECONDS = 10.0
 MAX_UNAUTHENTICATED = 32
 """Most callers without a proof at a time. Further callers wait."""
-DIAL_SECONDS = 60.0
-"""Time limit of dialling, proofs included. A rank may have to wait until silent connections are closed."""
 LOOK_SECONDS = 0.1
-WARNING_SECONDS = 1.0
-"""Least time between two warnings: a stranger may call thousands of times."""
-FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Errors of accept(2) where the system has no room for a connection now."""
 
 
 @dataclass(frozen=True)
@@ -42,32 +35,14 @@ class Peer:
 
 
 def dial(address: tuple[str, int], key: bytes, rank: int) -> Connection:
-    """The rank's end of its control connection.
+    """The rank's end of its control connection. Waits as long as the other end neither answers nor hangs up.
 
-    AuthenticationError if the other end does not know the key, OSError if there is none, TimeoutError after DIAL_SECONDS.
+    AuthenticationError if the other end does not know the key, OSError if there is none.
     """
-    late = TimeoutError(f"ComfyUI at {address[0]}:{address[1]} did not answer within {DIAL_SECONDS:.0f} s")
-    deadline = time.monotonic() + DIAL_SECONDS
-    try:
-        caller = socket.create_connection(address, DIAL_SECONDS)
-    except TimeoutError as error:
-        raise late from error
-    caller.settimeout(None)
-    connection = Connection(caller.detach())
-    try:
-        with _time_limit(connection, deadline - time.monotonic()) as passed:
-            try:
-                answer_challenge(connection, key)
-                deliver_challenge(connection, key)
-                _without_delay(connection)
-                connection.send_bytes(HELLO.pack(rank, os.getpid()))
-            except (EOFError, OSError) as error:
-                if passed.is_set():
-                    raise late from error
-                raise
-    except BaseException:
-        connection.close()
-        raise
+    connection = Client(address, authkey=key)
+    assert isinstance(connection, Connection)
+    _without_delay(connection)
+    connection.send_bytes(HELLO.pack(rank, os.getpid()))
     return connection
 
 
@@ -80,8 +55,7 @@ class Listener:
         self._lock = threading.Lock()
         self._strangers = threading.Semaphore(MAX_UNAUTHENTICATED)
         self._closed = False
-        self._warned, self._unsaid = -WARNING_SECONDS, 0  # when the last warning was given, and how many were not since
-        self._full = ""  # the last error of accept(2)
+        self._warned = False
         self._socket = socket.create_server((host, 0), backlog=world + MAX_UNAUTHENTICATED)
         self._socket.settimeout(LOOK_SECONDS)
         self.address: tuple[str, int] = self._socket.getsockname()
@@ -90,7 +64,6 @@ class Listener:
         """All ranks, in rank order, once the last has connected. The caller closes their connections.
 
         `look` is called meanwhile, and raises to give up. TimeoutError names the ranks that are missing after `seconds`.
-        Where this process or the machine has no room for a connection, the callers wait until there is some.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -102,10 +75,12 @@ class Listener:
                 missing = [str(rank) for rank in range(self._world) if rank not in self._callers]
             look()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no word from rank {', '.join(missing)} within {seconds:.0f} s{self._full}")
+                raise TimeoutError(f"no word from rank {', '.join(missing)} within {seconds:.0f} s")
             if not self._strangers.acquire(timeout=LOOK_SECONDS):
                 continue
-            if (caller := self._accept()) is None:
+            try:
+                caller = self._socket.accept()
+            except (TimeoutError, ConnectionAbortedError):  # it may have gone meanwhile
                 self._strangers.release()
                 continue
             threading.Thread(target=self._greet, args=caller, name="parallel-dit dial", daemon=True).start()
@@ -118,34 +93,6 @@ class Listener:
             callers, self._callers = self._callers, {}
         for caller in callers.values():
             caller.connection.close()
-
-    def _accept(self) -> tuple[socket.socket, tuple[str, int]] | None:
-        """The next caller and its address. None if there is none for LOOK_SECONDS, or no room for one."""
-        try:
-            caller = self._socket.accept()
-        except (TimeoutError, ConnectionAbortedError):  # it may have gone meanwhile
-            return None
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            self._full = (
-                f": a connection could not be taken ({error.strerror}; `ulimit -n` shows how many files may be open)"
-            )
-            self._warn(f"Parallel DiT: a rank's connection has to wait: {error.strerror}")
-            time.sleep(LOOK_SECONDS)  # else this would be tried without a pause, since the caller still waits
-            return None
-        self._full = ""
-        return caller
-
-    def _warn(self, text: str) -> None:
-        """Log the text, once in WARNING_SECONDS at most."""
-        with self._lock:
-            now = time.monotonic()
-            if now - self._warned < WARNING_SECONDS:
-                self._unsaid += 1
-                return
-            unsaid, self._warned, self._unsaid = self._unsaid, now, 0
-        log.warning("%s%s", text, f" (and {unsaid} more like it or others)" if unsaid else "")
 
     def _greet(self, stranger: socket.socket, address: tuple[str, int]) -> None:
         """Main function of a thread for one caller. The time limit ends a silent caller, so that others get a place."""
@@ -161,26 +108,22 @@ class Listener:
                     raise AuthenticationError(f"rank {rank} is not expected")
                 self._callers[rank] = Peer(pid, connection)
         except (AuthenticationError, OSError, EOFError, ValueError, AssertionError, struct.error) as error:
-            self._warn(f"Parallel DiT: a connection from {address[0]} to the ranks' port was refused: {error!r}")
+            level = logging.INFO if self._warned else logging.WARNING  # a stranger may call thousands of times
+            self._warned = True
+            log.log(level, "Parallel DiT: a connection from %s to the ranks' port was refused: %r", address[0], error)
             connection.close()
         finally:
             self._strangers.release()
 
 
 @contextlib.contextmanager
-def _time_limit(connection: Connection, seconds: float) -> Iterator[threading.Event]:
-    """Context that the connection's shutdown ends with an error in it after `seconds`; then the event is set."""
-    passed = threading.Event()
-
-    def end() -> None:
-        passed.set()
-        shutdown(connection)
-
-    alarm = threading.Timer(max(0.0, seconds), end)
+def _time_limit(connection: Connection, seconds: float) -> Iterator[None]:
+    """Context that the connection's shutdown ends with an error in it after `seconds`."""
+    alarm = threading.Timer(seconds, shutdown, (connection,))
     alarm.daemon = True
     alarm.start()
     try:
-        yield passed
+        yield
     finally:
         alarm.cancel()
 

@@ -1,6 +1,6 @@
 """Messages by which ranks run a VAE's decoder or encoder on bands of an image, or of a video's frames.
 
-`part` is "decoder" or "encoder".
+Ranks have one such part of a VAE at a time.
 """
 
 from dataclasses import dataclass
@@ -12,24 +12,20 @@ import torch
 class RunVAE:
     """Client -> rank: run the rank's band. Answered by VAEOutput."""
 
-    part: str
     band: torch.Tensor
     """[B, C, (frames,) rows, columns]: the rank's band of the input."""
     sizes: tuple[int, ...]
     """Each rank's number of input rows, or columns. Empty: `band` has independent batch entries (tiles) instead."""
     columns: bool
     """Bands are columns instead of rows."""
-    output: torch.Tensor | None
-    """[B, C, (frames,) rows, columns] in shared memory, for the whole output. None: the rank sends its band."""
 
 
 @dataclass(frozen=True)
 class PutVAE:
-    """Client -> rank: keep this part of a VAE until DropVAE or Unload. It replaces the same part of another VAE."""
+    """Client -> rank: keep this part of a VAE until DropVAE or Unload."""
 
     name: str
-    """Name of the weights; equal weights have equal names."""
-    part: str
+    """Name of the part; equal weights have equal names."""
     recipe: str
     """JSON of own_class.built.module_tree: "tree", the module; "folder" and "settings", by which it is imported;
     "constants". And "call", the name of the module's function that computes the part."""
@@ -47,11 +43,10 @@ class BeginVAE:
 
     name: str
     """PutVAE.name of the part."""
-    part: str
     bytes_needed: int
     """Memory for the bands of all ranks on the rank's device, without weights."""
     weight_bytes: int = 0
-    """Memory for the weights on the rank's device, if the ranks lack them; counts in VAEBegun.missing."""
+    """Memory for the weights on the rank's device, if the ranks lack them."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +56,6 @@ class VAEBegun:
     rank: int
     held: bool
     """The rank has the part."""
-    short_of_memory: bool
-    """At least one rank has too little memory."""
     missing: int
     """Bytes that this rank's device lacks for bands, and for the weights if the rank lacks them."""
     wrong: str = ""
@@ -71,10 +64,7 @@ class VAEBegun:
 
 @dataclass(frozen=True)
 class DropVAE:
-    """Client -> rank: free the parts of VAEs, between images. Sent to all ranks or none."""
-
-    keep: str = ""
-    """The part that stays. Empty: neither."""
+    """Client -> rank: free the part of a VAE, between images. Sent to all ranks or none."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +72,8 @@ class VAEOutput:
     """Rank -> client: the rank's band of the output."""
 
     rank: int
-    band: torch.Tensor | None
-    """[B, C, (frames,) rows, columns]. None: the rank has written it into RunVAE.output."""
+    band: torch.Tensor
+    """[B, C, (frames,) rows, columns]."""
     bytes_sent: dict[str, int]
     """Payload that the rank sent to others for it, by mesh axis."""
 
@@ -91,5 +81,3 @@ class VAEOutput:
 @dataclass(frozen=True)
 class EndVAE:
     """Client -> rank: no band or tiles of this image follow. Memory that they took is given back."""
-
-    part: str

@@ -1,4 +1,4 @@
-"""The self-test on two CPU ranks in processes: every check that needs no GPU passes."""
+"""The self-test on two CPU ranks in processes: every check passes."""
 
 import json
 import time
@@ -25,10 +25,9 @@ def test_two_cpu_ranks_pass(measured):
     measured("seconds of a short self-test", found["seconds"])
     jsonschema.validate(json.loads(report.dumps(found)), json.loads(report.SCHEMA.read_text()))
     assert [result.name for result in results] == list(checks.CHECKS)
-    not_passed = {result.name: (result.status, result.why) for result in results if result.status != checks.PASSED}
-    assert not_passed == {name: (checks.NOT_LOOKED_AT, "the ranks are on CPUs") for name in ("lifetime", "stuck GPU")}
+    assert {result.name: result.why for result in results if result.status != checks.PASSED} == {}
     model = next(result for result in results if result.name == "model file")
     modes = ["one rank", *(f"{axis} 2" for axis in ("ulysses_degree", "ring_degree", "tensor_parallel_degree"))]
     assert [run["mode"] for run in model.figures["runs"]] == [*modes, "pipefusion_degree 2"]
     assert [text.partition(":")[0] for text in model.left_out] == ["the same model without ranks"]
-    assert "pipefusion_degree 2: " in report.describe(found)
+    assert "runs: mode pipefusion_degree 2, " in report.describe(found)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.sizes.real_models import FLUX_DEV
 from benchmarks.sizes.states import ratios
 from benchmarks.sizes.trace import trace
 from parallel_backend.core.degrees import Degrees
@@ -13,7 +14,6 @@ from parallel_backend.core.spans import Span
 from parallel_backend.placement.memory_model import BY_RANKS, Request, memory_of
 from parallel_backend.placement.model_sizes import model_sizes
 from testing import mini
-from testing.real_sizes import FLUX_DEV
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 OF_ALL = max(RESULTS.glob("real_sizes_2*.json"))

@@ -17,7 +17,7 @@ from tests.support.requirements import missing
 
 PAGE = "http://pack.test/extensions/pack/js/"
 STAND_INS = {
-    "api.js": "export const api = Object.assign(new EventTarget(), { fetchApi: async () => ({}), clientId: 'me' });",
+    "api.js": "export const api = Object.assign(new EventTarget(), { fetchApi: async () => window.answer });",
     "app.js": """export const app = {
         registerExtension: (extension) => { window.extension = extension },
         extensionManager: { registerSidebarTab: (tab) => { window.tab = tab } },

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.browser.editor import READY, Editor
+from tests.browser.editor import Editor
 from tests.browser.shapes import CHECKPOINT, SHAPES, workflow
 
 pytestmark = [pytest.mark.browser, pytest.mark.comfyui]
 
 OURS = ("ParallelizeModel", "ApplyPipeFusion")
 PUT, TAKE_OUT = "ParallelDiT.RunOnSeveralGPUs", "ParallelDiT.RunOnOneGPU"
-PLAN, REPLACED = "**/parallel_dit/plan", "**/parallel_dit/replaced"
+PLAN = "**/parallel_dit/plan"
 
 
 @pytest.fixture(scope="module")
@@ -128,25 +128,6 @@ def test_a_change_that_would_lose_a_wire_is_taken_back(on_two_cards, fault):
     names = "no connect" if "throw" in fault else "this editor would lose the wire to KSampler; Loads"
     assert told == f"Nothing was changed: {names}. Please report it, and connect the nodes by hand."
     assert editor.saved() == file
-
-
-def test_the_menu_refuses_another_packs_nodes(on_two_cards):
-    """Both ways, since the stranger's nodes are not to be put or taken out. The page says so when it opens."""
-    editor, page = on_two_cards, on_two_cards.page
-    editor.load(workflow("into_a_subgraph", ours_inside=True))
-    file = editor.saved()
-    theirs = "These nodes belong to another pack (custom_nodes.other), not Parallel DiT's: ApplyPipeFusion"
-
-    page.route(REPLACED, lambda route: route.fulfill(json={"replaced": theirs}))
-    try:
-        for command in (PUT, TAKE_OUT):
-            assert said(editor, command) == f"Nothing was changed. {theirs}"
-        assert editor.saved() == file
-        page.reload()
-        editor.toast(theirs)
-    finally:
-        page.unroute(REPLACED)
-    page.wait_for_function(READY)
 
 
 def test_run_on_several_gpus_in_a_templates_subgraph_and_undo(on_two_cards, server, shoot):

@@ -41,30 +41,31 @@ STATE = {"pools": [{"ranks": RANKS, "models": MODELS, "links": LINKS, "notes": [
 
 
 @pytest.fixture(scope="module")
-def opened(pack_page) -> Callable[[str, str], Any]:
-    """`opened(module, locale)`: a page on which this module of web/js has been set up."""
+def opened(pack_page) -> Callable[..., Any]:
+    """`opened(module, locale)`: a page on which this module of web/js has been set up. `answer`: of the server."""
 
-    def open_module(module: str, locale: str) -> Any:
+    def open_module(module: str, locale: str, answer: Any = None) -> Any:
         pack_page.goto(PAGE)
         pack_page.evaluate(
-            """async ([module, locale]) => {
+            """async ([module, locale, answer]) => {
                 window.locale = locale;
+                window.answer = { ok: true, text: async () => JSON.stringify(answer) };
                 window.api = (await import("/scripts/api.js")).api;
                 await import(`./${module}.js`);
                 window.extension?.setup();
                 window.tab?.render(document.body);
             }""",
-            [module, locale],
+            [module, locale, answer],
         )
         return pack_page
 
     return open_module
 
 
-def panel(opened: Callable[[str, str], Any], locale: str) -> Any:
+def panel(opened: Callable[..., Any], locale: str) -> Any:
     """The panel with STATE, after RUNS."""
-    page = opened("ranks_panel", locale)
-    page.evaluate(SEND, ["parallel_dit.ranks", STATE])
+    page = opened("ranks_panel", locale, STATE)
+    page.locator(".row > .bar").first.wait_for()
     for number, text in enumerate(RUNS):
         page.evaluate(SEND, ["execution_start", {}])
         page.evaluate(SEND, ["parallel_dit.said", {"node": "3", "text": "Parallel DiT: starting 3 ranks"}])

@@ -118,7 +118,7 @@ def ends(function, *arguments):
     thread.start()
     thread.join(PATIENCE)
     assert not thread.is_alive(), "the run hangs"
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("band ")], "a band's thread is left over"
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("band")], "a band's thread is left over"
     if "error" in outcome:
         raise outcome["error"]
     return outcome["value"]

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel_backend.client.giving_way import give_way, hand_over
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.resident_weights import ResidentWeights
+from parallel_backend.core.setup import ALLOWED
 from parallel_backend.placement.model_sizes import RankWeights
 from parallel_backend.wire import messages as m
 from testing.models import nobody
@@ -26,6 +26,12 @@ class Ranks:
         self.weights = ResidentWeights(self, [RankWeights(0, (BLOCK,) * (size // BLOCK)) for size in HELD])
         self.weights.loaded([m.Loaded(rank, size, ()) for rank, size in enumerate(HELD)])
         self.adaptation = SimpleNamespace(bytes=[ADDED] * 3, drop=self._drop)
+        memory = SimpleNamespace(in_run=False, has_host=[True] * 3, gave_way=lambda: None, resident=self.weights)
+        memory.memory_check = SimpleNamespace(offload=ALLOWED)
+        self.posting = SimpleNamespace(busy=False)
+        self.model = object.__new__(RemoteTransformer)
+        self.model._memory, self.model._posting, self.model._adaptation = memory, self.posting, self.adaptation
+        self.model._ranks = self.model.pool = self
 
     def ask(self, message, _reply) -> Future:
         self.asked.append(type(message).__name__)
@@ -38,12 +44,13 @@ class Ranks:
         done.set_result(answer)
         return done
 
-    def _drop(self, poll) -> None:
+    def _drop(self) -> list[int]:
         self.asked.append("drop")
-        self.adaptation.bytes = [0] * 3
+        freed, self.adaptation.bytes = self.adaptation.bytes, [0] * 3
+        return freed
 
     def give_way(self, nbytes: float) -> int:
-        return give_way(self, self.weights, self.adaptation, "cuda:0", nbytes, nobody)
+        return self.model.give_way("cuda:0", nbytes, nobody)
 
 
 @pytest.mark.parametrize(
@@ -64,19 +71,12 @@ def test_as_much_as_is_asked_goes_and_only_from_that_device(nbytes, freed, held,
     assert ranks.weights.wanted == HELD  # what they are to have again
 
 
-def test_what_adapters_add_stays_where_it_is_not_to_go():
-    ranks = Ranks()
-    assert give_way(ranks, ranks.weights, None, "cuda:0", 1e32, nobody) == 60 + 1500
-    assert "drop" not in ranks.asked
-
-
 @pytest.mark.parametrize("busy", [False, True])
 def test_what_adapters_add_stays_in_the_middle_of_a_call(busy):
     """Its micro-steps that wait would be computed without."""
     ranks = Ranks()
-    memory, posting = SimpleNamespace(in_run=False, gave_way=lambda: None), SimpleNamespace(busy=busy)
-    parts = {"_memory": memory, "_posting": posting, "_adaptation": ranks.adaptation, "_ranks": ranks}
-    RemoteTransformer.give_way(SimpleNamespace(**parts, resident=ranks.weights), "cuda:0", 1e32, nobody)
+    ranks.posting.busy = busy
+    assert ranks.give_way(1e32) == 60 + 1500 + (-4 * BLOCK if busy else 2 * ADDED)
     assert ("drop" in ranks.asked) is not busy
 
 
@@ -85,6 +85,6 @@ def test_what_adapters_add_stays_in_the_middle_of_a_call(busy):
 )
 def test_a_model_that_is_called_again_in_a_run_keeps_what_it_needs_to_compute(whole, working, left):
     ranks = Ranks()
-    assert hand_over(ranks.weights, [0, 2], 1490, whole, working) == 1500 - 2 * left
+    assert ranks.weights.give_way([0, 2], 1490, whole, working) == 1500 - 2 * left
     assert ranks.weights.expected() == [left, 1000, left]
     assert ranks.weights.parked == (not left)

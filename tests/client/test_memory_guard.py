@@ -181,7 +181,7 @@ def test_parked_weights_that_have_no_room_are_refused_and_stay_parked(mini_file)
     """They would end the ranks. Models that are used in the same run need not give up what they compute with."""
     guarded = Guarded(mini_file, host="a machine")
     guarded.load()
-    guarded.guard.resident.set((0,), nobody)
+    guarded.guard.resident.tell((0,))
     guarded.room = guarded.weights.least - 1
     with pytest.raises(ValueError, match=r"^model_name: of the weights of .* at least .* have to be on cpu"):
         guarded.guard.wake(nobody)

@@ -37,9 +37,9 @@ def pool_with(beat, ready=True, error=None):
 )
 def test_what_a_rank_does(beat, more, state, doing):
     found = overview_of(pool_with(beat, **more), [])
-    (rank,) = found.ranks
-    assert (rank.state, rank.doing) == (state, doing)
-    assert (rank.free, rank.total) == ((5, 9) if beat is not None and beat.total_bytes else (0, 0))
-    assert rank.run == (0 if beat is None else beat.run_bytes)
-    assert found.links == ((0, 1, 2e9, 3e-5),)
-    assert found.error == ("killed" if "error" in more else "")
+    (rank,) = found["ranks"]
+    assert (rank["state"], rank["doing"]) == (state, doing)
+    assert (rank["free"], rank["total"]) == ((5, 9) if beat is not None and beat.total_bytes else (0, 0))
+    assert rank["run"] == (0 if beat is None else beat.run_bytes)
+    assert found["links"] == [(0, 1, 2e9, 3e-5)]
+    assert found["error"] == ("killed" if "error" in more else "")

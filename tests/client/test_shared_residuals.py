@@ -17,7 +17,6 @@ from parallel_backend.client import shared_residuals
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.shared_residuals import SharedResiduals
-from parallel_backend.client.shared_tensors import shared_output, shared_weights
 from parallel_backend.core import pinned
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
@@ -29,10 +28,10 @@ from parallel_backend.processes.pool import RankError
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.shared_memory import make_segment, sharing_possible
+from testing import fake_cuda
 from testing.models import nobody
 from tests.emulated.test_own_class import saved
 from tests.own_class.planted_classes import WIDTH
-from tests.support import fake_cuda
 from tests.support.planted_comfyui import as_folder, planted_comfyui
 
 pytestmark = [
@@ -218,14 +217,3 @@ def test_pinned_segments_are_unpinned_before_they_go():
         assert not cuda.runtime.locked
     segment.close()
     assert pinned.pinning(torch.device("cpu"))(LARGE)() is None
-
-
-def test_ranks_page_lock_weights_that_they_read_and_no_picture_that_they_write():
-    lent: list[tuple[int, bool]] = []
-    pool = mock.Mock(devices=("cuda:0", "cuda:1"), lend=lambda rank, segment, read: lent.append((rank, read)))
-    with shared_output(pool, (1, 3, 64, 64), torch.float32) as (_, shared):
-        assert shared
-    assert lent == [(0, False), (1, False)]
-    lent.clear()
-    with shared_weights(pool, {"weight": torch.ones(64)}):
-        assert lent == [(0, True), (1, True)]

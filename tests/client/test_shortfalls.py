@@ -12,11 +12,9 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lost_ranks import FurtherTries
 from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
-from parallel_backend.client.shortfalls import Shortfalls
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.placement.expected_request import expected_request
-from parallel_backend.placement.memory_model import Request
 from parallel_backend.placement.residency import ALL, offload_of
 from parallel_backend.processes import failure_text
 from parallel_backend.processes.pool import DeviceFull
@@ -166,23 +164,6 @@ def test_loading_that_runs_out_is_done_once_more(registry, mini_file, monkeypatc
     assert model.resident.limits[0] < ALL
     assert any("cpu ran out of memory. One more try" in text for text in shown)
     assert "cpu ran out of memory" in caplog.text
-
-
-def request(*grid: int, entries: int = 1) -> Request:
-    return Request(grid, 0, 8, entries, picture=grid)
-
-
-def test_what_is_known_of_which_size(mini_file):
-    known, setup, other = Shortfalls(), setup_of(mini_file), setup_of(mini_file, "2")
-    known.learn(setup, (request(4, 4), request(8, 8, entries=2)), 1, 500)
-    most = known.most
-    assert most(setup, (request(8, 8, entries=2),)) == {1: 500}
-    assert most(setup, (request(8, 8),)) == most(setup, (request(4, 4),)) == most(other, (request(8, 8, entries=2),)) == {}
-    assert most(setup, (request(8, 8),), loading=True) == most(setup, (), loading=True) == {1: 500}
-    assert most(setup, (request(4, 4),), loading=True) == {}
-    known.learn(setup, (), 0, 300)  # while loading
-    assert most(setup, (request(4, 4),)) == {0: 300}
-    assert most(setup, (request(8, 8, entries=2),)) == {0: 300, 1: 500}
 
 
 @pytest.mark.parametrize(

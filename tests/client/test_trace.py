@@ -14,7 +14,7 @@ from parallel_backend.client.reports.trace import Trace, read_trace, total, writ
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.comm.recorder import Recorder
-from parallel_backend.wire.timeline_kinds import OUTSIDE, WAIT, WORK
+from parallel_backend.wire.timeline_kinds import OUTSIDE, TRANSFER, WAIT, WORK
 from testing import mini
 from testing.models import nobody
 
@@ -49,13 +49,13 @@ def ran(request, remote):
 def test_sums_are_those_of_the_report(ran):
     trace, report, _ = ran
     for rank, stats in zip(trace.ranks, report.ranks, strict=True):
-        assert len(rank.work) == stats.micro_steps > 0
+        assert len(rank.of(WORK)) == stats.micro_steps > 0
         assert rank.lost == 0
         # Times since the machine's start are rounded to less than a microsecond here.
         near = lambda seconds: pytest.approx(seconds, abs=1e-4)  # noqa: E731
-        assert total(rank.work) - total(rank.waits) == near(stats.compute_seconds)
-        assert total(rank.transfers) == near(stats.transfer_seconds)
-        assert total(rank.waits) == near(stats.wait_seconds)
+        assert rank.computing == near(stats.compute_seconds)
+        assert total(rank.of(TRANSFER)) == near(stats.transfer_seconds)
+        assert total(rank.of(WAIT)) == near(stats.wait_seconds)
     said = f"{100 * trace.hidden:.0f} % of the transfers' time was hidden" if trace.hidden is not None else "moved"
     assert said in str(report)
     if trace.hidden is not None:
@@ -65,9 +65,10 @@ def test_sums_are_those_of_the_report(ran):
 def test_waits_lie_in_transfers(ran):
     trace, _, _ = ran
     for rank in trace.ranks:
-        assert len(rank.waits) == len(rank.transfers)
-        ends = {round(stop, 9): start for start, stop in zip(rank.transfers["start"], rank.transfers["stop"], strict=True)}
-        assert all(ends[round(wait["stop"], 9)] <= wait["start"] for wait in rank.waits)
+        waits, transfers = rank.of(WAIT), rank.of(TRANSFER)
+        assert len(waits) == len(transfers)
+        ends = {round(stop, 9): start for start, stop in zip(transfers["start"], transfers["stop"], strict=True)}
+        assert all(ends[round(wait["stop"], 9)] <= wait["start"] for wait in waits)
 
 
 def test_only_the_last_run_is_shown(remote):
@@ -77,7 +78,7 @@ def test_only_the_last_run_is_shown(remote):
 
     def sample(steps: int) -> list[int]:
         sample_whole(model, x, linear_sigmas(steps), prompt)
-        return [len(rank.work) for rank in read_trace(model, nobody).ranks]
+        return [len(rank.of(WORK)) for rank in read_trace(model, nobody).ranks]
 
     model.begin_timeline()
     assert sample(3) == [6, 6]

@@ -4,10 +4,8 @@ import json
 import os
 import struct
 import threading
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -15,11 +13,10 @@ from parallel_backend.client.call import ModelCall
 from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.own_class.built.building import build
-from parallel_backend.processes import pool as pool_module
 from parallel_backend.quickstart.model import mini_flux
 from testing import mini
 from testing.host_memory import held_bytes
-from testing.models import Cancelled, nobody, whole_call
+from testing.models import nobody, whole_call
 
 LARGE = mini.CONFIG | {"double_blocks": 1, "single_blocks": 4, "width": 8 * 128, "axes": (16, 56, 56)}
 """About 400 MB in fp32."""
@@ -112,32 +109,3 @@ def test_loading_says_how_far_it_is_on_the_thread_that_waits(registry, key):
     assert loading == sorted(loading)
     assert any(0 < fraction < 1 for fraction in loading)  # how many are seen depends on how fast the file is read
     assert told[-1][:2] == ("0.5 GB of weights on 2 ranks", 1.0)
-
-
-@pytest.mark.parametrize("phase", ["starting 2 ranks", "loading"])
-def test_cancel_before_the_first_call_ends_ranks_that_do_not_listen(registry, large, key, small, monkeypatch, phase):
-    """Stopped ranks stand for busy ones: asked politely, both would take their time."""
-    monkeypatch.setattr(pool_module, "STOP_SECONDS", 60)
-    registry.unload()
-    if phase.startswith("starting"):
-        registry.close()
-    children, reached = [], []
-
-    def progress(doing: str, fraction: float) -> None:
-        if doing == phase and (fraction > 0 or phase != "loading") and not reached:
-            children.extend(psutil.Process(pid) for pid in registry.pool.pids)
-            for child in children:
-                child.suspend()
-            reached.append(time.monotonic())
-
-    def poll() -> None:
-        if reached:
-            raise Cancelled
-
-    with pytest.raises(Cancelled):
-        registry.model(key, poll, progress)
-    assert time.monotonic() - reached[0] < 30
-    gone, alive = psutil.wait_procs(children, timeout=5)
-    assert (len(gone), alive) == (2, [])
-    given = mini.inputs()
-    assert registry.model(small, nobody).predict(ModelCall(*given), nobody).isfinite().all()

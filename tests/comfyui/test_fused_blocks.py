@@ -5,7 +5,7 @@ import pytest
 from tests.support.requirements import missing
 
 pytestmark = pytest.mark.comfyui
-QWEN, KREA = ["Attention", "QwenImageTransformerBlock"], ["RMSNorm", "SingleStreamBlock"]
+QWEN, KREA = ["Attention", "QwenImageTransformerBlock"], ["Attention", "RMSNorm", "SingleStreamBlock"]
 LIMIT = 2e-6
 """In fp32, as a share of the largest value."""
 ROUNDING = 1.1
@@ -24,7 +24,7 @@ def found(inside):
     ("name", "forms", "kernels"),
     [
         ("Qwen-Image", QWEN, ["adaln", "rms_rope"]),
-        ("Krea 2", KREA, ["rms_adaln"]),
+        ("Krea 2", KREA, ["apply_rope1", "rms_adaln"]),
         ("MiniMax H3", ["Attention", "DiTBlock"], ["rms_rope_split_half_"]),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support import fake_cuda
+from testing import fake_cuda
 
 pytestmark = pytest.mark.comfyui
 

@@ -185,7 +185,7 @@ def test_wrong_widget_is_named(server, case):
     assert [text for text in said if text not in outcome.error] == [], outcome
 
 
-@pytest.mark.parametrize("route", ["ranks/open", "ranks/close", "plan"])
+@pytest.mark.parametrize("route", ["plan", "move_in"])
 def test_a_request_that_makes_no_sense_is_refused(server, route):
     """Not an error of the server, such as for a charset that does not exist."""
     url = f"http://127.0.0.1:{server.port}/parallel_dit/{route}"

@@ -62,6 +62,8 @@ def test_it_shows_the_run_before_it_and_then_the_next_one(server):
 
 
 def test_trace_file_elsewhere_is_refused(server):
-    outcome = server.run(nodes(filename_prefix="../../elsewhere"))
-    assert outcome.status == "refused"
-    assert "filename_prefix: '../../elsewhere' is outside of ComfyUI's output folder" in outcome.error
+    prompt = workflow(seed=53, width=64, height=64, steps=1) | nodes(filename_prefix="../../elsewhere", after=[SAMPLER, 0])
+    outcome = server.run(prompt)
+    assert outcome.status == "error"
+    assert "filename_prefix: '../../elsewhere' cannot be written" in outcome.error
+    assert "outside the output folder is not allowed" in outcome.error

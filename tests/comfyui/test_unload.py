@@ -148,7 +148,7 @@ def test_a_run_under_way_keeps_the_model_that_it_began_with(server, base, change
     with Events(server.port, "change-test") as events:
         prompt_id = server.queue(prompt(path.name, seed=80, steps=40, text=next(texts)), client_id="change-test")
         events.until("progress", prompt_id, where=lambda data: data["max"] == 40 and data["value"] >= 2)
-        server.post("/parallel_dit/ranks/unload", {}) if change == "unloaded" else overwrite(path)
+        server.post("/free", {"unload_models": True}) if change == "unloaded" else overwrite(path)
         outcome = server.wait(prompt_id)
     assert outcome.status == "success", outcome.error
     assert np.array_equal(pixels(outcome.images[0]), expected)

@@ -6,7 +6,7 @@ import pytest
 
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.device_choice import Host, choose_devices, gpus_of, named_devices, possible_devices, why_hidden
-from tests.support.fake_cuda import AMPERE, fake_cuda
+from testing.fake_cuda import AMPERE, fake_cuda
 
 TWO = Degrees(pipe=2)
 

@@ -75,7 +75,6 @@ def test_each_gpu_of_a_cluster_counts_as_one_of_its_own(monkeypatch):
     assert backend_for(("ray:cuda", "ray:cpu")) == "gloo"
     needs, free = {0: 60, 1: 60}, (100, 100)
     assert not lacking(needs, ("ray:cuda", "ray:cuda"), free, 0, None)
-    assert lacking(needs, ("cuda:0", "cuda:0"), free, 0, None)
     assert lacking({0: 60, 1: 160}, ("ray:cuda", "ray:cuda"), free, 0, None)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parallel_backend.core.dtypes import compute_dtype, compute_name, native_halves, resolve_dtype, storage_name
-from tests.support.fake_cuda import (
+from testing.fake_cuda import (
     ADA,
     AMPERE,
     BLACKWELL,

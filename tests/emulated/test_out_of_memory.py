@@ -12,10 +12,10 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from testing import mini
+from testing.fake_cuda import ADA
 from testing.models import on_ranks
 from tests.campaigns.transport.cases import CONFIG, Files, nobody
 from tests.support.cpu_and_gpu import Both, both_kinds
-from tests.support.fake_cuda import ADA
 
 pytestmark = pytest.mark.threads
 

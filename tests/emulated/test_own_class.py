@@ -28,7 +28,7 @@ from parallel_backend.own_class.trials.trial import trial
 from tests.campaigns.transport.cases import nobody
 from tests.own_class import planted_prefix
 from tests.own_class.planted_classes import WIDTH
-from tests.support.cpu_and_gpu import Both, devices_of
+from tests.support.cpu_and_gpu import Both
 from tests.support.planted_comfyui import planted, planted_comfyui
 
 pytestmark = [pytest.mark.threads, pytest.mark.slow]
@@ -240,30 +240,3 @@ def test_steady_words_run_once(both: Both, tmp_path: Path, monkeypatch: pytest.M
         for each, output in zip(calls, found, strict=True):
             whole = replace(given, x=each.x, timestep=each.timestep).run(model)
             assert (output - whole).abs().max() <= 1e-5 * whole.abs().max()
-
-
-def test_the_memory_check_goes_by_what_a_step_took(both: Both, tmp_path: Path):
-    own, given, path, _ = saved("TwoStreams", tmp_path)
-    proof = trial(own, given, (1.0,))
-    cards = [both.machine.gpus[torch.device(device).index] for device in devices_of(2)]
-    taken: list[int] = []
-
-    def run(_load: Callable[..., Any], pools: Callable[[int], Any]) -> list[torch.Tensor]:
-        model = loaded(replace(own, blocks=proof.blocks), path, Degrees(pipe=2), pools(2))
-        guard = model._memory
-        call = call_of(given, bool(proof.batch))
-        model.predict(call, nobody)
-        (request,) = guard._admitted.values()
-        typical = max(need.activations for need in guard.memory_check.memory((request,)))
-        for _ in range(2):
-            model.begin_timeline()
-            before = [card.allocated for card in cards]
-            for card in cards:
-                card.peak = card.allocated
-            out = model.predict(call, nobody)
-            taken[:] = [card.peak - stays for card, stays in zip(cards, before, strict=True)]
-        expected = max(need.activations for need in guard.memory_check.memory((request,)))
-        assert expected == pytest.approx(max(taken), rel=0.1) != pytest.approx(typical, rel=0.1)
-        return [out]
-
-    both.on_gpu(run)

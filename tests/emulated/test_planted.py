@@ -9,8 +9,8 @@ import multiprocessing
 import pytest
 import torch
 
+from testing.fake_cuda import HOPPER
 from tests.support.emulated_gpu import Violation, emulated
-from tests.support.fake_cuda import HOPPER
 
 D = "cuda:0"
 

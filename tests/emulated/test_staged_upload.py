@@ -5,8 +5,8 @@ import torch
 
 from parallel_backend.core import device_copies
 from parallel_backend.core.device_copies import StagedUpload
+from testing.fake_cuda import HOPPER
 from tests.support.emulated_gpu import emulated
-from tests.support.fake_cuda import HOPPER
 
 SOURCES = {
     "a vector": torch.arange(5.0),

@@ -12,9 +12,9 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from testing import mini
+from testing.fake_cuda import ADA, TURING
 from tests.campaigns.transport.cases import CONFIG, Case, Files, all_of_them, nobody
 from tests.support.cpu_and_gpu import both_kinds
-from tests.support.fake_cuda import ADA, TURING
 
 pytestmark = pytest.mark.threads
 

@@ -55,7 +55,7 @@ def test_streamed_weights_with_several_shares_on_the_device(both: Both, files: F
         assert all(held < total for held, total in zip(model.weight_bytes, whole, strict=True))
         found = results(model)
         for share in SHARES:
-            model.resident.set([int(share * total) for total in whole], nobody)
+            model.resident.tell([int(share * total) for total in whole])
             found += results(model)
         return found
 

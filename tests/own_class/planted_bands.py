@@ -109,11 +109,6 @@ class Flipped(Banded):
         return super().leaving(h, x).flip(-2)
 
 
-class ConvolvedBehind(Banded):
-    def behind(self, h, t):
-        return h + F.avg_pool1d(h.transpose(1, 2), 3, 1, 1).transpose(1, 2)
-
-
 class PoolsBehind(Banded):
     def behind(self, h, t):
         return h - h.mean(1, keepdim=True)

@@ -64,11 +64,6 @@ class ComparesBetween(Between):
         return (h > 0).to(h.dtype).mean(1, keepdim=True)
 
 
-class NextTokenBetween(Between):
-    def between(self, h, t):
-        return h.roll(1, 1)
-
-
 class FirstTokenBetween(Between):
     def between(self, h, t):
         return h[:, :1]

@@ -132,12 +132,6 @@ class CountsCalls(Right):
         return super().through(h, emb * (1 + 0.01 * next(self.counted)), t, x)
 
 
-class LongSkipLate(Right):
-    def through(self, h, emb, t, x):
-        outputs = self.all_of(h, emb)
-        return torch.where(t[:, None, None] < LATE, outputs[-1] + outputs[0], outputs[-1])
-
-
 class HiddenSkipLate(Right):
     """Through a comparison, which has no NaN."""
 
@@ -186,13 +180,6 @@ class WritesTime(Right):
 
     def forward(self, x, timestep, context=None, **extra):
         context[:, -1:] = torch.where(context[:, -1:].abs() < 9, timestep[:, None, None] + 10, context[:, -1:])
-        return super().forward(x, timestep, context, **extra)
-
-
-class ScalesArgumentLate(Right):
-    def forward(self, x, timestep, context=None, **extra):
-        if float(timestep[0]) < LATE * 1000:
-            context.mul_(0.99)
         return super().forward(x, timestep, context, **extra)
 
 

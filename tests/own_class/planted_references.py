@@ -59,13 +59,6 @@ class ReferencesBehind(Refers):
         return h + 0.1 * references.mean(1, keepdim=True)
 
 
-class FirstReferenceBehind(Refers):
-    """Which the first band has."""
-
-    def left(self, h, references, t):
-        return h + 0.1 * references[:, :1]
-
-
 class Interleaved(Refers):
     """A reference token behind each of the latent's."""
 

@@ -55,13 +55,6 @@ class PoolsRefinedBehind(Refines):
         return h + 0.1 * refined.mean(1, keepdim=True)
 
 
-class CountsRefined(Refines):
-    """Tokens that have values."""
-
-    def between(self, h, t):
-        return h * (1 + h.isfinite().all(-1).float().mean())
-
-
 class ListsOfModes(Banded):
     """As Flux 3: a dictionary has the lists of the latent's and the words' own blocks. Blocks of both come behind them."""
 

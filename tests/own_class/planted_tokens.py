@@ -223,12 +223,6 @@ class NumberMatters(ReadsNumber):
         return h
 
 
-class NextToken(Tokens):
-    class block(Mixing):
-        def forward(self, x, emb, table):
-            return super().forward(x + 0.1 * x.roll(1, 1), emb, table)
-
-
 class PoolsTokens(Tokens):
     class block(Mixing):
         def forward(self, x, emb, table):

@@ -38,7 +38,7 @@ def test_more_elements_than_a_kernel_counts_are_torchs(monkeypatch):
 def test_there_is_no_kernel_on_a_cpu_nor_in_float32(monkeypatch):
     half = torch.randn(1, 4, 2, 64).bfloat16()
     assert fused._kernel("apply_rope1", half) is None
-    monkeypatch.setattr(kitchen, "fused_kernel", lambda name, dtype, device: name)
+    monkeypatch.setattr(kitchen, "fused_kernel", lambda name: name)
     on_card = SimpleNamespace(
         is_cuda=True, element_size=lambda: 2, numel=lambda: 8, dtype=half.dtype, device=half.device, requires_grad=False
     )
@@ -47,24 +47,12 @@ def test_there_is_no_kernel_on_a_cpu_nor_in_float32(monkeypatch):
     assert fused._kernel("apply_rope1", SimpleNamespace(**vars(on_card) | {"requires_grad": True})) is None
 
 
-@pytest.mark.parametrize("name", kitchen.TRIALS)
-def test_a_kernel_is_tried_before_it_is_used(name, monkeypatch, caplog):
-    def tried():
-        return kitchen.fused_kernel.__wrapped__(name, torch.bfloat16, torch.device("cpu"))
-
-    assert tried() is None  # there are no CUDA kernels here
+def test_a_kernel_is_used_where_the_package_has_it(monkeypatch):
+    find = kitchen.fused_kernel.__wrapped__
+    assert find("adaln") is None  # there are no CUDA kernels here
     monkeypatch.setattr(kitchen, "_has_cuda_kernels", lambda: True)
-    assert isinstance(tried(), kitchen.DirectCall)
-    monkeypatch.setattr(kitchen, "_on", lambda device, value: value + 1 if isinstance(value, torch.Tensor) else value)
-    assert tried() is None
-    assert "gives other values here than on the CPU" in caplog.text
-
-    def refuse(device, value):
-        raise RuntimeError("no kernel image is available for execution on the device")
-
-    monkeypatch.setattr(kitchen, "_on", refuse)
-    assert tried() is None
-    assert "no kernel image" in caplog.text
+    assert isinstance(find("adaln"), kitchen.DirectCall)
+    assert find("of_a_later_release") is None
 
 
 def test_an_implementation_is_chosen_for_each_form_of_arguments(monkeypatch):

@@ -12,8 +12,8 @@ from torch import nn
 
 from parallel_backend.own_class.adapters.adapters import (
     Indexed,
-    pixart_attention,
-    pixart_cross_attention,
+    PixartAttention,
+    PixartCrossAttention,
 )
 from parallel_backend.own_class.adapters.animate2_forms import SameFrame
 from parallel_backend.own_class.adapters.ltx_forms import ltx2_arguments
@@ -23,14 +23,15 @@ from parallel_backend.own_class.adapters.minimax_forms import (
 from parallel_backend.own_class.adapters.seedvr_forms import CONDITION, InWindows, places_of, seedvr2_arguments
 from parallel_backend.own_class.adapters.wan_forms import (
     MOTION,
+    WanAnimateBlock,
+    WanAnimateModel,
     name_of_face,
     put_faces_into_blocks,
-    wan_animate_block,
-    wan_animate_model,
 )
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.tried_calls import draw_weights
 from parallel_backend.own_class.cuts.attention_calls import Rows, attention_by_rows
+from parallel_backend.own_class.cuts.forms import formed, put_form
 from tests.own_class.planted_tokens import optimized_attention
 from tests.support.planted_comfyui import planted
 
@@ -119,12 +120,12 @@ def test_motion_of_faces_is_made_before_and_each_token_sees_its_frames(frames):
     x, faces = torch.randn(2, 8, frames, 4, 6, generator=g), torch.randn(2, 3, 5, 512, 512, generator=g)
     plain, model = OfFaces(), OfFaces()
     model.load_state_dict(plain.state_dict())
-    model.__class__ = wan_animate_model(OfFaces)
+    put_form(WanAnimateModel, model)
     put_faces_into_blocks(model)
     assert {name_of_face(name) for name in model.state_dict()} == plain.state_dict().keys()
     seen = []
     for block in model.blocks:
-        block.__class__ = wan_animate_block(Doubles)
+        put_form(WanAnimateBlock, block)
         block.register_forward_pre_hook(lambda *given: seen.append(given[1:]), with_kwargs=True)
     motion, options = model.face_motion(faces), {}
     assert motion.shape == (2, 3, 5, 8)
@@ -142,7 +143,7 @@ def test_motion_of_faces_is_made_before_and_each_token_sees_its_frames(frames):
 
 def test_a_face_of_another_size_is_refused():
     with pytest.raises(ValueError, match=r"^positive, negative: the face video is 8 x 9, this model needs 512 x 512"):
-        wan_animate_model(OfFaces)().face_motion(torch.zeros(1, 3, 1, 9, 8))
+        formed(WanAnimateModel, OfFaces)().face_motion(torch.zeros(1, 3, 1, 9, 8))
 
 
 def ltx2_call(strengths=(1.0, 1.0), **more):
@@ -215,18 +216,18 @@ class Across(nn.Module):
         return self.proj(optimized_attention(q, k, v, self.num_heads))
 
 
-@pytest.mark.parametrize(("kind", "form", "text"), [(Compressed, pixart_attention, 0), (Across, pixart_cross_attention, 10)])
+@pytest.mark.parametrize(("kind", "form", "text"), [(Compressed, PixartAttention, 0), (Across, PixartCrossAttention, 10)])
 @torch.no_grad()
 def test_tensor_ranks_heads_add_up_to_those_of_pixart(kind, form, text):
     torch.manual_seed(0)
     given = (torch.randn(2, 6, WIDTH), *([torch.randn(1, text, WIDTH)] if text else []))
-    plain, whole = kind(), form(kind)()
+    plain, whole = kind(), formed(form, kind)()
     whole.load_state_dict(plain.state_dict())
     expected = plain(*given)
     assert torch.equal(whole(*given), expected)
     total = torch.zeros_like(expected)
     for rank in range(2):
-        shard = form(kind)()
+        shard = formed(form, kind)()
         shard.num_heads = HEADS // 2
         for name, layer in plain.named_children():
             if isinstance(layer, nn.Linear):

@@ -8,8 +8,9 @@ import torch
 
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.tried_calls import draw_weights
+from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.plans.plan import ListPlan, lists_of, of_json, to_json
-from parallel_backend.own_class.trials.feature_trial import TensorShares, why_not_shared
+from parallel_backend.own_class.trials.feature_trial import TensorShares, check_shared
 from parallel_backend.own_class.trials.trial import trial
 from tests.own_class.planted_tokens import HEADS, SIZE, WIDTH, rows
 from tests.own_class.test_own_class import TIMES, call
@@ -157,5 +158,6 @@ def test_the_proof_sees_a_wrong_cut_whoever_has_found_it(fault):
 
     units = block.units or (0,) * len(block.divided)
     divided = tuple((*each, count) for each, count in zip(block.divided, units, strict=True))
-    assert why_not_shared(model.blocks[0], TensorShares(block.cuts, divided), run, 2) == ""
-    assert why_not_shared(model.blocks[0], TensorShares(tuple(filter(None, cuts)), divided), run, 2)
+    check_shared(model.blocks[0], TensorShares(block.cuts, divided), run, 2)
+    with pytest.raises(Unproven):
+        check_shared(model.blocks[0], TensorShares(tuple(filter(None, cuts)), divided), run, 2)

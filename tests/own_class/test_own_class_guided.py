@@ -6,8 +6,7 @@ import pytest
 
 from parallel_backend.core.spans import Span
 from parallel_backend.own_class.calls.tried_calls import Call
-from parallel_backend.own_class.trials.change_trial import Shown
-from parallel_backend.own_class.trials.guided_trial import TrialOfGuidance
+from parallel_backend.own_class.trials.change_trial import Shown, TrialOfGuidance
 from parallel_backend.own_class.trials.trial import trial
 from tests.own_class import test_own_class
 from tests.support.planted_comfyui import planted
@@ -59,4 +58,4 @@ def test_guidance_that_ranks_would_get_wrong_is_not_proven(name, why):
 
 
 def test_tensor_ranks_that_have_all_heads_each_are_not_proven():
-    assert "the ranks' sums do not add up" in guided("WholeWidths", tensor=2).why
+    assert "the ranks' values of guided attention do not add up" in guided("WholeWidths", tensor=2).why

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel_backend.own_class.calls.tried_calls import Call
-from parallel_backend.own_class.trials import narrow
+from parallel_backend.own_class.trials import short_model
 from tests.support.planted_comfyui import planted
 
 
@@ -32,8 +32,8 @@ from tests.support.planted_comfyui import planted
 def test_heads_and_widths_of_the_first_narrower_class(numbers, text, first):
     own = dataclasses.replace(planted("Scaled"), arguments="{}")
     call = Call(torch.zeros(1, 4, 2, 4, 6), torch.ones(1), {"context": torch.zeros(1, 5, text[0])})
-    with mock.patch.object(narrow, "numbers_of_class", return_value=numbers):
-        narrower, of_narrow, _ = next(narrow.narrowed(own, call, 2))
+    with mock.patch.object(short_model, "numbers_of_class", return_value=numbers):
+        narrower, of_narrow, _ = next(short_model.narrowed(own, call, 2))
     assert json.loads(narrower.arguments) == first
     assert of_narrow.named["context"].shape[-1] == text[1]
 
@@ -41,6 +41,6 @@ def test_heads_and_widths_of_the_first_narrower_class(numbers, text, first):
 @pytest.mark.parametrize(("heads", "ranks", "fewer"), [(40, 3, 5), (38, 4, 19), (24, 3, 3)])
 def test_ranks_share_fewer_heads_evenly_if_they_share_all_so(heads, ranks, fewer):
     own = dataclasses.replace(planted("Scaled"), arguments="{}")
-    with mock.patch.object(narrow, "numbers_of_class", return_value={"heads": heads}):
-        narrower, _, _ = next(narrow.narrowed(own, Call(torch.zeros(1, 4, 2, 4, 6), torch.ones(1), {}), ranks))
+    with mock.patch.object(short_model, "numbers_of_class", return_value={"heads": heads}):
+        narrower, _, _ = next(short_model.narrowed(own, Call(torch.zeros(1, 4, 2, 4, 6), torch.ones(1), {}), ranks))
     assert json.loads(narrower.arguments) == {"heads": fewer}

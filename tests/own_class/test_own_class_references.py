@@ -85,7 +85,6 @@ def test_references_beside_words_and_sound_are_proven():
         ("LatentInReferences", MIXED),
         ("LatentInReferencesLate", ATTENDS),
         ("ReferencesBehind", OTHER),
-        ("FirstReferenceBehind", OTHER),
         ("Interleaved", MIXED),
         ("AheadTwice", NOT_APART),
         ("AheadBehindLate", ATTENDS),

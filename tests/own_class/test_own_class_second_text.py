@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from parallel_backend.own_class.cuts.guided_attention import normalized
-from parallel_backend.own_class.trials.change_trial import Shown
-from parallel_backend.own_class.trials.guided_trial import SETTINGS, TrialOfSecondText
+from parallel_backend.own_class.trials.change_trial import SETTINGS, Shown, TrialOfSecondText
 from parallel_backend.own_class.trials.trial import trial
 from tests.own_class.test_own_class import call
 from tests.support.planted_comfyui import planted

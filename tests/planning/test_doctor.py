@@ -13,7 +13,6 @@ from parallel_backend.client.registry import Registry
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.core.setup import Setup
-from parallel_backend.core.validate import check_model
 from parallel_backend.own_class.built.built_class import StreamKeys
 from parallel_backend.placement.links import SIZES, Link, Links, alike, fit
 from parallel_backend.placement.model_sizes import ModelSizes
@@ -23,7 +22,7 @@ from parallel_backend.planning.calibration import calibrate
 from parallel_backend.planning.machine import Device, Machine
 from parallel_backend.planning.modes import Mode, possible
 from parallel_backend.planning.planner import Plan, plan
-from parallel_backend.planning.prediction import cut_model, predict, step_bytes
+from parallel_backend.planning.prediction import cut_model, predict
 from parallel_backend.planning.report import describe, settings, verdict
 from parallel_backend.planning.workload import Workload, workload_of
 from parallel_backend.processes.pool import DeviceFull, Pool
@@ -95,25 +94,6 @@ def test_a_line_through_transfers():
 def on_cpus(on: Machine, host_free: int | None = None) -> Machine:
     """The same with CPU ranks."""
     return dataclasses.replace(on, devices=tuple(Device("cpu", device.kind) for device in on.devices), host_free=host_free)
-
-
-@pytest.mark.parametrize(
-    ("world", "heads", "blocks", "entries"), [(2, 24, 57, 2), (4, 3, 57, 1), (6, 4, 3, 2), (8, 24, 6, 8)]
-)
-def test_the_search_lists_what_can_be_and_nothing_else(world, heads, blocks, entries):
-    what = workload(heads=heads, count=blocks, entries=entries)
-    modes, refused = possible(what, world)
-    listed = {mode.degrees for mode in modes}
-    for degrees in listed:
-        assert degrees.world == world
-        assert degrees.batch <= entries
-        check_model(degrees, heads=heads, blocks=blocks)
-    for mode in modes:
-        assert (mode.bands > 1) == (mode.degrees.pipe > 1)
-    assert not listed & refused.keys()
-    assert all(refused.values())
-    alone = {axis: Degrees(**{axis: world, "patch_mode": "displaced" if axis == "patch" else "none"}) for axis in AXES}
-    assert listed | refused.keys() >= set(alone.values())
 
 
 def test_memory_of_cpu_ranks_is_shared():
@@ -219,20 +199,23 @@ def real_run(pools, mini_file, known: CalibratedCosts, mode: Mode, steps: int):
     return model, sample_in_bands(model, x, sigmas, prompt, mode.bands, warm_up=1)[1]
 
 
-def check_run(known: CalibratedCosts, prediction, stats, model, steps: int) -> None:
+def sent_in_a_step(axis: str, rank: int) -> float:
+    """docs/modes.md for two entries of 48 image and 8 text tokens, 8 layers and two ranks: bytes in fp32."""
+    hidden, layers = 2 * (48 + 8) * 128 * 4, 8
+    gathered = hidden / 2  # what leaves the blocks, for the class's own epilogue
+    keys = 2 * hidden * layers / 2 + gathered
+    return {"ulysses": hidden * layers + gathered, "ring": keys, "patch": keys, "pipe": hidden * (rank == 0)}.get(axis, 0)
+
+
+def check_run(prediction, stats, model, steps: int) -> None:
     """What each rank sent along each axis, and what it held. In a band without words each rank has a token in their place,
     which is not counted between stages."""
     mode = prediction.mode
-    exact, later = step_bytes(known, mode, cut_model(known, mode), exact=True), prediction.step_bytes
     for rank, what in enumerate(stats):
-        expected, sent = {}, {axis: count for axis, count in what.bytes_sent.items() if axis != "tensor"}
-        for axis in {*exact, *later} - {"tensor"}:  # two sums a block are counted
-            first, others = (by.get(axis, (0,) * len(stats))[rank] for by in (exact, later))
-            expected[axis] = first + (steps - 1) * others
-        if mode.bands == 1:
-            assert sent == {axis: count for axis, count in expected.items() if count}
-        else:
-            assert sent == pytest.approx({axis: count for axis, count in expected.items() if count}, rel=0.08)
+        axes = [axis for axis in AXES if getattr(mode.degrees, axis) > 1]
+        expected = {axis: steps * size for axis in axes if (size := sent_in_a_step(axis, rank))}
+        sent = {axis: count for axis, count in what.bytes_sent.items() if axis != "tensor"}  # two sums a block are counted
+        assert sent == (expected if mode.bands == 1 else pytest.approx(expected, rel=0.08))
         memory = prediction.memory[rank]
         assert model.weight_bytes[rank] == pytest.approx(memory.weights, rel=0.02)
         assert what.buffer_bytes == pytest.approx(memory.buffers, rel=0.01)
@@ -245,7 +228,7 @@ TWO = [mode for mode in possible(workload(grid=(8, 8)), 2)[0] if mode.bands < 8]
 def test_traffic_weights_and_buffers_are_those_of_real_runs(planned, pools, mini_file, mode):
     model, stats = real_run(pools, mini_file, planned.costs, mode, 4)
     (prediction,) = (found for found in planned.predictions if found.mode == mode)
-    check_run(planned.costs, prediction, stats, model, 4)
+    check_run(prediction, stats, model, 4)
     pools.forget(2)
 
 
@@ -291,16 +274,6 @@ def test_the_best_three_and_one_device_are_rehearsed(planned, mini_file, registr
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("mode", [Mode(Degrees(pipe=2), 2), Mode(Degrees(patch=2, patch_mode="displaced"))], ids=str)
-def test_modes_in_patches_are_rehearsed(planned, mini_file, registry, monkeypatch, mode):
-    one = next(found for found in planned.predictions if found.mode == mode)
-    found, _ = rehearsed(
-        dataclasses.replace(planned, predictions=(one, planned.one_device)), mini_file, registry, monkeypatch
-    )
-    assert {each.mode for each in found.rehearsed} == {mode, planned.one_device.mode}
-
-
-@pytest.mark.processes
 def test_a_proposal_that_runs_out_of_memory_is_not_advised(planned, mini_file, registry, monkeypatch):
     def run_out(*_arguments):
         raise DeviceFull("rank 0 ran out of memory\nand more", 0, 1)
@@ -326,10 +299,3 @@ def test_on_a_gpu(mini_file):
     assert found.costs.machine.devices[0].kind == torch.cuda.get_device_name(0)
     assert not found.costs.machine.on_cpus
     assert f"{torch.cuda.get_device_name(0)}, " in describe(found)
-
-
-def test_ranks_on_one_device_share_its_memory():
-    device = Device("cuda:0", "GPU 1.0", 40 * GB, 40 * GB)
-    on = dataclasses.replace(machine([1.0, 1.0]), devices=(device, device))
-    found = predict(costs(workload(), on), Mode(Degrees(ulysses=2)))
-    assert "needs 47.6 GB on cuda:0, which has 40.0 GB free" in found.lacks

@@ -1,6 +1,6 @@
 """On a GPU the rank is blamed whose device is stuck, though its host is idle: heartbeats say where the device is.
 
-The devices are those of tests/support/fake_cuda.py. A wait is what NCCL's is: work in the stream, nothing to the host.
+The devices are those of testing/fake_cuda.py. A wait is what NCCL's is: work in the stream, nothing to the host.
 """
 
 import threading
@@ -12,8 +12,8 @@ import torch
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.heartbeat import Heartbeat
+from testing import fake_cuda
 from tests.processes.test_watchdog import Played, step
-from tests.support import fake_cuda
 
 pytestmark = pytest.mark.threads
 

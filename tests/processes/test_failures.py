@@ -1,6 +1,5 @@
 """What happens when a rank, a request or ComfyUI itself ends at the wrong moment."""
 
-import gc
 import os
 import signal
 import subprocess
@@ -108,68 +107,6 @@ def test_cancel_in_a_run_leaves_ranks_that_work(remote, given, expected, degrees
     fresh = sample_in_bands(remote(degrees, fresh=True), x, linear_sigmas(3), Prompt(tensors, tensors, 1.0), 3, 1)[0]
     assert torch.equal(after, fresh)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("band ")]
-
-
-def test_thirty_cancels_leave_nothing(remote, given, expected):
-    """No thread, no open file, and the same output as before."""
-    model = remote(Degrees(pipe=2), fresh=True)
-    x, _, tensors = given
-
-    def state() -> tuple[list[int], list[int], list[str]]:
-        model.predict(ModelCall(*given), lambda: None)  # what was cancelled is over
-        gc.collect()
-        processes = [psutil.Process(), *map(psutil.Process, model.pool.pids)]
-        names = sorted(thread.name for thread in threading.enumerate())
-        return [each.num_fds() for each in processes], [each.num_threads() for each in processes[1:]], names
-
-    def cancelled(number: int) -> None:
-        polls = iter([lambda: None] * (number % 5))
-        with pytest.raises(Cancelled):
-            sample_in_bands(model, x, linear_sigmas(50), Prompt(tensors, tensors, 1.0), 2, 1, lambda: next(polls, cancel)())
-
-    cancelled(0)  # the first one makes what stays
-    before = state()
-    for number in range(30):
-        cancelled(number)
-    assert state() == before
-    assert mini.relative(model.predict(ModelCall(*given), lambda: None), expected) <= 1e-5
-
-
-@pytest.mark.alone
-def test_no_rank_outlives_a_killed_parent(mini_file, tmp_path):
-    """With a run under way: the ranks notice that the control connection ended."""
-    script = tmp_path / "comfyui_main.py"
-    script.write_text(
-        "import threading\n"
-        "from pathlib import Path\n"
-        "from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands\n"
-        "from parallel_backend.core.degrees import Degrees\n"
-        "from parallel_backend.processes.pool import Pool\n"
-        "from testing import mini\n"
-        "from testing.models import Cancelled, cancel, on_ranks\n"
-        "pool = Pool(('cpu', 'cpu'))\n"
-        f"checkpoint = mini.opened(Path({str(mini_file)!r}))\n"
-        "model = on_ranks(pool, checkpoint, Degrees(pipe=2), 'fp32', 'sdpa', lambda: None)\n"
-        "x, _, tensors = mini.inputs()\n"
-        "arguments = (model, x, linear_sigmas(5000), Prompt(tensors, tensors, 1.0), 3, 1)\n"
-        "threading.Thread(target=sample_in_bands, args=arguments, daemon=True).start()\n"
-        "print(*pool.pids, pool.ranks.directory, flush=True)\n"
-        "threading.Event().wait()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, str(script)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
-    )
-    try:
-        *pids, directory = process.stdout.readline().decode().split()
-        pids = [int(pid) for pid in pids]
-        assert all(psutil.pid_exists(pid) for pid in pids)
-        time.sleep(0.3)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    assert wait_until_gone(pids)
-    assert not Path(directory).exists()  # a killed process cannot remove it itself: the ranks do
 
 
 @pytest.mark.processes

@@ -88,7 +88,7 @@ def test_a_torch_that_ranks_cannot_use_is_named_before_any_starts(monkeypatch):
 ROOT = Path(__file__).resolve().parents[2]
 POSIX_MODULES = {"fcntl", "resource", "pwd", "grp", "termios", "pty"}
 POSIX_NAMES = re.compile(r"\b(os\.(fork|getuid|geteuid|setsid|killpg|mkfifo)|signal\.(SIGKILL|SIGUSR\d|SIGCONT|SIGSTOP))\b")
-BEHIND_A_BRANCH = {"claim.py", "compiled_code.py", "local.py", "log.py", "parent_watch.py", "sharing.py"}
+BEHIND_A_BRANCH = {"compiled_code.py", "local.py", "log.py", "parent_watch.py", "sharing.py"}
 """Files whose use of such names the tests above run without them."""
 
 

@@ -14,7 +14,7 @@ from parallel_backend.rank.worker import Worker
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.heartbeat import Heartbeat
 from parallel_backend.wire.rank_settings import RankSettings
-from tests.support.fake_cuda import ADA, GB, fake_cuda
+from testing.fake_cuda import ADA, GB, fake_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 

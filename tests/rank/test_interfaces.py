@@ -60,6 +60,17 @@ def joining(monkeypatch):
     return join
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="this system's own names")
+@pytest.mark.parametrize("given", [None, "eth7"])
+def test_both_libraries_are_told_to_stay_on_loopback_unless_the_user_has_chosen(joining, monkeypatch, given):
+    monkeypatch.setattr(process_group, "check_named", lambda *_: None)
+    for name in process_group.INTERFACE_VARIABLES if given else ():
+        monkeypatch.setenv(name, given)
+    joining()
+    told = [os.environ[f"{library}_SOCKET_IFNAME"] for library in ("GLOO", "NCCL")]
+    assert told == ([given, given] if given else ["lo", "=lo"])
+
+
 def test_without_a_loopback_interface_nothing_listens_elsewhere(on_windows, joining, monkeypatch):
     del on_windows["Loopback Pseudo-Interface 1"]
     with pytest.raises(RuntimeError, match=r"127\.0\.0\.1.*GLOO_SOCKET_IFNAME"):

@@ -12,7 +12,7 @@ from parallel_backend.core.validate import check_attention
 from parallel_backend.rank.attention import kernel_choice
 from parallel_backend.rank.attention.kernel_choice import choose_kernel
 from parallel_backend.wire.sampling import RunStats
-from tests.support.fake_cuda import ADA, AMPERE, PASCAL, RDNA3, TURING, Card, fake_cuda
+from testing.fake_cuda import ADA, AMPERE, PASCAL, RDNA3, TURING, Card, fake_cuda
 
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 

@@ -28,11 +28,11 @@ from parallel_backend.rank.micro_step_graphs import CudaCaptures
 from parallel_backend.rank.stage_forward import StageForward
 from parallel_backend.wire.sampling import RunStats
 from testing import mini
+from testing.fake_cuda import HOPPER
 from testing.models import nobody, on_ranks
 from tests.rank.test_lora import lora
 from tests.support.cpu_and_gpu import both_kinds
 from tests.support.emulated_gpu.machine import machine
-from tests.support.fake_cuda import HOPPER
 
 pytestmark = [pytest.mark.threads, pytest.mark.slow]
 

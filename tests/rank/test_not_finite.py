@@ -1,7 +1,6 @@
 """A NaN is an error that names where it began, in a whole call and in a band; ranks live on and the next run is right."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ from parallel_backend.client.not_finite import NotFiniteError, check_conditionin
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.finite import all_finite
-from parallel_backend.core.setup import Setup
-from parallel_backend.quickstart.model import mini_flux
-from parallel_backend.rank.finite_check import FiniteWatch
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.models import nobody
@@ -46,63 +42,30 @@ def test_a_mask_of_scores_may_be_infinite():
         check_conditioning({"pooled": torch.tensor([[0.0, -INF]])})
 
 
-def test_the_watch_tells_the_first_of_a_run_to_everyone_who_asks():
-    watch = FiniteWatch()
-    for seq in range(1, 8):
-        watch.note(seq, 1, torch.tensor([1.0, NAN if seq in (3, 5) else 2.0]))
-    assert [watch.first(1, 0), watch.first(1, 0), watch.first(1, 4)] == [3, 3, 5]
-    assert watch.first(2, 0) is None
-    for seq in range(8, 2000):
-        watch.note(seq, 2, torch.ones(2, dtype=torch.bfloat16))
-    assert watch.first(2, 0) is None
-    assert watch.first(1, 0) is None  # too long ago
-    watch.note(2000, 0, torch.full((3,), INF, dtype=torch.float16))
-    watch.note(2001, 0, torch.ones(3))
-    assert [watch.first(0, 2000), watch.first(0, 2001)] == [2000, None]
+def found(**named) -> list[m.NotFiniteFound]:
+    """Of two ranks; `named`: "weights1" are those of rank 1."""
+    return [m.NotFiniteFound(rank, named.get(f"weights{rank}", ()), named.get(f"adapters{rank}", ())) for rank in range(2)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_watch_does_not_take_large_values_for_infinite_ones(dtype):
-    """Their sum in fp16 would be infinite."""
-    watch = FiniteWatch()
-    watch.note(1, 1, torch.full((64, 1000), 60000.0, dtype=dtype))
-    watch.note(2, 1, torch.full((64, 1000), -60000.0, dtype=dtype))
-    assert watch.first(1, 0) is None
-    bad = torch.full((64, 1000), 60000.0, dtype=dtype)
-    bad[5, 7] = -INF
-    watch.note(3, 1, bad)
-    assert watch.first(1, 0) == 3
-
-
-def found(*seqs, **named) -> list[m.NotFiniteFound]:
-    """By rank; `named`: "weights1" are those of rank 1."""
-    return [
-        m.NotFiniteFound(rank, seq, named.get(f"weights{rank}", ()), named.get(f"adapters{rank}", ()))
-        for rank, seq in enumerate(seqs)
-    ]
-
-
-PIPE = Degrees(pipe=2)
 IN_FILE = {"a": "a", "b": "b", "q.weight": "to_q.weight"}
 """By the ranks' names, their keys."""
 
 
-def said(answers, degrees=PIPE, dtype="bf16", adapted=False, controlled=False) -> str:
-    setup = Setup(Path(), dtype, ("cuda:0", "cuda:1", "cpu", "cpu"), degrees, "auto", own_class=mini_flux())
-    return explanation(answers, 9, setup, adapted, controlled, IN_FILE)
+def said(answers, dtype="bf16", adapted=False, controlled=False) -> str:
+    return explanation(answers, dtype, adapted, controlled, IN_FILE)
 
 
 def test_the_explanation_says_what_to_change():
-    assert "weights are not finite in a, b: the file is damaged" in said(found(None, 4, weights1=("a", "b")))
-    assert "too small for them: use bf16 or fp32; or the file" in said(found(None, 4, weights1=("a",)), dtype="fp16")
-    assert "The LoRA's own values are not finite in a: remove it" in said(found(4, 4, adapters1=("a",)), adapted=True)
-    twice = found(4, 4, adapters0=("q.weight",), adapters1=("q.weight",))
-    assert "The LoRA's own values are not finite in to_q: remove it" in said(twice, Degrees(tensor=2))
-    assert "fp16 overflows in many models: use bf16 or fp32" in said(found(4, 4), dtype="fp16")
-    text = said(found(4, 4), adapted=True, controlled=True)
+    assert "weights are not finite in a, b: the file is damaged" in said(found(weights1=("a", "b")))
+    assert "too small for them: use bf16 or fp32; or the file" in said(found(weights1=("a",)), dtype="fp16")
+    assert "The LoRA's own values are not finite in a: remove it" in said(found(adapters1=("a",)), adapted=True)
+    twice = found(adapters0=("q.weight",), adapters1=("q.weight",))
+    assert "The LoRA's own values are not finite in to_q: remove it" in said(twice)
+    assert "fp16 overflows in many models: use bf16 or fp32" in said(found(), dtype="fp16")
+    text = said(found(), adapted=True, controlled=True)
     assert "lower the LoRA's strength; lower the ControlNet's strength." in text
     assert "fp16" not in text
-    assert "weight_dtype fp32" in said(found(4, 4))
+    assert "weight_dtype fp32" in said(found())
 
 
 # On ranks.
@@ -138,7 +101,6 @@ def test_a_damaged_file_is_named_with_rank_and_tensor(pools, damaged_file, mini_
         with pytest.raises(NotFiniteError) as error:
             WAYS[way](model)
         text = str(error.value)
-        assert "They began on rank 1 (cpu), stage 2 of 2, in micro-step " in text
         assert f"not finite in {LAST_BLOCK}: the file is damaged" in text
     assert model.pool.error is None
     pids = model.pool.pids
@@ -156,7 +118,7 @@ def test_a_damaged_file_is_named_with_rank_and_tensor(pools, damaged_file, mini_
 )
 def test_every_mode_finds_it(pools, damaged_file, degrees):
     model = pools.mini(damaged_file, degrees)
-    with pytest.raises(NotFiniteError, match=rf"began on rank \d .*{re.escape(LAST_BLOCK)}"):
+    with pytest.raises(NotFiniteError, match=re.escape(LAST_BLOCK)):
         model.predict(ModelCall(*mini.inputs()), nobody)
     if degrees.displaced:
         with pytest.raises(NotFiniteError, match=re.escape(LAST_BLOCK)):

@@ -12,7 +12,7 @@ import pytest
 
 from parallel_backend.rank import numa, worker
 from parallel_backend.wire.rank_settings import RankSettings
-from tests.support import fake_cuda
+from testing import fake_cuda
 
 ALL = set(range(16))
 NEAR, FAR = {*range(4), *range(8, 12)}, {*range(4, 8), *range(12, 16)}

@@ -8,7 +8,7 @@ import torch
 from parallel_backend.core import pinned
 from parallel_backend.rank.host_memory import page_locks
 from parallel_backend.rank.host_memory.page_locks import PageLocks
-from tests.support import fake_cuda
+from testing import fake_cuda
 
 CUDA = torch.device("cuda", 1)
 MB = 1 << 20

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from parallel_backend.rank.comm import process_group
-from tests.support import fake_cuda
+from testing import fake_cuda
 
 
 @pytest.fixture

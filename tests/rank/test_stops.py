@@ -12,11 +12,11 @@ from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_ba
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool
 from testing import mini
+from testing.fake_cuda import HOPPER
 from testing.models import on_ranks
 from tests.support.emulated_gpu import emulated
 from tests.support.emulated_gpu.machine import Record, machine
 from tests.support.emulated_gpu.nccl import gpu_ranks
-from tests.support.fake_cuda import HOPPER
 
 pytestmark = pytest.mark.threads
 

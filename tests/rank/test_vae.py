@@ -47,7 +47,7 @@ def largest(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def put_of(made: Made, trial: m.RunVAE | None = None) -> m.PutVAE:
-    return m.PutVAE("vae", "decoder", made.recipe, made.tensors, trial)
+    return m.PutVAE("vae", made.recipe, made.tensors, trial)
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_each_exchange_is_needed(threads, without, equal, measured):
     def part(axis: Axis) -> torch.Tensor:
         part = VAEPart(put, axis.index, axis.ranks, torch.device("cpu"))
         own = x.split(4, dim=2)[axis.index]
-        return part.run(m.RunVAE("decoder", own, (4, 4), False, None)).band
+        return part.run(m.RunVAE(own, (4, 4), False)).band
 
     found = torch.cat(threads(2, without).run(part), dim=2)
     measured(f"VAE in bands, largest difference without {without}", largest(found, whole(vae, x)))

@@ -15,6 +15,7 @@ from parallel_backend.rank import copy_rate
 from parallel_backend.rank.attention import ulysses
 from parallel_backend.rank.attention.kernels import sdpa
 from testing import mini
+from testing.fake_cuda import ADA, Card
 from testing.thread_ranks import thread_ranks
 from tests.campaigns.transport.runner import Pools, same
 from tests.support import host_memory
@@ -22,7 +23,6 @@ from tests.support.emulated_gpu import emulated
 from tests.support.emulated_gpu.host import page_locked
 from tests.support.emulated_gpu.machine import Machine
 from tests.support.emulated_gpu.nccl import gpu_ranks
-from tests.support.fake_cuda import ADA, Card
 
 WORLDS = (1, 2, 3, 4)
 """Ranks of the pools that have cards of their own: what is allocated on a card is counted for all that have it."""

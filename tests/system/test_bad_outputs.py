@@ -70,7 +70,7 @@ def pool_of(*parts) -> mock.Mock:
     pool.refuse.side_effect = lambda rank, why: RankError(why)
     pool.lends_to.return_value = False
     pool.ask.side_effect = lambda _message, _reply: done(list(parts))
-    pool.ask_each.side_effect = [done([m.VAEBegun(rank, True, False, 0) for rank in range(2)]), done(list(parts))]
+    pool.ask_each.side_effect = [done([m.VAEBegun(rank, True, 0) for rank in range(2)]), done(list(parts))]
     return pool
 
 

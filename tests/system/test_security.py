@@ -3,8 +3,6 @@
 import ast
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -101,26 +99,3 @@ def test_ranks_listen_on_loopback_and_the_client_nowhere(pools, mini_file, degre
     assert heard  # the control: Gloo does listen, so there is something to see
     assert heard <= LOOPBACK
     assert listening([os.getpid()]) == before
-
-
-@pytest.mark.parametrize("given", [None, "eth7"])
-@pytest.mark.slow
-def test_local_ranks_tell_both_libraries_to_stay_on_loopback(monkeypatch, given):
-    """Unless the user has chosen another interface."""
-    code = (
-        "import datetime, os, pathlib, tempfile\n"
-        "from parallel_backend.rank.comm import process_group, rendezvous\n"
-        "process_group.dist.init_process_group = process_group.check_named = lambda *a, **k: None\n"
-        "store = pathlib.Path(tempfile.mkdtemp()) / 'store'\n"
-        "store.touch()\n"
-        "second = datetime.timedelta(seconds=1)\n"
-        "process_group.join(0, ('cpu', 'cpu'), rendezvous.Rendezvous(store, 2, second), second)\n"
-        "print(os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_SOCKET_IFNAME'])\n"
-    )
-    chosen = {} if given is None else {"GLOO_SOCKET_IFNAME": given, "NCCL_SOCKET_IFNAME": given}
-    others = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=others | chosen, capture_output=True, text=True, check=True
-    )
-    loopback = {"linux": "lo", "darwin": "lo0"}[sys.platform]
-    assert done.stdout.split() == ([given, given] if given else [loopback, f"={loopback}"])

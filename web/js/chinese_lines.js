@@ -134,10 +134,6 @@ const LINES = [
         "split_batch_degree 为 $1，但 NAG 要同时看两个提示词，所以 $2 份模型里只有 1 份在算。请改用 pipefusion_degree 或 ulysses_degree，把一张图分开算。",
     ],
     [
-        /^this MODEL and another one take turns on the same ranks\. Each turn reads the weights again\. Give one of them other devices, or load it with ComfyUI's own loader\.$/,
-        "这个 MODEL 和另一个轮流使用同样的进程，每次轮换都要重新读取。请给其中一个换别的设备，或用原生加载器加载它。",
-    ],
-    [
         /^(\d+) of (\d+) layers of this LoRA do not fit this model and are left out$/,
         "这个 LoRA 的 $2 层里有 $1 层与此模型不符，已略去",
     ],

@@ -4,10 +4,6 @@ import { REASONS } from "./chinese_lines.js";
 
 /** Why a loader is left as it is, or nothing is gained (nodes/run_on_several_gpus.py, loaders.js). */
 const WHY = [
-    [
-        /^These nodes belong to another pack \((.*)\), not Parallel DiT's: (.*)\. Remove one of the two packs\.$/,
-        "这些节点来自另一个节点包（$1），不是 Parallel DiT 的：$2。请移除其中一个节点包。",
-    ],
     [/^no GPU holds the whole model$/, "没有一张卡放得下整个模型"],
     [/^the GPUs have no direct link \(P2P\)$/, "显卡之间不能直接通信（P2P）"],
     [/^Parallelize Model behind it is bypassed or muted$/, "它后面的并行化模型被绕过或禁用了"],

@@ -91,12 +91,6 @@ export function nameOf(node, file) {
     return `${node.title}${file ? ` (${file})` : ""}${where}`;
 }
 
-/** Which of this pack's nodes another pack has replaced, in a sentence. Empty if there are none. */
-export async function replaced() {
-    const response = await api.fetchApi("/parallel_dit/replaced");
-    return (await response.json()).replaced;
-}
-
 async function plan(loaders) {
     const body = JSON.stringify({ loaders });
     const response = await api.fetchApi("/parallel_dit/plan", { method: "POST", body });
@@ -142,8 +136,6 @@ export async function look() {
     const idle = idleLoaders(loaders).map((node) => ({ name: nameOf(node), why: "it does not run (bypassed or muted)" }));
     const ids = [...loaders.values()].flat();
     if (!ids.length && !idle.length) return null;
-    const strange = await replaced();
-    if (strange) return { decided: [], idle, answer: { why: strange } };
     const answer = await plan(ids.map((id) => ({ class_type: prompt[id].class_type, inputs: prompt[id].inputs })));
     if (answer.why) return { decided: [], idle, answer };
     const decided = decide(prompt, loaders, new Map(ids.map((id, index) => [id, answer.loaders[index]])));

@@ -1,6 +1,6 @@
 /**
  * A panel in ComfyUI's sidebar: every rank with its device's memory and what it does, the models on the ranks, the last runs.
- * It shows what nodes/ranks_panel.py sends, which sends nothing while the panel is closed. All text is set as text.
+ * It asks nodes/ranks_panel.py while it is open. All text is set as text.
  */
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
@@ -10,7 +10,7 @@ import { place } from "./place.js";
 import { size } from "./size.js";
 
 const ID = "parallel-dit-ranks";
-const EVENT = "parallel_dit.ranks"; // of nodes/ranks_panel.py
+const MILLISECONDS = 1000; // from one question to the server to the next
 const SAID = "parallel_dit.said"; // of nodes/ui/node_text.py
 const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
 const MOST_RUNS = 5;
@@ -48,7 +48,7 @@ const ENGLISH = {
     runs: "Last runs",
     logs: (folder) => `Logs: ${folder}`,
     unload: "Unload",
-    unloadTip: "Free the ranks' memory. The next run reads the model again.",
+    unloadTip: "Free the memory of the ranks and of ComfyUI's models. The next run reads them again.",
     selfTest: "Add Self-Test",
     selfTestTip: "Put a Parallel Self-Test node into the workflow.",
 };
@@ -83,7 +83,7 @@ const CHINESE = {
     runs: "最近的运行",
     logs: (folder) => `日志：${folder}`,
     unload: "卸载",
-    unloadTip: "释放各进程的显存。下次运行会重新读取模型。",
+    unloadTip: "释放各进程和 ComfyUI 模型的显存。下次运行会重新读取。",
     selfTest: "添加自检节点",
     selfTestTip: "在工作流中放入“并行自检”节点。",
 };
@@ -118,6 +118,8 @@ const runs = []; // what was said of the last runs, the newest first
 const said = new Map(); // node -> the last text on it in this run
 let shown = null; // the panel's element
 let state = null; // what the server has told last
+let told = ""; // the same, as text
+let asking; // the timer while the panel is open
 let words = ENGLISH;
 const inWords = (text) => (words === CHINESE ? chinese(text) : text); // what the server said
 
@@ -257,7 +259,7 @@ function draw() {
         for (const text of runs) parts.push(element("div", "row quiet", inWords(text)));
     }
     const buttons = element("div", "buttons");
-    const unload = () => api.fetchApi("/parallel_dit/ranks/unload", { method: "POST" });
+    const unload = () => api.fetchApi("/free", { method: "POST", body: JSON.stringify({ unload_models: true }) });
     buttons.append(button(words.unload, words.unloadTip, unload), button(words.selfTest, words.selfTestTip, () => addNode("ParallelSelfTest")));
     parts.push(buttons);
     shown.replaceChildren(...parts);
@@ -278,8 +280,14 @@ function addNode(type) {
     place(graph, node, [[left / ds.scale - ds.offset[0], INSET / ds.scale - ds.offset[1]]]);
 }
 
-const tell = (what) =>
-    api.fetchApi(`/parallel_dit/ranks/${what}`, { method: "POST", body: JSON.stringify({ client: api.clientId }) });
+async function ask() {
+    const answered = (response) => (response.ok ? response.text() : "");
+    const text = await api.fetchApi("/parallel_dit/ranks").then(answered).catch(() => ""); // "" from no server
+    if (text === told) return;
+    told = text;
+    state = text ? JSON.parse(text) : null;
+    draw();
+}
 
 function noteRun() {
     runs.unshift(...said.values());
@@ -293,14 +301,9 @@ app.registerExtension({
     setup() {
         if (!app.extensionManager?.registerSidebarTab) return; // an editor without a sidebar
         words = isChinese(app) ? CHINESE : ENGLISH;
-        api.addEventListener(EVENT, ({ detail }) => {
-            state = detail;
-            draw();
-        });
         api.addEventListener("execution_start", () => said.clear());
         api.addEventListener(SAID, ({ detail }) => said.set(detail.node, detail.text));
         for (const end of ENDS) api.addEventListener(end, noteRun);
-        api.addEventListener("reconnected", () => shown && tell("open")); // another id, or a server that was started anew
         app.extensionManager.registerSidebarTab({
             id: ID,
             icon: "pi pi-server",
@@ -312,11 +315,13 @@ app.registerExtension({
                 shown.setAttribute("aria-label", words.tooltip);
                 place.replaceChildren(shown);
                 draw();
-                tell("open");
+                clearInterval(asking);
+                asking = setInterval(ask, MILLISECONDS);
+                ask();
             },
             destroy() {
                 shown = null;
-                tell("close");
+                clearInterval(asking);
             },
         });
     },

@@ -4,7 +4,7 @@
  */
 import { app } from "../../../scripts/app.js";
 import { explain, EXPLAIN, EXPLAIN_TITLE } from "./explain_workflow.js";
-import { change, grouped, look, NO_LOADER, replaced, say } from "./loaders.js";
+import { change, grouped, look, NO_LOADER, say } from "./loaders.js";
 import { MOVE_IN, MOVE_IN_TITLE, moveIn } from "./move_in.js";
 import { placeNear } from "./place.js";
 import { takeOut, TAKE_OUT, TAKE_OUT_TITLE } from "./take_out.js";
@@ -67,8 +67,4 @@ app.registerExtension({
         { id: MOVE_IN, label: MOVE_IN_TITLE, icon: "pi pi-sign-in", function: () => moveIn(runOnSeveralGpus) },
     ],
     menuCommands: [{ path: ["Parallel DiT"], commands: [ID, TAKE_OUT, EXPLAIN, MOVE_IN] }],
-    async setup() {
-        const strange = await replaced();
-        if (strange) say("Parallel DiT", "error", strange);
-    },
 });

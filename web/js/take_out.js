@@ -2,7 +2,7 @@
  * Run on one GPU again, the opposite of Run on several GPUs: takes every Parallelize Model and Apply PipeFusion out of the
  * open workflow, subgraphs included. What was connected to them is connected to what they were connected to.
  */
-import { allNodes, change, replaced, say } from "./loaders.js";
+import { allNodes, change, say } from "./loaders.js";
 import { beginAt, isModel, linksFrom, NODE, PIPELINE } from "./wires.js";
 
 export const TAKE_OUT = "ParallelDiT.RunOnOneGPU";
@@ -22,8 +22,6 @@ function remove(node) {
 }
 
 export async function takeOut() {
-    const strange = await replaced();
-    if (strange) return say(TAKE_OUT_TITLE, "warn", `Nothing was changed. ${strange}`);
     const nodes = allNodes();
     const ours = nodes.filter(({ type }) => type === NODE || type === PIPELINE);
     const loaders = nodes.filter(({ type }) => LOADERS.includes(type)).map(({ title }) => title);

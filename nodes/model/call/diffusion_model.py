@@ -21,7 +21,7 @@ from parallel_backend.core.setup import Setup, TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.own_class.built.building import build, class_of
 from parallel_backend.own_class.calls.patching import Latents
-from parallel_backend.own_class.cuts.second_text import LAYERS
+from parallel_backend.own_class.cuts.guided_attention import LAYERS
 from parallel_backend.placement.expected_request import expected_request
 from parallel_backend.placement.memory_model import Request
 

@@ -12,11 +12,16 @@ from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.calls.tried_calls import Call, entry_of, numbers_of
-from parallel_backend.own_class.cuts.guided_attention import IMAGE, Guide
-from parallel_backend.own_class.cuts.second_text import SECOND, SETTINGS, TEXT
+from parallel_backend.own_class.cuts.guided_attention import IMAGE, SECOND, SETTINGS, TEXT, Guide
 from parallel_backend.own_class.plans.proof import Proof
-from parallel_backend.own_class.trials.change_trial import ChangeTrial, Shown, TrialOfSkips
-from parallel_backend.own_class.trials.guided_trial import PROMPTS, TrialOfGuidance, TrialOfSecondText
+from parallel_backend.own_class.trials.change_trial import (
+    PROMPTS,
+    ChangeTrial,
+    Shown,
+    TrialOfGuidance,
+    TrialOfSecondText,
+    TrialOfSkips,
+)
 
 from ...ui.loading_bar import Elapsed
 from ..patches.reach import Unread, refuse_unread

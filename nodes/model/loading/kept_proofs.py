@@ -2,19 +2,16 @@
 
 import hashlib
 import importlib.metadata
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from parallel_backend import own_class as own_classes
-from parallel_backend.core.kept_file import UNREADABLE, digest, kept_path, read_kept, write_kept
+from parallel_backend.core.kept_file import digest, find_kept, keep
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 from parallel_backend.wire.encoding import Encoding
 
 from .class_code import class_code, code_digest
-
-log = logging.getLogger(__name__)
 
 NAME = "proof"
 PACKAGES = "torch", "comfy-kitchen", "einops"
@@ -34,8 +31,7 @@ def kept_proof(
     `numbers`: the call's numbers. A proof holds for them alone, or for all if it says so. `sizes`: the call's, see
     is_of_sizes.
 
-    A file holds for the class, its arguments and code, for PACKAGES and for the code of the trial. A warning is logged if
-    the folder cannot be written to.
+    A file holds for the class, its arguments and code, for PACKAGES and for the code of the trial.
     """
     encoding = Encoding((Proof,))
     of_all: dict[str, object] = {
@@ -48,20 +44,12 @@ def kept_proof(
     of_these = of_all | {"numbers": repr(sorted(numbers.items()))}
     of_sizes = of_these | {"sizes": repr(sizes)}
     for key in (of_all, of_these, of_sizes):
-        path = kept_path(folder, key, NAME)
-        try:
-            content = read_kept(path, key, NAME)
-            if content is not None:
-                return encoding.decode(content.encode())[0].message
-        except (*UNREADABLE, AttributeError) as error:
-            log.info("Parallel DiT: %s is not a usable proof (%s); the class is tried again", path, error)
+        known = find_kept(folder, key, NAME, lambda content: encoding.decode(content.encode())[0].message)
+        if known is not None:
+            return known
     proof = prove()
     key = of_sizes if is_of_sizes(proof) else of_all if proof.is_of_all(numbers) else of_these
-    path = kept_path(folder, key, NAME)
-    try:
-        write_kept(path, key, NAME, encoding.encode(proof)[0].decode())
-    except OSError as error:
-        log.warning("Parallel DiT: the trial's result could not be stored in %s (%s)", path, error)
+    keep(folder, key, NAME, encoding.encode(proof)[0].decode())
     return proof
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.own_class.trials.guided_trial import SETTINGS
+from parallel_backend.own_class.trials.change_trial import SETTINGS
 
 from ...ui.other_nodes import is_known
 from ..native.native_names import NativeNames

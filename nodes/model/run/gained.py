@@ -1,20 +1,19 @@
 """What several GPUs gained in a sampling run, and what another setting would gain, by a calibration that is kept."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.devices import device_kind, on_ray
-from parallel_backend.core.kept_file import kept_path
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.plans.proof import Proof
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
 from parallel_backend.planning.calibration import calibration_key
-from parallel_backend.planning.calibration_file import NAME, load
+from parallel_backend.planning.calibration_file import load
 from parallel_backend.planning.modes import Mode
-from parallel_backend.planning.planner import advise, choose, credible, plan
+from parallel_backend.planning.planner import choose, credible, plan
 from parallel_backend.planning.prediction import predict
 from parallel_backend.planning.trials import Trials
 from parallel_backend.planning.workload import workload_of
@@ -50,8 +49,7 @@ class MeasuredRun:
         if setup.degrees.world == 1 or compiled or any(map(on_ray, setup.devices)):
             return None
         for devices in self._calibrated():
-            key = calibration_key(devices, self.checkpoint, setup.dtype, setup.attention)
-            calibration = load(kept_path(folder(), key, NAME), key)
+            calibration = load(folder(), calibration_key(devices, self.checkpoint, setup.dtype, setup.attention))
             if calibration is not None and calibration.machine.names == devices:
                 return calibration
         return None
@@ -86,17 +84,6 @@ class MeasuredRun:
             return ""
         name = f"one {self._unit}" if best.mode.device is not None else str(best.mode)
         return f"{name} would take about {best.seconds:.1f} s (see Parallel Doctor)"
-
-    def fastest(self, among: Sequence[Degrees], shape: CallShape | None, in_bands: bool) -> Degrees:
-        """Of these degrees those that `auto` would take for calls of this shape, `in_bands` or exact, on like devices. The
-        first, if that is not known."""
-        calibration = self.calibration
-        if calibration is None or shape is None:
-            return among[0]
-        costs = self._costs(calibration, shape, 2, 1 if in_bands else 2)
-        modes = [Mode(degrees, degrees.pipe if in_bands else 1) for degrees in among]
-        best = advise([predict(costs, mode, self.setup.offload) for mode in modes])
-        return among[0] if best is None else best.mode.degrees
 
     @property
     def _unit(self) -> str:

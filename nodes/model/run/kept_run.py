@@ -16,7 +16,6 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.planning.trials import Trials
 from parallel_backend.processes.pool import DeviceFull, RankLost
 
-from .gained import MeasuredRun
 from .long_step import LongStep
 from .sampling_run import NO_CALL, SamplingRun
 
@@ -100,10 +99,7 @@ def _on_devices_left(stub: Stub, error: RankLost) -> str:
     setup = stub.setup
     left = devices_left(setup.devices, [name.partition(" on ")[0] for name in error.devices])
     if len(left) < len(setup.devices):
-        among = degrees_left(setup.degrees, len(left), lambda each: _is_possible(stub, each))
-        degrees = among[0]
-        if setup.planned:  # else a driver that hangs might be asked first, which devices these are
-            degrees = MeasuredRun(setup, stub.checkpoint, {}, 0, 0.0, stub.run.proof).fastest(among, *stub.run.kind)
+        degrees = degrees_left(setup.degrees, len(left), lambda each: _is_possible(stub, each))
         left = left[: degrees.world]
         split = setup.stage_split if degrees.pipe == setup.degrees.pipe else "auto"
         stub.run.before = stub.run.before or setup

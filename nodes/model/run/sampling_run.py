@@ -25,12 +25,6 @@ from .step_cache import SamplingCache
 
 log = logging.getLogger(__name__)
 
-TAKING_TURNS = (
-    "this MODEL and another one take turns on the same ranks. Each turn reads the weights again. Give one of them other "
-    "devices, or load it with ComfyUI's own loader."
-)
-
-
 NO_CALL: tuple[float, Mapping[str, Any]] = (0.0, {})
 
 
@@ -84,8 +78,6 @@ class SamplingRun:
     """Weak reference to the model on the ranks that answered the last call."""
     of_setup: Setup | None = None
     """Setup of the model `loaded`."""
-    loads: int = 0
-    """How often `loaded` became another one. More than once: another MODEL takes the ranks in between."""
     calls: Counter[CallShape] = field(default_factory=Counter)
     """Number of calls outside of bands that the ranks have answered."""
     began: float | None = None
@@ -111,8 +103,6 @@ class SamplingRun:
     """The setup before the first loss of a device, for which the run's calls were tried. None: no device was lost."""
     call: tuple[float, Mapping[str, Any]] = NO_CALL
     """The last model call: its start time by time.perf_counter, and its transformer_options."""
-    shape: CallShape | None = None
-    """Shape of the run's model calls. None: it has made none."""
     _lost: tuple[float, str] | None = None
     """When the call began that is to be made again, and its step."""
 
@@ -126,17 +116,12 @@ class SamplingRun:
         self.lines.append(text)
 
     def answers(self, model: RemoteTransformer, setup: Setup) -> None:
-        """Note the model that answers the next call. The user is told if models take turns."""
-        self.of_setup = setup
-        if self.loaded() is not model:
-            self.loaded, self.loads = weakref.ref(model), self.loads + 1
-            if self.loads == 2:
-                self.tell(TAKING_TURNS)
+        """Note the model that answers the next call."""
+        self.loaded, self.of_setup = weakref.ref(model), setup
 
     @contextlib.contextmanager
     def counted(self, call: CallShape, steps: int) -> Iterator[None]:
         """Around a call outside of bands, of a sampler with `steps` steps."""
-        self.shape = call
         if self.began is None:
             self.began = time.perf_counter()
         try:
@@ -159,15 +144,9 @@ class SamplingRun:
         above = int((torch.as_tensor(sigmas).cpu() > float(sigma.max()) * (1 + 1e-6)).sum())
         return f"step {min(above + 1, len(sigmas) - 1)} of {len(sigmas) - 1}"
 
-    @property
-    def kind(self) -> tuple[CallShape | None, bool]:
-        """The shape of its calls, and whether it was tried for bands."""
-        return self.shape, self.whole_calls is not None
-
     def lost(self) -> None:
         """Note that the ranks are lost, and that the last call will be made again."""
         self._lost = self._lost or (self.call[0], self.step)
-        self.loads = 0  # the next one replaces no other MODEL's
         if self.cache is not None:
             self.cache.restart()  # it goes by the conditionings' numbers on the ranks, which begin anew
 

@@ -1,10 +1,8 @@
 """Runs the bands' samplers, each in a separate thread."""
 
-import contextlib
 import contextvars
-import queue
-import threading
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -22,41 +20,27 @@ def run_bands(run: BandedRun, sample: Callable[[int], T], on_event: Callable[[],
     `poll` and `on_event` run on the calling thread meanwhile, to which progress and previews belong. An exception of theirs
     or of a band aborts all bands, and is raised once every thread has ended.
     """
-    results: dict[int, T] = {}
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
-    def work(band: int) -> None:
+    def work(band: int) -> T:
         try:
             with torch.inference_mode():
-                results[band] = sample(band)
+                result = sample(band)
             run.finish(band)
-            ended.put(None)
+            return result
         except BaseException as error:
             run.abort(error)
-            ended.put(error)
+            raise
 
-    threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(work, band), name=f"band {band}", daemon=True)
-        for band in range(len(run.rows))
-    ]
-    error: BaseException | None = None
-    for thread in threads:
-        thread.start()
-    missing = len(threads)
-    while missing:
-        with contextlib.suppress(queue.Empty):
-            failed = ended.get(timeout=POLL_SECONDS)
-            missing -= 1
-            error = error or failed
-        if error is None:
-            try:
+    bands = range(len(run.rows))
+    with ThreadPoolExecutor(len(bands), "band") as threads:
+        futures = [threads.submit(contextvars.copy_context().run, work, band) for band in bands]
+        try:
+            while (state := wait(futures, POLL_SECONDS, FIRST_EXCEPTION)).not_done:
+                for ended in state.done:
+                    ended.result()
                 poll()
                 on_event()
-            except BaseException as raised:  # ComfyUI's Cancel is a BaseException
-                error = raised
-                run.abort(raised)
-    for thread in threads:
-        thread.join()
-    if error is not None:
-        raise error
-    return [results[band] for band in range(len(threads))]
+        except BaseException as error:  # ComfyUI's Cancel is a BaseException
+            run.abort(error)
+            raise
+    return [future.result() for future in futures]

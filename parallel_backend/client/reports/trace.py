@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ SPAN = np.dtype([("start", "f8"), ("stop", "f8"), *((name, "i8") for name in LAB
 """A span: start and stop in seconds, kind and StepLabel (timeline_kinds.py). `step` is 0 outside of micro-steps."""
 
 MICROSECONDS = 1e6
+CATEGORIES = {WORK: "compute", TRANSFER: "transfer", WAIT: "wait", FETCH: "wait for weights"}
 
 
 def to_spans(timeline: Timeline, zero: float) -> np.ndarray:
@@ -41,57 +41,28 @@ class RankTrace:
     """One rank's spans. Spans of a kind do not overlap, except transfers."""
 
     rank: int
-    device: str
-    place: str
-    """The rank's position on the mesh axes as text. Empty for a single rank."""
+    where: str
+    """Its device, and its position on the mesh axes as text."""
     spans: np.ndarray
     """SPAN [n], sorted by start."""
     lost: int
     """Number of older spans that were not kept."""
 
-    @property
-    def where(self) -> str:
-        return ", ".join(filter(None, (self.device, self.place)))
-
-    @cached_property
-    def work(self) -> np.ndarray:
-        return self.spans[self.spans["kind"] == WORK]
-
-    @cached_property
-    def transfers(self) -> np.ndarray:
-        return self.spans[self.spans["kind"] == TRANSFER]
-
-    @cached_property
-    def waits(self) -> np.ndarray:
-        return self.spans[self.spans["kind"] == WAIT]
-
-    @cached_property
-    def fetches(self) -> np.ndarray:
-        """Waits for weights from host memory."""
-        return self.spans[self.spans["kind"] == FETCH]
-
-    @cached_property
-    def computing(self) -> np.ndarray:
-        """The parts of `work` in which the rank did not wait."""
-        inside = self.spans[np.isin(self.spans["kind"], (WAIT, FETCH)) & (self.spans["step"] != 0)]
-        pieces = np.empty(len(self.work) + len(inside), SPAN)
-        starts = np.concatenate((self.work["start"], inside["stop"]))
-        order = np.argsort(starts, kind="stable")
-        pieces[:] = np.concatenate((self.work, inside))[order]
-        pieces["start"], pieces["stop"] = starts[order], np.sort(np.concatenate((self.work["stop"], inside["start"])))
-        pieces["kind"] = WORK
-        return pieces
+    def of(self, *kinds: int) -> np.ndarray:
+        """The spans of these kinds."""
+        return self.spans[np.isin(self.spans["kind"], kinds)]
 
     @property
-    def hidden(self) -> float | None:
-        """Share of the transfers' time in which the rank did not wait. None without transfers."""
-        return hidden_share((self,))
+    def computing(self) -> float:
+        """Seconds of micro-steps in which the rank did not wait."""
+        waits = self.of(WAIT, FETCH)
+        return total(self.of(WORK)) - total(waits[waits["step"] != 0])
 
 
 def hidden_share(ranks: Sequence[RankTrace]) -> float | None:
     """Share of the transfers' time, over all these ranks, in which a rank did not wait. None without transfers."""
-    under_way = sum(total(rank.transfers) for rank in ranks)
-    return 1 - sum(total(rank.waits) for rank in ranks) / under_way if under_way else None
+    under_way = sum(total(rank.of(TRANSFER)) for rank in ranks)
+    return 1 - sum(total(rank.of(WAIT)) for rank in ranks) / under_way if under_way else None
 
 
 @dataclass(frozen=True)
@@ -105,11 +76,6 @@ class Trace:
     """time.perf_counter at the run's first span, from which all times count."""
 
     @property
-    def title(self) -> str:
-        mode = f" ({self.degrees.patch_mode})" if self.degrees.patch > 1 else ""
-        return f"{self.model}, {self.degrees}{mode}"
-
-    @cached_property
     def seconds(self) -> float:
         """Time from the first span's start to the last span's end."""
         return max(float(rank.spans["stop"].max()) for rank in self.ranks if len(rank.spans))
@@ -118,28 +84,20 @@ class Trace:
     def hidden(self) -> float | None:
         return hidden_share(self.ranks)
 
-    @cached_property
-    def bands(self) -> np.ndarray:
-        """First token of each band, ascending. Empty if all micro-steps were exact."""
-        return np.unique(np.concatenate([rank.work["first"][rank.work["exact"] == 0] for rank in self.ranks]))
-
-    def band(self, spans: np.ndarray) -> np.ndarray:
-        """int [n]: band of each span; -1 for exact micro-steps."""
-        return np.where(spans["exact"] == 1, -1, np.searchsorted(self.bands, spans["first"]))
-
     def __str__(self) -> str:
-        lines = [f"{self.title}: {self.seconds:.3f} s from the first micro-step to the last"]
+        mode = f" ({self.degrees.patch_mode})" if self.degrees.patch > 1 else ""
+        lines = [f"{self.model}, {self.degrees}{mode}: {self.seconds:.3f} s from the first micro-step to the last"]
         if self.hidden is not None:
             lines.append(f"{100 * self.hidden:.0f} % of the transfers' time was hidden behind computing")
         for rank in self.ranks:
-            computing, waiting = total(rank.computing), total(rank.waits)
-            fetching = total(rank.fetches)
-            parts = {"computing": computing, "waiting": waiting}
-            parts |= {"waiting for weights": fetching} if len(rank.fetches) else {}
-            parts["idle"] = self.seconds - computing - waiting - fetching
+            waiting, fetching = total(rank.of(WAIT)), total(rank.of(FETCH))
+            parts = {"computing": rank.computing, "waiting": waiting}
+            parts |= {"waiting for weights": fetching} if fetching else {}
+            parts["idle"] = self.seconds - sum(parts.values())
             text = ", ".join(f"{name} {part:.3f} s ({100 * part / self.seconds:.0f} %)" for name, part in parts.items())
-            hidden = "no transfers" if rank.hidden is None else f"{100 * rank.hidden:.0f} % of its transfers' time hidden"
-            lines.append(f"rank {rank.rank} ({rank.where}): {len(rank.work)} micro-steps, {text}, {hidden}")
+            hidden = hidden_share((rank,))
+            of_transfers = "no transfers" if hidden is None else f"{100 * hidden:.0f} % of its transfers' time hidden"
+            lines.append(f"rank {rank.rank} ({rank.where}): {len(rank.of(WORK))} micro-steps, {text}, {of_transfers}")
             if rank.lost:
                 lines.append(f"rank {rank.rank}: {rank.lost} earlier spans were not kept, so its figures are about the rest")
         return "\n".join(lines)
@@ -155,8 +113,7 @@ def read_trace(model: RemoteTransformer, poll: Poll) -> Trace:
     ranks = tuple(
         RankTrace(
             timeline.rank,
-            model.pool.devices[timeline.rank],
-            place(model.degrees, timeline.rank),
+            ", ".join(filter(None, (model.pool.devices[timeline.rank], place(model.degrees, timeline.rank)))),
             to_spans(timeline, zero),
             timeline.lost,
         )
@@ -201,31 +158,22 @@ def chrome_events(trace: Trace) -> list[dict[str, Any]]:
     def name(what: str, rank: int, thread: int, text: str) -> None:
         events.append({"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": text}})
 
-    first = min((int(rank.work["step"].min()) for rank in trace.ranks if len(rank.work)), default=0)
     for rank in trace.ranks:
-        number = rank.rank
-        name("process_name", number, 0, f"rank {number} ({rank.where})")
-        events.append({"ph": "M", "name": "process_sort_index", "pid": number, "tid": 0, "args": {"sort_index": number}})
-        name("thread_name", number, 0, "micro-steps")
-        taken = lanes(rank.transfers)
+        name("process_name", rank.rank, 0, f"rank {rank.rank} ({rank.where})")
+        name("thread_name", rank.rank, 0, "micro-steps")
+        transfers = rank.of(TRANSFER)
+        taken = lanes(transfers)
         for lane in range(max(taken, default=-1) + 1):
-            name("thread_name", number, lane + 1, f"transfers {lane + 1}" if lane else "transfers")
-        bands = trace.band(rank.work)
-        titles = ["exact" if band < 0 else f"patch {band}" for band in bands]
-        for spans, category, threads, texts in (
-            (rank.work, "compute", [0] * len(rank.work), titles),
-            (rank.waits, "wait", [0] * len(rank.waits), ["wait"] * len(rank.waits)),
-            (rank.fetches, "wait", [0] * len(rank.fetches), ["wait for weights"] * len(rank.fetches)),
-            (rank.transfers, "transfer", [lane + 1 for lane in taken], ["transfer"] * len(rank.transfers)),
-        ):
-            for span, thread, text in zip(spans, threads, texts, strict=True):
-                start, stop = (round(float(span[end]) * MICROSECONDS, 3) for end in ("start", "stop"))
-                event: dict[str, Any] = {"ph": "X", "name": text, "cat": category, "pid": number, "tid": thread}
-                event |= {"ts": start, "dur": round(stop - start, 3)}
-                if span["step"]:
-                    tokens = [int(span["first"]), int(span["last"])]
-                    event["args"] = {"micro-step": int(span["step"]) - first, "tokens": tokens}
-                events.append(event)
+            name("thread_name", rank.rank, lane + 1, "transfers")
+        inside = rank.of(WORK, WAIT, FETCH)
+        for span, thread in (*zip(inside, [0] * len(inside), strict=True), *zip(transfers, taken, strict=True)):
+            kind, start, stop = int(span["kind"]), *(round(float(span[end]) * MICROSECONDS, 3) for end in ("start", "stop"))
+            text = ("exact" if span["exact"] else "patch") if kind == WORK else CATEGORIES[kind]
+            event: dict[str, Any] = {"ph": "X", "name": text, "cat": CATEGORIES[kind], "pid": rank.rank}
+            event |= {"tid": thread + (kind == TRANSFER), "ts": start, "dur": round(stop - start, 3)}
+            if span["step"]:
+                event["args"] = {"micro-step": int(span["step"]), "tokens": [int(span["first"]), int(span["last"])]}
+            events.append(event)
     return events
 
 

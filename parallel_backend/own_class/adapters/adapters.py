@@ -4,7 +4,6 @@ Such a block gets another `__call__`, which brings its arguments into what ranks
 All that is proven for other classes is proven for these.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,32 +12,33 @@ import torch
 from torch import nn
 
 from parallel_backend.core.sparse_attention import Runs
-from parallel_backend.own_class.adapters.animate2_forms import animate2_arguments, animate2_block, animate2_model
-from parallel_backend.own_class.adapters.ltx_forms import LTX2_FORMS, Indexed, ltx2_arguments, ltx_arguments, ltx_model
+from parallel_backend.own_class.adapters.animate2_forms import Animate2Block, Animate2Model, animate2_arguments
+from parallel_backend.own_class.adapters.ltx_forms import LTX2_FORMS, Indexed, LtxModel, ltx2_arguments, ltx_arguments
 from parallel_backend.own_class.adapters.minimax_forms import (
     GATE,
+    MinimaxH3Block,
+    MinimaxH3Model,
     minimax_h3_arguments,
-    minimax_h3_block,
-    minimax_h3_model,
     minimax_h3_segments,
 )
-from parallel_backend.own_class.adapters.qwen_forms import qwen_image21_block, qwen_image21_model
+from parallel_backend.own_class.adapters.qwen_forms import QwenImage21Block, QwenImage21Model
 from parallel_backend.own_class.adapters.seedvr_forms import (
+    Seedvr2Attention,
+    Seedvr2Block,
+    Seedvr2Model,
     seedvr2_arguments,
-    seedvr2_attention,
-    seedvr2_block,
-    seedvr2_model,
 )
 from parallel_backend.own_class.adapters.wan_forms import (
     FREQUENCY,
+    WanAnimateBlock,
+    WanAnimateModel,
+    WanBlock,
+    WanModel,
     name_of_face,
     put_faces_into_blocks,
-    wan_animate_block,
-    wan_animate_model,
-    wan_block,
-    wan_model,
 )
 from parallel_backend.own_class.cuts.attention_calls import module_global
+from parallel_backend.own_class.cuts.forms import Form, put_form
 
 Arguments = Callable[[Mapping[str, Any], Any, tuple[int, ...]], dict[str, Any]]
 """(a call's arguments, the class, sizes of the whole latent) -> those that are sent. ValueError if the class does not take
@@ -51,11 +51,10 @@ class Adapter:
 
     blocks: str
     """Name of its list of blocks."""
-    forms: Mapping[str, Callable[..., type[nn.Module]]]
-    """Module in a block -> function that makes a subclass of the module's class, which takes its place. An empty name: the
-    block itself, whose new class has another `__call__`."""
-    model: Callable[..., type[nn.Module]] | None = None
-    """As `forms`, of the model itself. None: it stays."""
+    forms: Mapping[str, type[Form]]
+    """Module in a block -> its form. An empty name: the block itself, whose form has another `__call__`."""
+    model: type[Form] | None = None
+    """The form of the model itself. None: it stays."""
     arguments: Arguments = lambda arguments, _native, _sizes: dict(arguments)
     """Makes of a call's arguments those that are sent to ranks, which `model` takes."""
     stated: tuple[str, ...] = ()
@@ -93,13 +92,12 @@ def adapt(kind: str, model: nn.Module) -> None:
     """Apply the adapter of a class of ComfyUI's supported_models to a model of it."""
     adapter = adapter_of(kind)
     if adapter.model is not None:
-        model.__class__ = adapter.model(type(model))
+        put_form(adapter.model, model)
     if adapter.moves is not None:
         adapter.moves(model)
     for block in model.get_submodule(adapter.blocks).children():
         for name, form in adapter.forms.items():
-            module = block.get_submodule(name)
-            module.__class__ = form(type(module))
+            put_form(form, block.get_submodule(name))
 
 
 def unstated(kind: str, stated: Mapping[str, Any]) -> str:
@@ -107,48 +105,40 @@ def unstated(kind: str, stated: Mapping[str, Any]) -> str:
     return next((entry for entry in adapter_of(kind).stated if entry not in stated), "")
 
 
-@functools.cache
-def qwen_image_block(kind: type[nn.Module]) -> type[nn.Module]:
+class QwenImageBlock(Form):
     """Qwen-Image's block: a mask of tokens [S] takes the place of `timestep_zero_index`, so that ranks can cut it by tokens.
 
     That index is the number of the first reference token. It and all tokens behind it are at time 0. transformer_options
     has the token counts of all references.
     """
 
-    class ByToken(kind):  # type: ignore[valid-type, misc]
-        def __call__(self, hidden_states, timestep_zero_index=None, **named):
-            at_zero_S = rows_at_zero(timestep_zero_index, named["transformer_options"], hidden_states.device)
-            return super().__call__(hidden_states=hidden_states, timestep_zero_index=at_zero_S, **named)
+    def __call__(self, hidden_states, timestep_zero_index=None, **named):
+        at_zero_S = rows_at_zero(timestep_zero_index, named["transformer_options"], hidden_states.device)
+        return super().__call__(hidden_states=hidden_states, timestep_zero_index=at_zero_S, **named)
 
-        def _modulate(self, x, mod_params, timestep_zero_index=None):
-            if timestep_zero_index is None:
-                return super()._modulate(x, mod_params)
-            shift, scale, gate = by_token(mod_params[:, None], timestep_zero_index).chunk(3, dim=-1)
-            return torch.addcmul(shift, x, 1 + scale), gate
+    def _modulate(self, x, mod_params, timestep_zero_index=None):
+        if timestep_zero_index is None:
+            return super()._modulate(x, mod_params)
+        shift, scale, gate = by_token(mod_params[:, None], timestep_zero_index).chunk(3, dim=-1)
+        return torch.addcmul(shift, x, 1 + scale), gate
 
-        def _apply_gate(self, x, y, gate, timestep_zero_index=None):
-            return torch.addcmul(y, gate, x)
-
-    return ByToken
+    def _apply_gate(self, x, y, gate, timestep_zero_index=None):
+        return torch.addcmul(y, gate, x)
 
 
-@functools.cache
-def krea2_block(kind: type[nn.Module]) -> type[nn.Module]:
-    """As `qwen_image_block`, for Krea 2. `vec` becomes [B, S, D], a modulation for each token.
+class Krea2Block(Form):
+    """As `QwenImageBlock`, for Krea 2. `vec` becomes [B, S, D], a modulation for each token.
 
     The block's own code also takes such a `vec` in place of [B, 1, D] for all tokens.
     """
 
-    class ByToken(kind):  # type: ignore[valid-type, misc]
-        def __call__(self, x, vec, freqs, mask=None, timestep_zero_index=None, **named):
-            at_zero_S = rows_at_zero(timestep_zero_index, named["transformer_options"], x.device)
-            return super().__call__(x, vec, freqs, mask, timestep_zero_index=at_zero_S, **named)
+    def __call__(self, x, vec, freqs, mask=None, timestep_zero_index=None, **named):
+        at_zero_S = rows_at_zero(timestep_zero_index, named["transformer_options"], x.device)
+        return super().__call__(x, vec, freqs, mask, timestep_zero_index=at_zero_S, **named)
 
-        def forward(self, x, vec, freqs, mask=None, timestep_zero_index=None, **named):
-            vec = vec if timestep_zero_index is None else by_token(vec, timestep_zero_index)
-            return super().forward(x, vec, freqs, mask, **named)
-
-    return ByToken
+    def forward(self, x, vec, freqs, mask=None, timestep_zero_index=None, **named):
+        vec = vec if timestep_zero_index is None else by_token(vec, timestep_zero_index)
+        return super().forward(x, vec, freqs, mask, **named)
 
 
 def rows_at_zero(first: int | None, options: Mapping[str, Any], device: torch.device) -> torch.Tensor | None:
@@ -164,66 +154,56 @@ def by_token(both: torch.Tensor, at_zero_S: torch.Tensor) -> torch.Tensor:
     return torch.where(at_zero_S[:, None], zero, usual)
 
 
-@functools.cache
-def cosmos_predict2_block(kind: type[nn.Module]) -> type[nn.Module]:
+class CosmosPredict2Block(Form):
     """Cosmos Predict 2's block: times of frames [B, T, D] become Indexed, which ranks cut by tokens. A rank's tokens, all in
     one row of one frame, run as frames of one token each."""
 
-    class ByIndex(kind):  # type: ignore[valid-type, misc]
-        def __call__(self, x, emb, *others, adaln_lora_B_T_3D=None, **named):
-            if emb.shape[1] > 1:
-                emb = Indexed.of(emb, named["rope_emb_L_1_1_D"].shape[1])  # a row for each token of the whole, in all blocks
-            return super().__call__(x, emb, *others, adaln_lora_B_T_3D=adaln_lora_B_T_3D, **named)
+    def __call__(self, x, emb, *others, adaln_lora_B_T_3D=None, **named):
+        if emb.shape[1] > 1:
+            emb = Indexed.of(emb, named["rope_emb_L_1_1_D"].shape[1])  # a row for each token of the whole, in all blocks
+        return super().__call__(x, emb, *others, adaln_lora_B_T_3D=adaln_lora_B_T_3D, **named)
 
-        def forward(self, x, emb, *others, adaln_lora_B_T_3D=None, **named):
-            if not isinstance(emb, Indexed):
-                return super().forward(x, emb, *others, adaln_lora_B_T_3D=adaln_lora_B_T_3D, **named)
-            if x.shape[1] == emb.data_BFD.shape[1]:  # the frames themselves
-                return super().forward(x, emb.data_BFD, *others, adaln_lora_B_T_3D=adaln_lora_B_T_3D, **named)
-            lora = None if adaln_lora_B_T_3D is None else adaln_lora_B_T_3D[:, emb.index_S]
-            of_tokens = x.flatten(1, 3)[:, :, None, None]
-            out = super().forward(of_tokens, emb.data_BFD[:, emb.index_S], *others, adaln_lora_B_T_3D=lora, **named)
-            return out.view(x.shape)
-
-    return ByIndex
+    def forward(self, x, emb, *others, adaln_lora_B_T_3D=None, **named):
+        if not isinstance(emb, Indexed):
+            return super().forward(x, emb, *others, adaln_lora_B_T_3D=adaln_lora_B_T_3D, **named)
+        if x.shape[1] == emb.data_BFD.shape[1]:  # the frames themselves
+            return super().forward(x, emb.data_BFD, *others, adaln_lora_B_T_3D=adaln_lora_B_T_3D, **named)
+        lora = None if adaln_lora_B_T_3D is None else adaln_lora_B_T_3D[:, emb.index_S]
+        of_tokens = x.flatten(1, 3)[:, :, None, None]
+        out = super().forward(of_tokens, emb.data_BFD[:, emb.index_S], *others, adaln_lora_B_T_3D=lora, **named)
+        return out.view(x.shape)
 
 
-@functools.cache
-def pixart_attention(kind: type[nn.Module]) -> type[nn.Module]:
+class PixartAttention(Form):
     """PixArt's attention: the number of heads comes from the layers, whose features tensor ranks split."""
 
-    class ByHeads(kind):  # type: ignore[valid-type, misc]
-        def forward(self, x, mask=None, HW=None, block_id=None):
-            if mask is not None or self.sr_ratio > 1:
-                return super().forward(x, mask, HW, block_id)
-            q, k, v = self.qkv(x).chunk(3, dim=-1)
-            return self.proj(module_global(kind, "optimized_attention")(self.q_norm(q), self.k_norm(k), v, self.num_heads))
+    def forward(self, x, mask=None, HW=None, block_id=None):
+        if mask is not None or self.sr_ratio > 1:
+            return super().forward(x, mask, HW, block_id)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.proj(
+            module_global(self.native, "optimized_attention")(self.q_norm(q), self.k_norm(k), v, self.num_heads)
+        )
 
-    return ByHeads
 
+class PixartCrossAttention(Form):
+    """As `PixartAttention`, to the text. The class has the text of all batch entries in one row."""
 
-@functools.cache
-def pixart_cross_attention(kind: type[nn.Module]) -> type[nn.Module]:
-    """As `pixart_attention`, to the text. The class has the text of all batch entries in one row."""
-
-    class ByHeads(kind):  # type: ignore[valid-type, misc]
-        def forward(self, x, cond, mask=None):
-            if mask is not None:
-                return super().forward(x, cond, mask)
-            k, v = (each.reshape(len(x), -1, each.shape[-1]) for each in self.kv_linear(cond).chunk(2, dim=-1))
-            return self.proj(module_global(kind, "optimized_attention")(self.q_linear(x), k, v, self.num_heads))
-
-    return ByHeads
+    def forward(self, x, cond, mask=None):
+        if mask is not None:
+            return super().forward(x, cond, mask)
+        k, v = (each.reshape(len(x), -1, each.shape[-1]) for each in self.kv_linear(cond).chunk(2, dim=-1))
+        return self.proj(module_global(self.native, "optimized_attention")(self.q_linear(x), k, v, self.num_heads))
 
 
 UNCHANGED = Adapter("", {})
-WAN = Adapter("blocks", {}, model=wan_model, options=(FREQUENCY,))
-PIXART = Adapter("blocks", {"attn": pixart_attention, "cross_attn": pixart_cross_attention})
+WAN = Adapter("blocks", {}, model=WanModel, options=(FREQUENCY,))
+PIXART = Adapter("blocks", {"attn": PixartAttention, "cross_attn": PixartCrossAttention})
 ADAPTERS: Mapping[str, Adapter] = {
     "MiniMaxH3": Adapter(
         "blocks",
-        {"": minimax_h3_block},
-        model=minimax_h3_model,
+        {"": MinimaxH3Block},
+        model=MinimaxH3Model,
         arguments=minimax_h3_arguments,
         carries=True,
         segments=minimax_h3_segments,
@@ -235,18 +215,18 @@ ADAPTERS: Mapping[str, Adapter] = {
     "LTXAV": Adapter(
         "transformer_blocks",
         LTX2_FORMS,
-        model=ltx_model,
+        model=LtxModel,
         arguments=ltx2_arguments,
         stated=("rope_type", "causal_temporal_positioning", "use_middle_indices_grid"),
         here=("video_embeddings_connector", "audio_embeddings_connector"),
     ),
     **dict.fromkeys(("WAN21_T2V", "WAN21_I2V", "WAN21_FunControl2V", "WAN21_FlowRVS"), WAN),
     **dict.fromkeys(("WAN21_Vace", "WAN21_Camera", "WAN22_Camera"), WAN),
-    "WAN22_T2V": replace(WAN, forms={"": wan_block}),
+    "WAN22_T2V": replace(WAN, forms={"": WanBlock}),
     "WAN22_Animate": Adapter(
         "blocks",
-        {"": wan_animate_block},
-        model=wan_animate_model,
+        {"": WanAnimateBlock},
+        model=WanAnimateModel,
         here=("motion_encoder", "face_encoder"),
         computed={"face_pixel_values": "face_motion"},
         moves=put_faces_into_blocks,
@@ -256,21 +236,21 @@ ADAPTERS: Mapping[str, Adapter] = {
     ),
     "WAN_Animate2": Adapter(
         "blocks",
-        {"": animate2_block},
-        model=animate2_model,
+        {"": Animate2Block},
+        model=Animate2Model,
         arguments=animate2_arguments,
         unskipped="the pose runs through a block that is skipped for the video",
     ),
     "SeedVR2": Adapter(
         "blocks",
-        {"": seedvr2_block, "attn": seedvr2_attention},
-        model=seedvr2_model,
+        {"": Seedvr2Block, "attn": Seedvr2Attention},
+        model=Seedvr2Model,
         arguments=seedvr2_arguments,
     ),
-    "QwenImage": Adapter("transformer_blocks", {"": qwen_image_block}),
-    "QwenImage21": Adapter("transformer_blocks", {"": qwen_image21_block}, model=qwen_image21_model, steady=True),
-    "Krea2": Adapter("blocks", {"": krea2_block}),
-    **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", {"": cosmos_predict2_block})),
+    "QwenImage": Adapter("transformer_blocks", {"": QwenImageBlock}),
+    "QwenImage21": Adapter("transformer_blocks", {"": QwenImage21Block}, model=QwenImage21Model, steady=True),
+    "Krea2": Adapter("blocks", {"": Krea2Block}),
+    **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", {"": CosmosPredict2Block})),
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), PIXART),
 }
 """Class of ComfyUI's supported_models -> its adapter."""

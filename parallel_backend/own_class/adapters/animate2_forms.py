@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, kept_with, module_global
+from parallel_backend.own_class.cuts.forms import Form
 
 BESIDE = "parallel_dit_beside"
 """Entry of transformer_options for its blocks: Beside. Missing: there is no pose, and the character has strength 1."""
@@ -94,109 +94,99 @@ def in_a_row(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
     return to_device(rows, device)
 
 
-@functools.cache
-def animate2_model(kind: type[nn.Module]) -> type[nn.Module]:
+class Animate2Model(Form):
     """Wan Animate 2's model with the pose as a second stream of its blocks. `pose_latents` have as many frames as the latent
     (animate2_arguments)."""
 
-    class WithPose(kind):  # type: ignore[valid-type, misc]
-        def forward_orig(
-            self,
-            x,
-            t,
-            context,
-            clip_fea=None,
-            freqs=None,
-            freqs_pose=None,
-            pose_latents=None,
-            clip_fea_pose=None,
-            context_pose=None,
-            pose_strength=1.0,
-            reference_strength=1.0,
-            transformer_options=None,
-            **_others,
-        ):
-            sizes = [size // by for size, by in zip(x.shape[2:], self.patch_size, strict=True)]
-            tokens = math.prod(sizes[1:])
-            options, factors = dict(transformer_options or {}), None
-            if reference_strength != 1.0:
-                factors = torch.ones(1, math.prod(sizes), 1, 1, device=x.device)
-                factors[:, :tokens] = reference_strength
-                options[BESIDE] = Beside(factors)
-            of_wan = super(kind, self).forward_orig  # type: ignore[misc]
-            forward = functools.partial(of_wan, x, t, context, clip_fea, freqs, options)
-            if pose_latents is None:
-                return forward()
-            if pose_latents.shape[2:] != x.shape[2:]:
-                raise ValueError(why_not_posed(pose_latents.shape[2:], x.shape[2:]))
-            own_text, image = context_pose, clip_fea_pose
-            text = self._text(context if own_text is None else own_text, clip_fea if image is None else image)
-            pose = Stream(self._time(t, x.dtype), freqs_pose, *text)
-            options[BESIDE] = Beside(factors, SameFrame(tokens, pose_strength), pose)
-            posed = pose_latents[:, :, 1:]
-            known = torch.cat((posed, torch.ones_like(posed[:, :MASK]), posed), dim=1)
-            embedded = F.pad(self.patch_embedding(known.float()), (0, 0, 0, 0, 1, 0))
-            of_both = self.patch_embedding.register_forward_hook(
-                lambda _layer, _given, out: torch.cat((out, embedded), dim=1)
-            )
-            of_video = self.head.register_forward_pre_hook(lambda _head, given: (given[0][..., : self.dim], *given[1:]))
-            with of_both, of_video:
-                return forward()
+    def forward_orig(
+        self,
+        x,
+        t,
+        context,
+        clip_fea=None,
+        freqs=None,
+        freqs_pose=None,
+        pose_latents=None,
+        clip_fea_pose=None,
+        context_pose=None,
+        pose_strength=1.0,
+        reference_strength=1.0,
+        transformer_options=None,
+        **_others,
+    ):
+        sizes = [size // by for size, by in zip(x.shape[2:], self.patch_size, strict=True)]
+        tokens = math.prod(sizes[1:])
+        options, factors = dict(transformer_options or {}), None
+        if reference_strength != 1.0:
+            factors = torch.ones(1, math.prod(sizes), 1, 1, device=x.device)
+            factors[:, :tokens] = reference_strength
+            options[BESIDE] = Beside(factors)
+        of_wan = super(self.native, self).forward_orig  # type: ignore[misc]
+        forward = functools.partial(of_wan, x, t, context, clip_fea, freqs, options)
+        if pose_latents is None:
+            return forward()
+        if pose_latents.shape[2:] != x.shape[2:]:
+            raise ValueError(why_not_posed(pose_latents.shape[2:], x.shape[2:]))
+        own_text, image = context_pose, clip_fea_pose
+        text = self._text(context if own_text is None else own_text, clip_fea if image is None else image)
+        pose = Stream(self._time(t, x.dtype), freqs_pose, *text)
+        options[BESIDE] = Beside(factors, SameFrame(tokens, pose_strength), pose)
+        posed = pose_latents[:, :, 1:]
+        known = torch.cat((posed, torch.ones_like(posed[:, :MASK]), posed), dim=1)
+        embedded = F.pad(self.patch_embedding(known.float()), (0, 0, 0, 0, 1, 0))
+        of_both = self.patch_embedding.register_forward_hook(lambda _layer, _given, out: torch.cat((out, embedded), dim=1))
+        of_video = self.head.register_forward_pre_hook(lambda _head, given: (given[0][..., : self.dim], *given[1:]))
+        with of_both, of_video:
+            return forward()
 
-        def rope_encode_pose(self, t, h, w, w_patches, **named):
-            """Rotary embedding of the pose: for as many frames as the video's, at the same times, right of the video."""
-            beside = {"rope_options": {"shift_x": float(w_patches)}}
-            return self.rope_encode(t, h, w, transformer_options=beside, **named)
+    def rope_encode_pose(self, t, h, w, w_patches, **named):
+        """Rotary embedding of the pose: for as many frames as the video's, at the same times, right of the video."""
+        beside = {"rope_options": {"shift_x": float(w_patches)}}
+        return self.rope_encode(t, h, w, transformer_options=beside, **named)
 
-        def _time(self, t, dtype):
-            """Modulation [B, 1, 6, D] of time 1, for every entry of t [B]."""
-            sinusoidal = module_global(kind, "sinusoidal_embedding_1d")
-            e = self.time_embedding(sinusoidal(self.freq_dim, torch.ones_like(t.flatten())).to(dtype))
-            return self.time_projection(e.unflatten(0, (len(t), -1))).unflatten(2, (6, self.dim))
+    def _time(self, t, dtype):
+        """Modulation [B, 1, 6, D] of time 1, for every entry of t [B]."""
+        sinusoidal = module_global(self.native, "sinusoidal_embedding_1d")
+        e = self.time_embedding(sinusoidal(self.freq_dim, torch.ones_like(t.flatten())).to(dtype))
+        return self.time_projection(e.unflatten(0, (len(t), -1))).unflatten(2, (6, self.dim))
 
-        def _text(self, context, image):
-            """(text with the image's tokens in front [B, T, D], number of those). None: there is no image."""
-            text = self.text_embedding(context)
-            if image is None:
-                return text, None
-            if self.img_emb is not None:
-                text = torch.cat((self.img_emb(image), text), dim=1)
-            return text, image.shape[-2]
-
-    return WithPose
+    def _text(self, context, image):
+        """(text with the image's tokens in front [B, T, D], number of those). None: there is no image."""
+        text = self.text_embedding(context)
+        if image is None:
+            return text, None
+        if self.img_emb is not None:
+            text = torch.cat((self.img_emb(image), text), dim=1)
+        return text, image.shape[-2]
 
 
-@functools.cache
-def animate2_block(kind: type[nn.Module]) -> type[nn.Module]:
+class Animate2Block(Form):
     """Runs both streams, which are side by side in its tokens' channels."""
 
-    class OfBoth(kind):  # type: ignore[valid-type, misc]
-        def forward(self, x, e, freqs, context, context_img_len=None, transformer_options=None):
-            options = dict(transformer_options or {})
-            factors, rule, pose = options.pop(BESIDE, Beside())
-            given = [Stream(e, freqs, context, context_img_len), *([] if pose is None else [pose])]
-            streams, times = x.split(self.dim, dim=-1), [self._modulation(each.e, x) for each in given]
-            tensors = [
-                self.self_attn.qkv(torch.addcmul(time[0], self.norm1(stream), 1 + time[1]), each.freqs)
-                for stream, time, each in zip(streams, times, given, strict=True)
-            ]
-            if factors is not None:
-                tensors[0][2].mul_(factors)
-            outs = self._attended(rule, *(torch.cat(each, dim=-1) for each in zip(*tensors, strict=True)))
-            found = []
-            for stream, time, out, each in zip(streams, times, outs, given, strict=True):
-                stream = torch.addcmul(stream, self.self_attn.o(out), time[2])
-                found.append(self._cross_attn_ffn(stream, time, each.context, each.context_img_len, options))
-            return torch.cat(found, dim=-1)
+    def forward(self, x, e, freqs, context, context_img_len=None, transformer_options=None):
+        options = dict(transformer_options or {})
+        factors, rule, pose = options.pop(BESIDE, Beside())
+        given = [Stream(e, freqs, context, context_img_len), *([] if pose is None else [pose])]
+        streams, times = x.split(self.dim, dim=-1), [self._modulation(each.e, x) for each in given]
+        tensors = [
+            self.self_attn.qkv(torch.addcmul(time[0], self.norm1(stream), 1 + time[1]), each.freqs)
+            for stream, time, each in zip(streams, times, given, strict=True)
+        ]
+        if factors is not None:
+            tensors[0][2].mul_(factors)
+        outs = self._attended(rule, *(torch.cat(each, dim=-1) for each in zip(*tensors, strict=True)))
+        found = []
+        for stream, time, out, each in zip(streams, times, outs, given, strict=True):
+            stream = torch.addcmul(stream, self.self_attn.o(out), time[2])
+            found.append(self._cross_attn_ffn(stream, time, each.context, each.context_img_len, options))
+        return torch.cat(found, dim=-1)
 
-        def _attended(self, rule, q_BSHE, k_BSHE, v_BSHE):
-            """[B, S, H x D] of each stream."""
-            if rule is None:
-                q, k, v = (each.flatten(2) for each in (q_BSHE, k_BSHE, v_BSHE))
-                return [module_global(kind, "optimized_attention")(q, k, v, heads=q_BSHE.shape[2])]
-            return [out.flatten(2) for out in attention_by_rows(rule, q_BSHE, k_BSHE, v_BSHE).chunk(2, dim=-1)]
-
-    return OfBoth
+    def _attended(self, rule, q_BSHE, k_BSHE, v_BSHE):
+        """[B, S, H x D] of each stream."""
+        if rule is None:
+            q, k, v = (each.flatten(2) for each in (q_BSHE, k_BSHE, v_BSHE))
+            return [module_global(self.native, "optimized_attention")(q, k, v, heads=q_BSHE.shape[2])]
+        return [out.flatten(2) for out in attention_by_rows(rule, q_BSHE, k_BSHE, v_BSHE).chunk(2, dim=-1)]
 
 
 def animate2_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:

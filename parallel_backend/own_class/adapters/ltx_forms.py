@@ -4,7 +4,6 @@ Tokens that a guide leaves out stay, and nothing sees them. Guides' weights beco
 leaves a call of attention out, it is made, and what it gives is dropped: calls come in one order at every step.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from torch import nn
 
 from parallel_backend.core.own_class import PACKAGES
 from parallel_backend.own_class.cuts.attention_calls import module_global
+from parallel_backend.own_class.cuts.forms import Form
 
 PASSES = "stg_skip_self_attn"
 """Option of a block: its self-attention returns its values, as if each token attended to itself alone."""
@@ -128,71 +128,63 @@ def guide_weights(
     return weights
 
 
-@functools.cache
-def ltx_model(kind: type[nn.Module]) -> type[nn.Module]:
+class LtxModel(Form):
     """Takes what `ltx2_arguments` gives."""
 
-    class WithAllTokens(kind):  # type: ignore[valid-type, misc]
-        def _process_input(self, x, keyframe_idxs, denoise_mask, spatial=False, **kwargs):
-            no_mask = None if keyframe_idxs is None else torch.zeros_like(x[0][:1, :1])
-            tokens, places, more = super()._process_input(x, keyframe_idxs, no_mask, **kwargs)
-            return tokens, places, more | {"has_spatial_mask": spatial}
+    def _process_input(self, x, keyframe_idxs, denoise_mask, spatial=False, **kwargs):
+        no_mask = None if keyframe_idxs is None else torch.zeros_like(x[0][:1, :1])
+        tokens, places, more = super()._process_input(x, keyframe_idxs, no_mask, **kwargs)
+        return tokens, places, more | {"has_spatial_mask": spatial}
 
-        def _prepare_timestep(self, timestep, *others, unseen=None, **kwargs):
-            # Times of tokens that are left out are below zero.
-            timestep = timestep if unseen is None else timestep.clamp(min=0)
-            return super()._prepare_timestep(timestep, *others, **kwargs)
+    def _prepare_timestep(self, timestep, *others, unseen=None, **kwargs):
+        # Times of tokens that are left out are below zero.
+        timestep = timestep if unseen is None else timestep.clamp(min=0)
+        return super()._prepare_timestep(timestep, *others, **kwargs)
 
-        def _build_guide_self_attention_mask(self, x, transformer_options, merged_args):
-            weights, unseen = merged_args.get("guide_weights"), merged_args.get("unseen")
-            if weights is None and unseen is None:
-                return None
-            if weights is not None:
-                guides = torch.stack((weights.float().log().clamp(min=UNSEEN), torch.zeros_like(weights)), dim=-1)
-                others = guides.new_tensor((0.0, 1.0)).expand(1, x[0].shape[1] - weights.shape[1], 2)
-                weights = torch.cat((others, guides), dim=1)
-            return Factors(weights, None if unseen is None else unseen[..., None])
+    def _build_guide_self_attention_mask(self, x, transformer_options, merged_args):
+        weights, unseen = merged_args.get("guide_weights"), merged_args.get("unseen")
+        if weights is None and unseen is None:
+            return None
+        if weights is not None:
+            guides = torch.stack((weights.float().log().clamp(min=UNSEEN), torch.zeros_like(weights)), dim=-1)
+            others = guides.new_tensor((0.0, 1.0)).expand(1, x[0].shape[1] - weights.shape[1], 2)
+            weights = torch.cat((others, guides), dim=1)
+        return Factors(weights, None if unseen is None else unseen[..., None])
 
-        def _process_output(self, x, embedded_timestep, keyframe_idxs, unseen=None, **kwargs):
-            out = super()._process_output(x, embedded_timestep, keyframe_idxs, **kwargs)
-            if unseen is None:
-                return out
-            video, *audio = [out] if isinstance(out, torch.Tensor) else out
-            video = video * unseen.exp().view(video.shape[2:]).to(video.dtype)
-            return [video, *audio] if audio else video
-
-    return WithAllTokens
+    def _process_output(self, x, embedded_timestep, keyframe_idxs, unseen=None, **kwargs):
+        out = super()._process_output(x, embedded_timestep, keyframe_idxs, **kwargs)
+        if unseen is None:
+            return out
+        video, *audio = [out] if isinstance(out, torch.Tensor) else out
+        video = video * unseen.exp().view(video.shape[2:]).to(video.dtype)
+        return [video, *audio] if audio else video
 
 
-@functools.cache
-def ltx_block(kind: type[nn.Module]) -> type[nn.Module]:
+class LtxBlock(Form):
     """Times of frames become Indexed. What its attention needs goes with its options."""
 
-    class ByIndex(kind):  # type: ignore[valid-type, misc]
-        def __call__(self, x, **named):
-            return super().__call__(x, **{name: indexed(value) for name, value in named.items()})
+    def __call__(self, x, **named):
+        return super().__call__(x, **{name: indexed(value) for name, value in named.items()})
 
-        def forward(self, x, self_attention_mask=None, transformer_options=None, **named):
-            options = dict(transformer_options)
-            if self_attention_mask is not None:
-                options[FACTORS] = self_attention_mask
-                if self_attention_mask.unseen_1N1 is not None:
-                    options[OF_AUDIO] = self_attention_mask._replace(weights_1N2=None)
-            if left_out := {name for name in SEVERED if options.get(name, True) is False}:
-                options |= {LEFT_OUT: left_out, **dict.fromkeys(SEVERED, True)}
-            for name, table in PROMPT_TABLES.items():
-                if named.get(name) is None and hasattr(self, table):
-                    named[name] = x[0].new_zeros(len(x[0]), 1, getattr(self, table).numel())
-            return super().forward(x, transformer_options=options, **named)
+    def forward(self, x, self_attention_mask=None, transformer_options=None, **named):
+        options = dict(transformer_options)
+        if self_attention_mask is not None:
+            options[FACTORS] = self_attention_mask
+            if self_attention_mask.unseen_1N1 is not None:
+                options[OF_AUDIO] = self_attention_mask._replace(weights_1N2=None)
+        if left_out := {name for name in SEVERED if options.get(name, True) is False}:
+            options |= {LEFT_OUT: left_out, **dict.fromkeys(SEVERED, True)}
+        for name, table in PROMPT_TABLES.items():
+            if named.get(name) is None and hasattr(self, table):
+                named[name] = x[0].new_zeros(len(x[0]), 1, getattr(self, table).numel())
+        return super().forward(x, transformer_options=options, **named)
 
-        def get_ada_values(self, scale_shift_table, batch_size, timestep, indices=slice(None)):
-            by_frame = isinstance(timestep, Indexed)
-            data_BTD = timestep.data_BFD if by_frame else timestep
-            rows = data_BTD.view(batch_size, data_BTD.shape[1], len(scale_shift_table), -1)[:, :, indices]
-            values = (scale_shift_table[indices] + rows).unbind(2)  # the class's, in half as many operations
-            return tuple(each[:, timestep.index_S] for each in values) if by_frame else values
-
-    return ByIndex
+    def get_ada_values(self, scale_shift_table, batch_size, timestep, indices=slice(None)):
+        by_frame = isinstance(timestep, Indexed)
+        data_BTD = timestep.data_BFD if by_frame else timestep
+        rows = data_BTD.view(batch_size, data_BTD.shape[1], len(scale_shift_table), -1)[:, :, indices]
+        values = (scale_shift_table[indices] + rows).unbind(2)  # the class's, in half as many operations
+        return tuple(each[:, timestep.index_S] for each in values) if by_frame else values
 
 
 def indexed(value: Any) -> Any:
@@ -204,46 +196,42 @@ def indexed(value: Any) -> Any:
     return Indexed.of(value.data, value.num_frames * value.patches_per_frame)
 
 
-@functools.cache
-def ltx_attention(kind: type[nn.Module], factors: str = "", severed: str = "") -> type[nn.Module]:
-    """LTX-2's attention: it runs in each call, also if guidance leaves it out. `factors`: the option with its Factors;
-    `severed`: the option that leaves it out."""
+class LtxAttention(Form):
+    """LTX-2's attention: it runs in each call, also if guidance leaves it out."""
 
-    class Always(kind):  # type: ignore[valid-type, misc]
-        def forward(self, x, context=None, mask=None, pe=None, k_pe=None, transformer_options=None):
-            options = transformer_options or {}
-            added, attends = options.get(factors), {**options, PASSES: False}
-            if added is None:
-                out = super().forward(x, context, mask, pe, k_pe, attends)
-            else:
-                out = self._with_factors(
-                    x, x if context is None else context, pe, pe if k_pe is None else k_pe, added, options
-                )
-            if context is None and options.get(PASSES):
-                return super().forward(x, transformer_options=options)
-            return torch.zeros_like(out) if severed in options.get(LEFT_OUT, ()) else out
+    factors = ""
+    """The option with its Factors."""
+    severed = ""
+    """The option that leaves it out."""
 
-        def _with_factors(self, x, seen, pe, k_pe, added, options):
-            q, k, v = self.q_norm(self.to_q(x)), self.k_norm(self.to_k(seen)), self.to_v(seen)
-            if pe is not None:
-                rotated = module_global(kind, "apply_rotary_emb")
-                q, k = rotated(q, pe), rotated(k, k_pe)
-            size, tensors = self.dim_head, []
-            of_queries, of_keys = added.of(q, k)
-            for each, more in ((q, of_queries * size**0.5), (k, of_keys), (v, v.new_zeros(1, v.shape[1], 0))):
-                heads = each.unflatten(-1, (-1, size))
-                heads = torch.cat((heads, more[:, :, None].expand(*heads.shape[:3], -1)), dim=-1)
-                tensors.append(
-                    F.pad(heads, (0, -(-(size + of_keys.shape[-1]) // EIGHTS) * EIGHTS - heads.shape[-1])).flatten(2)
-                )
-            exactly = {"scale": size**-0.5, "low_precision_attention": False, "transformer_options": options}
-            out = attention_of_package(kind)(*tensors, self.heads, attn_precision=self.attn_precision, **exactly)
-            out = out.unflatten(-1, (self.heads, -1))[..., :size]
-            if self.to_gate_logits is not None:
-                out = out * (2.0 * torch.sigmoid(self.to_gate_logits(x))).unsqueeze(-1)
-            return self.to_out(out.flatten(2))
+    def forward(self, x, context=None, mask=None, pe=None, k_pe=None, transformer_options=None):
+        options = transformer_options or {}
+        added, attends = options.get(self.factors), {**options, PASSES: False}
+        if added is None:
+            out = super().forward(x, context, mask, pe, k_pe, attends)
+        else:
+            out = self._with_factors(x, x if context is None else context, pe, pe if k_pe is None else k_pe, added, options)
+        if context is None and options.get(PASSES):
+            return super().forward(x, transformer_options=options)
+        return torch.zeros_like(out) if self.severed in options.get(LEFT_OUT, ()) else out
 
-    return Always
+    def _with_factors(self, x, seen, pe, k_pe, added, options):
+        q, k, v = self.q_norm(self.to_q(x)), self.k_norm(self.to_k(seen)), self.to_v(seen)
+        if pe is not None:
+            rotated = module_global(self.native, "apply_rotary_emb")
+            q, k = rotated(q, pe), rotated(k, k_pe)
+        size, tensors = self.dim_head, []
+        of_queries, of_keys = added.of(q, k)
+        for each, more in ((q, of_queries * size**0.5), (k, of_keys), (v, v.new_zeros(1, v.shape[1], 0))):
+            heads = each.unflatten(-1, (-1, size))
+            heads = torch.cat((heads, more[:, :, None].expand(*heads.shape[:3], -1)), dim=-1)
+            tensors.append(F.pad(heads, (0, -(-(size + of_keys.shape[-1]) // EIGHTS) * EIGHTS - heads.shape[-1])).flatten(2))
+        exactly = {"scale": size**-0.5, "low_precision_attention": False, "transformer_options": options}
+        out = attention_of_package(self.native)(*tensors, self.heads, attn_precision=self.attn_precision, **exactly)
+        out = out.unflatten(-1, (self.heads, -1))[..., :size]
+        if self.to_gate_logits is not None:
+            out = out * (2.0 * torch.sigmoid(self.to_gate_logits(x))).unsqueeze(-1)
+        return self.to_out(out.flatten(2))
 
 
 def attention_of_package(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
@@ -253,11 +241,29 @@ def attention_of_package(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
     return function
 
 
-LTX2_FORMS: Mapping[str, Callable[..., type[nn.Module]]] = {
-    "": ltx_block,
-    "attn1": functools.partial(ltx_attention, factors=FACTORS),
-    "audio_attn1": ltx_attention,
-    "audio_to_video_attn": functools.partial(ltx_attention, severed=TO_VIDEO),
-    "video_to_audio_attn": functools.partial(ltx_attention, factors=OF_AUDIO, severed=TO_AUDIO),
+class VideoAttention(LtxAttention):
+    """Of the video to itself."""
+
+    factors = FACTORS
+
+
+class ToVideoAttention(LtxAttention):
+    """Of the video to the audio."""
+
+    severed = TO_VIDEO
+
+
+class ToAudioAttention(LtxAttention):
+    """Of the audio to the video."""
+
+    factors, severed = OF_AUDIO, TO_AUDIO
+
+
+LTX2_FORMS: Mapping[str, type[Form]] = {
+    "": LtxBlock,
+    "attn1": VideoAttention,
+    "audio_attn1": LtxAttention,
+    "audio_to_video_attn": ToVideoAttention,
+    "video_to_audio_attn": ToAudioAttention,
 }
 """Modules of a block of LTX-2, see adapters.Adapter.forms."""

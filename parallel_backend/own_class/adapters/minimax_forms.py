@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from parallel_backend.core.sparse_attention import REST, SOUND, VIDEO, Runs
 from parallel_backend.own_class.cuts.attention_calls import module_global
+from parallel_backend.own_class.cuts.forms import Form
 
 INSIDE = "parallel_dit_inside"
 """Argument of a call of the class's `_forward` alone: other nodes' wrappers have run its `forward` already."""
@@ -43,36 +43,28 @@ def minimax_h3_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tup
     return {**arguments, "minimax_payload": {key: value for key, value in payload.items() if key != "layout"}}
 
 
-@functools.cache
-def minimax_h3_model(kind: type[nn.Module]) -> type[nn.Module]:
+class MinimaxH3Model(Form):
     """Takes INSIDE."""
 
-    class MayBeInside(kind):  # type: ignore[valid-type, misc]
-        def forward(self, *args, **named):
-            return self._forward(*args, **named) if named.pop(INSIDE, False) else super().forward(*args, **named)
-
-    return MayBeInside
+    def forward(self, *args, **named):
+        return self._forward(*args, **named) if named.pop(INSIDE, False) else super().forward(*args, **named)
 
 
-@functools.cache
-def minimax_h3_block(kind: type[nn.Module]) -> type[nn.Module]:
+class MinimaxH3Block(Form):
     """Tokens [S, D] become [1, S, D], and runs (start, stop, row) of a table of modulation one row for each token."""
 
-    class Rows(kind):  # type: ignore[valid-type, misc]
-        def __call__(self, x, t_emb, mod_segments, rope_freqs, transformer_options, **more):
-            on_device = any(isinstance(row, torch.Tensor) for _, _, row in mod_segments)
-            rows_S = rows_of_runs(tuple(mod_segments), x.device if on_device else torch.device("cpu"))
-            more["transformer_options"] = transformer_options
-            return super().__call__(x[None], t_emb, rows_S, rope_freqs, **more)[0]
+    def __call__(self, x, t_emb, mod_segments, rope_freqs, transformer_options, **more):
+        on_device = any(isinstance(row, torch.Tensor) for _, _, row in mod_segments)
+        rows_S = rows_of_runs(tuple(mod_segments), x.device if on_device else torch.device("cpu"))
+        more["transformer_options"] = transformer_options
+        return super().__call__(x[None], t_emb, rows_S, rope_freqs, **more)[0]
 
-        def forward(self, x_BSD, t_emb, rows_S, rope_freqs, **more):
-            runs: RowRuns = ((0, len(rows_S), rows_S),)
-            if rows_S.device.type == "cpu":  # as the class has it, whose rows are then not repeated for each token
-                found = runs_of_rows.__wrapped__ if torch.compiler.is_compiling() else runs_of_rows  # no cache is traced
-                runs = found(rows_S)
-            return super().forward(x_BSD[0], t_emb, runs, rope_freqs, **more)[None]
-
-    return Rows
+    def forward(self, x_BSD, t_emb, rows_S, rope_freqs, **more):
+        runs: RowRuns = ((0, len(rows_S), rows_S),)
+        if rows_S.device.type == "cpu":  # as the class has it, whose rows are then not repeated for each token
+            found = runs_of_rows.__wrapped__ if torch.compiler.is_compiling() else runs_of_rows  # no cache is traced
+            runs = found(rows_S)
+        return super().forward(x_BSD[0], t_emb, runs, rope_freqs, **more)[None]
 
 
 RowRuns = tuple[tuple[int, int, Any], ...]

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, kept_with
+from parallel_backend.own_class.cuts.forms import Form
 
 
 @dataclass(frozen=True)
@@ -68,35 +68,25 @@ def causal_of(attend: Callable[..., torch.Tensor]) -> Causal:
     return Causal(tuple((stop - start, mask is not None) for start, stop, mask in segments))
 
 
-@functools.cache
-def qwen_image21_model(kind: type[nn.Module]) -> type[nn.Module]:
+class QwenImage21Model(Form):
     """Takes reference images at any places in the text. A call has them in order; a trial has other places and less text."""
 
-    class AtAnyPlaces(kind):  # type: ignore[valid-type, misc]
-        def build_sequence(self, x, context, ref_latents, image_slots):
-            places = sorted(min(place, context.shape[1]) for place in image_slots)
-            return super().build_sequence(x, context, ref_latents, places)
-
-    return AtAnyPlaces
+    def build_sequence(self, x, context, ref_latents, image_slots):
+        places = sorted(min(place, context.shape[1]) for place in image_slots)
+        return super().build_sequence(x, context, ref_latents, places)
 
 
-@functools.cache
-def qwen_image21_block(kind: type[nn.Module]) -> type[nn.Module]:
+class QwenImage21Block(Form):
     """The number of words, which are modulated for time 0, becomes a row for each token: whether it is one. Attention is by
     rows."""
 
-    class ByRows(kind):  # type: ignore[valid-type, misc]
-        def __call__(self, x, mod, pe, attn_fn, prefix_len, transformer_options):
-            # pe has a row for each token of the whole, in all blocks.
-            return super().__call__(
-                x, mod, pe, causal_of(attn_fn), which_words(prefix_len, pe.shape[1]), transformer_options
-            )
+    def __call__(self, x, mod, pe, attn_fn, prefix_len, transformer_options):
+        # pe has a row for each token of the whole, in all blocks.
+        return super().__call__(x, mod, pe, causal_of(attn_fn), which_words(prefix_len, pe.shape[1]), transformer_options)
 
-        def forward(self, x, mod, pe, rule, is_word_S, transformer_options):
-            words, attend = words_among(is_word_S), functools.partial(_attend, rule)
-            return super().forward(x, mod, pe, attend, words, transformer_options)
-
-    return ByRows
+    def forward(self, x, mod, pe, rule, is_word_S, transformer_options):
+        words, attend = words_among(is_word_S), functools.partial(_attend, rule)
+        return super().forward(x, mod, pe, attend, words, transformer_options)
 
 
 @functools.lru_cache(maxsize=4)

@@ -17,6 +17,7 @@ from torch import nn
 
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, kept_with, module_global
+from parallel_backend.own_class.cuts.forms import Form
 
 CONDITION = "condition"
 """Argument: the video that is to be made sharper [B, 17, T, H, W], as latents and a mask."""
@@ -132,27 +133,23 @@ def places_of(rule: InWindows, of_pixels: bool, words: int, device: torch.device
         return video, text
 
 
-@functools.cache
-def seedvr2_model(kind: type[nn.Module]) -> type[nn.Module]:
+class Seedvr2Model(Form):
     """Tokens [B, N, D] go through the blocks, with the rule and places of their windows."""
 
-    class ByToken(kind):  # type: ignore[valid-type, misc]
-        def forward(self, x, timestep, context, condition, **_named):
-            vid = as_one(self.vid_in, torch.cat((x, condition), dim=1))
-            grid, vid, txt = tuple(vid.shape[1:4]), vid.flatten(1, 3), self.txt_in(context)
-            words = txt.shape[1]  # between blocks ranks have a part of them
-            emb = self.emb_in(timestep, device=vid.device, dtype=vid.dtype)
-            for block in self.blocks:
-                rule = windows_of(block.attn.window_op, block.attn.window, grid)
-                places = places_of(rule, not block.attn.rope.mm, words, vid.device)
-                vid, txt = block(vid, txt, emb, rule, *places)
-            if self.vid_out_norm is not None:
-                # The class adds its own shift and scale to those of attention.
-                of_attention = emb.unflatten(1, (-1, 2, 3))[:, :, 0].flatten(1)
-                vid = self.vid_out_ada(self.vid_out_norm(vid), emb=of_attention, layer="out", mode="in")
-            return as_one(self.vid_out, vid.unflatten(1, grid))
-
-    return ByToken
+    def forward(self, x, timestep, context, condition, **_named):
+        vid = as_one(self.vid_in, torch.cat((x, condition), dim=1))
+        grid, vid, txt = tuple(vid.shape[1:4]), vid.flatten(1, 3), self.txt_in(context)
+        words = txt.shape[1]  # between blocks ranks have a part of them
+        emb = self.emb_in(timestep, device=vid.device, dtype=vid.dtype)
+        for block in self.blocks:
+            rule = windows_of(block.attn.window_op, block.attn.window, grid)
+            places = places_of(rule, not block.attn.rope.mm, words, vid.device)
+            vid, txt = block(vid, txt, emb, rule, *places)
+        if self.vid_out_norm is not None:
+            # The class adds its own shift and scale to those of attention.
+            of_attention = emb.unflatten(1, (-1, 2, 3))[:, :, 0].flatten(1)
+            vid = self.vid_out_ada(self.vid_out_norm(vid), emb=of_attention, layer="out", mode="in")
+        return as_one(self.vid_out, vid.unflatten(1, grid))
 
 
 def as_one(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -161,49 +158,40 @@ def as_one(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return one
 
 
-@functools.cache
-def seedvr2_block(kind: type[nn.Module]) -> type[nn.Module]:
+class Seedvr2Block(Form):
     """SeedVR2's block: tokens [B, N, D] of the video and [B, T, D] of the text, modulation [B, 6 D]. The class repeats the
     modulation for each token."""
 
-    class ByToken(kind):  # type: ignore[valid-type, misc]
-        def forward(self, vid, txt, emb, rule, places, txt_places):
-            modulated = functools.partial(self.ada, emb=emb)
-            both = modulated(*self.attn_norm(vid, txt), layer="attn", mode="in")
-            of_vid, of_txt = modulated(*self.attn(*both, rule, places, txt_places), layer="attn", mode="out")
-            vid, txt = vid + of_vid, txt + of_txt
-            both = modulated(*self.mlp_norm(vid, txt), layer="mlp", mode="in")
-            of_vid, of_txt = modulated(*self.mlp(*both), layer="mlp", mode="out")
-            return vid + of_vid, txt + of_txt
-
-    return ByToken
+    def forward(self, vid, txt, emb, rule, places, txt_places):
+        modulated = functools.partial(self.ada, emb=emb)
+        both = modulated(*self.attn_norm(vid, txt), layer="attn", mode="in")
+        of_vid, of_txt = modulated(*self.attn(*both, rule, places, txt_places), layer="attn", mode="out")
+        vid, txt = vid + of_vid, txt + of_txt
+        both = modulated(*self.mlp_norm(vid, txt), layer="mlp", mode="in")
+        of_vid, of_txt = modulated(*self.mlp(*both), layer="mlp", mode="out")
+        return vid + of_vid, txt + of_txt
 
 
-@functools.cache
-def seedvr2_attention(kind: type[nn.Module]) -> type[nn.Module]:
+class Seedvr2Attention(Form):
     """By rows. Heads are as many as the layers make: a tensor rank has fewer of them."""
-    functions = functools.partial(module_global, kind)
 
-    class ByRows(kind):  # type: ignore[valid-type, misc]
-        def forward(self, vid, txt, rule, places, txt_places):
-            of_vid, of_txt = (each.unflatten(-1, (3, -1, self.head_dim)).unbind(2) for each in self.proj_qkv(vid, txt))
-            turns = self._turns(torch.cat((places, txt_places)))
-            q, k = (
-                functions("apply_rope1")(torch.cat(norm(*both), dim=1).transpose(1, 2), turns).transpose(1, 2)
-                for norm, both in zip((self.norm_q, self.norm_k), zip(of_vid, of_txt, strict=True), strict=False)
-            )
-            out = attention_by_rows(rule, q, k, torch.cat((of_vid[2], of_txt[2]), dim=1)).flatten(2)
-            return self.proj_out(*out.split((vid.shape[1], txt.shape[1]), dim=1))
+    def forward(self, vid, txt, rule, places, txt_places):
+        of_vid, of_txt = (each.unflatten(-1, (3, -1, self.head_dim)).unbind(2) for each in self.proj_qkv(vid, txt))
+        turns, rotated = self._turns(torch.cat((places, txt_places))), module_global(self.native, "apply_rope1")
+        q, k = (
+            rotated(torch.cat(norm(*both), dim=1).transpose(1, 2), turns).transpose(1, 2)
+            for norm, both in zip((self.norm_q, self.norm_k), zip(of_vid, of_txt, strict=True), strict=False)
+        )
+        out = attention_by_rows(rule, q, k, torch.cat((of_vid[2], of_txt[2]), dim=1)).flatten(2)
+        return self.proj_out(*out.split((vid.shape[1], txt.shape[1]), dim=1))
 
-        def _turns(self, places_S3):
-            """[1, 1, S, head size / 2, 2, 2] float32. Channels that are not rotated have angles of 0."""
-            rates = self.rope.rope.freqs
-            if not self.rope.mm:  # the class makes them anew, whatever the file has
-                most = functions("BYTEDANCE_ROPE_MAX_FREQ") / 2
-                rates = torch.linspace(1.0, most, len(rates), device=rates.device) * math.pi
-            angles = (places_S3[..., None] * rates).flatten(1)
-            angles = F.pad(angles, (0, self.head_dim // 2 - angles.shape[1]))
-            cos, sin = angles.cos(), angles.sin()
-            return torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))[None, None]
-
-    return ByRows
+    def _turns(self, places_S3):
+        """[1, 1, S, head size / 2, 2, 2] float32. Channels that are not rotated have angles of 0."""
+        rates = self.rope.rope.freqs
+        if not self.rope.mm:  # the class makes them anew, whatever the file has
+            most = module_global(self.native, "BYTEDANCE_ROPE_MAX_FREQ") / 2
+            rates = torch.linspace(1.0, most, len(rates), device=rates.device) * math.pi
+        angles = (places_S3[..., None] * rates).flatten(1)
+        angles = F.pad(angles, (0, self.head_dim // 2 - angles.shape[1]))
+        cos, sin = angles.cos(), angles.sin()
+        return torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))[None, None]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel_backend.own_class.adapters.ltx_forms import Indexed
+from parallel_backend.own_class.cuts.forms import Form
 
 FREQUENCY = "parallel_dit_rope_frequency"
 """Entry of transformer_options: (number, radians) of a frequency of the frames' axis, which RIFLEx replaces (arXiv
@@ -25,20 +26,16 @@ MOTION = "parallel_dit_motion"
 """Option of its blocks: Indexed."""
 
 
-@functools.cache
-def wan_model(kind: type[nn.Module]) -> type[nn.Module]:
+class WanModel(Form):
     """Takes FREQUENCY among its options. KJNodes' RIFLEx puts another module for positions into the model instead."""
 
-    class MayReplace(kind):  # type: ignore[valid-type, misc]
-        def rope_encode(self, *sizes, transformer_options, **named):
-            make = functools.partial(super().rope_encode, *sizes, transformer_options=transformer_options, **named)
-            if FREQUENCY not in transformer_options:
-                return make()
-            replaced = functools.partial(with_frequency, *transformer_options[FREQUENCY])
-            with self.rope_embedder.register_forward_hook(replaced):
-                return make()
-
-    return MayReplace
+    def rope_encode(self, *sizes, transformer_options, **named):
+        make = functools.partial(super().rope_encode, *sizes, transformer_options=transformer_options, **named)
+        if FREQUENCY not in transformer_options:
+            return make()
+        replaced = functools.partial(with_frequency, *transformer_options[FREQUENCY])
+        with self.rope_embedder.register_forward_hook(replaced):
+            return make()
 
 
 def with_frequency(
@@ -52,53 +49,45 @@ def with_frequency(
     return turns
 
 
-@functools.cache
-def wan_block(kind: type[nn.Module]) -> type[nn.Module]:
+class WanBlock(Form):
     """Times of frames [B, F, 6, D] become Indexed. The rotary table has a row for each token of the whole in all blocks."""
 
-    class ByIndex(kind):  # type: ignore[valid-type, misc]
-        def __call__(self, x, e, freqs, **named):
-            if e.shape[1] > 1:
-                e = Indexed.of(e, freqs.shape[1])
-            return super().__call__(x, e=e, freqs=freqs, **named)
+    def __call__(self, x, e, freqs, **named):
+        if e.shape[1] > 1:
+            e = Indexed.of(e, freqs.shape[1])
+        return super().__call__(x, e=e, freqs=freqs, **named)
 
-        def forward(self, x, e, **named):
-            if isinstance(e, Indexed):
-                e = e.data_BFD if x.shape[1] == e.tokens else e.data_BFD[:, e.index_S]
-            return super().forward(x, e=e, **named)
-
-    return ByIndex
+    def forward(self, x, e, **named):
+        if isinstance(e, Indexed):
+            e = e.data_BFD if x.shape[1] == e.tokens else e.data_BFD[:, e.index_S]
+        return super().forward(x, e=e, **named)
 
 
-@functools.cache
-def wan_animate_model(kind: type[nn.Module]) -> type[nn.Module]:
-    """As `wan_model`. It takes what `face_motion` makes of `face_pixel_values` in their place. MOTION among the options of
+class WanAnimateModel(WanModel):
+    """As `WanModel`. It takes what `face_motion` makes of `face_pixel_values` in their place. MOTION among the options of
     its blocks then has the motion of each frame, which each token finds by an index."""
 
-    class WithMotion(wan_model(kind)):  # type: ignore[misc]
-        def face_motion(self, face_pixel_values):
-            """[B, 3, f, FACE_SIDE, FACE_SIDE] -> [B, 1 + f / FACES, 5, D]: of the latent's frames, zeros in the first.
+    def face_motion(self, face_pixel_values):
+        """[B, 3, f, FACE_SIDE, FACE_SIDE] -> [B, 1 + f / FACES, 5, D]: of the latent's frames, zeros in the first.
 
-            ComfyUI's process runs it. ValueError for images of another size."""
-            if face_pixel_values.shape[-2:] != (FACE_SIDE, FACE_SIDE):
-                height, width = face_pixel_values.shape[-2:]
-                raise ValueError(
-                    f"positive, negative: the face video is {width} x {height}, this model needs {FACE_SIDE} x "
-                    f"{FACE_SIDE}. Use WanAnimateToVideo."
-                )
-            frames = 1 + math.ceil(face_pixel_values.shape[2] / FACES)
-            of_frames = face_pixel_values.new_empty(0, 0, frames)  # the class asks a latent for its frames alone
-            return self.after_patch_embedding(of_frames, None, face_pixel_values)[1]
+        ComfyUI's process runs it. ValueError for images of another size."""
+        if face_pixel_values.shape[-2:] != (FACE_SIDE, FACE_SIDE):
+            height, width = face_pixel_values.shape[-2:]
+            raise ValueError(
+                f"positive, negative: the face video is {width} x {height}, this model needs {FACE_SIDE} x "
+                f"{FACE_SIDE}. Use WanAnimateToVideo."
+            )
+        frames = 1 + math.ceil(face_pixel_values.shape[2] / FACES)
+        of_frames = face_pixel_values.new_empty(0, 0, frames)  # the class asks a latent for its frames alone
+        return self.after_patch_embedding(of_frames, None, face_pixel_values)[1]
 
-        def forward_orig(self, x, t, context, face_pixel_values=None, transformer_options=None, **named):
-            options = dict(transformer_options or {})
-            if face_pixel_values is not None:
-                frames, *sides = (size // by for size, by in zip(x.shape[2:], self.patch_size, strict=True))
-                motion_BFND = F.pad(face_pixel_values, (0, 0, 0, 0, 0, frames - face_pixel_values.shape[1]))
-                options[MOTION] = Indexed.of(motion_BFND, frames * math.prod(sides))
-            return super().forward_orig(x, t, context, transformer_options=options, **named)
-
-    return WithMotion
+    def forward_orig(self, x, t, context, face_pixel_values=None, transformer_options=None, **named):
+        options = dict(transformer_options or {})
+        if face_pixel_values is not None:
+            frames, *sides = (size // by for size, by in zip(x.shape[2:], self.patch_size, strict=True))
+            motion_BFND = F.pad(face_pixel_values, (0, 0, 0, 0, 0, frames - face_pixel_values.shape[1]))
+            options[MOTION] = Indexed.of(motion_BFND, frames * math.prod(sides))
+        return super().forward_orig(x, t, context, transformer_options=options, **named)
 
 
 def put_faces_into_blocks(model: nn.Module) -> None:
@@ -115,25 +104,21 @@ def name_of_face(name: str) -> str:
     return OF_FACE.sub(lambda found: f"face_adapter.fuser_blocks.{int(found[1]) // EVERY}.", name)
 
 
-@functools.cache
-def wan_animate_block(kind: type[nn.Module]) -> type[nn.Module]:
+class WanAnimateBlock(Form):
     """Runs its `face`, if it has one. Each token attends to the motion of its frame, by a mask over that of all frames,
     which every rank has: a part of the tokens may have any of each frame's."""
 
-    class WithFace(kind):  # type: ignore[valid-type, misc]
-        def forward(self, x, transformer_options=None, **named):
-            options = dict(transformer_options or {})
-            motion = options.pop(MOTION, None)
-            x = super().forward(x, transformer_options=options, **named)
-            return x if motion is None or not hasattr(self, "face") else x + self._seen(self.face, x, *motion)
+    def forward(self, x, transformer_options=None, **named):
+        options = dict(transformer_options or {})
+        motion = options.pop(MOTION, None)
+        x = super().forward(x, transformer_options=options, **named)
+        return x if motion is None or not hasattr(self, "face") else x + self._seen(self.face, x, *motion)
 
-        def _seen(self, face, x, motion_BFND, index_S, _tokens):
-            frames = torch.arange(motion_BFND.shape[1], device=x.device).repeat_interleave(motion_BFND.shape[2])
-            keys, values = face.linear1_kv(face.pre_norm_motion(motion_BFND.flatten(1, 2))).chunk(2, dim=-1)
-            queries = face.linear1_q(face.pre_norm_feat(x))
-            q, k, v = (each.unflatten(-1, (face.heads_num, -1)).transpose(1, 2) for each in (queries, keys, values))
-            seen_SK = index_S[:, None] == frames
-            out = F.scaled_dot_product_attention(face.q_norm(q).to(v), face.k_norm(k).to(v), v, attn_mask=seen_SK)
-            return face.linear2(out.transpose(1, 2).flatten(2))
-
-    return WithFace
+    def _seen(self, face, x, motion_BFND, index_S, _tokens):
+        frames = torch.arange(motion_BFND.shape[1], device=x.device).repeat_interleave(motion_BFND.shape[2])
+        keys, values = face.linear1_kv(face.pre_norm_motion(motion_BFND.flatten(1, 2))).chunk(2, dim=-1)
+        queries = face.linear1_q(face.pre_norm_feat(x))
+        q, k, v = (each.unflatten(-1, (face.heads_num, -1)).transpose(1, 2) for each in (queries, keys, values))
+        seen_SK = index_S[:, None] == frames
+        out = F.scaled_dot_product_attention(face.q_norm(q).to(v), face.k_norm(k).to(v), v, attn_mask=seen_SK)
+        return face.linear2(out.transpose(1, 2).flatten(2))

@@ -24,7 +24,7 @@ from parallel_backend.own_class.calls.block_arguments import tensor_places, toke
 from parallel_backend.own_class.calls.call_arguments import LATENT, LATENTS, STRUCTURE, TIMES, from_tensors, timestep_of
 from parallel_backend.own_class.calls.tried_calls import Call, entry_of
 from parallel_backend.own_class.cuts.attention_calls import AttentionCall, Rows, attention_by, attention_call
-from parallel_backend.own_class.cuts.second_text import SECOND
+from parallel_backend.own_class.cuts.guided_attention import SECOND
 from parallel_backend.own_class.cuts.stages import pass_through
 
 log = logging.getLogger(__name__)

@@ -56,33 +56,42 @@ class _Replaced:
         self._thread = threading.local()
         self._originals: list[tuple[dict[str, Any], str, Any]] = []
         self._found: list[tuple[dict[str, Any], str]] = []
-        self._imported: tuple[int, Any] = 0, None  # how many modules there were when they were found, and the newest
+        self._imported: tuple[int, Any] = 0, None  # when they were found
         self._modules: dict[str, tuple[Any, int]] = {}  # those of PACKAGES, and how many names each had
         self._replacements: dict[Any, Any] = {}  # by function
         self.by_name: dict[str, Callable[..., torch.Tensor]] = {}  # replacements with ComfyUI's signature
         self.traced: Traced | None = None
 
+    def ask(self) -> None:
+        """Replace the functions until `leave` is called as often."""
+        with self._lock:
+            self._asking += 1
+            if self._asking == 1 or self._imported != _imported():  # a search takes a good part of a small call
+                self._replace()
+
+    def leave(self) -> None:
+        """The inverse of `ask`."""
+        with self._lock:
+            self._asking -= 1
+            if not self._asking:
+                for names, name, function in self._originals:
+                    names[name] = function
+                self._originals.clear()
+
     @contextmanager
     def by(self, attend: Attend) -> Iterator[None]:
         """Context in which this thread's calls go to `attend`."""
-        with self._lock:
-            self._asking += 1
-            self._replace()
+        self.ask()
         before, self._thread.attend = getattr(self._thread, "attend", None), attend
         try:
             yield
         finally:
             self._thread.attend = before
-            with self._lock:
-                self._asking -= 1
-                if not self._asking:
-                    for names, name, function in self._originals:
-                        names[name] = function
-                    self._originals.clear()
+            self.leave()
 
     def _replace(self) -> None:
         """Modules that were imported since the last time, too. Only then all names are looked through, which takes ms."""
-        imported = len(sys.modules), next(reversed(sys.modules.values()))
+        imported = _imported()
         if imported != self._imported or self._modules_changed():
             modules = {place: module for place, module in list(sys.modules.items()) if place.startswith(ROOTS)}
             self._imported = imported
@@ -136,6 +145,11 @@ class _Replaced:
             self._thread.attend = attend
 
 
+def _imported() -> tuple[int, Any]:
+    """Number of modules, and the newest."""
+    return len(sys.modules), next(reversed(sys.modules.values()))
+
+
 def _taken(given: Any) -> torch.Tensor:
     """The tensor itself: ComfyUI may pass a container that hands its tensor over once."""
     return given if isinstance(given, torch.Tensor) else given.take()
@@ -144,6 +158,13 @@ def _taken(given: Any) -> torch.Tensor:
 @functools.cache
 def _replaced() -> _Replaced:
     return _Replaced()
+
+
+def replace_attention() -> Callable[[], None]:
+    """Replace the attention functions, so that `attention_by` need not. Returns the function that undoes it."""
+    replaced = _replaced()
+    replaced.ask()
+    return replaced.leave
 
 
 def attention_by(attend: Attend) -> Any:

@@ -129,4 +129,4 @@ def _kernel(name: str, x: torch.Tensor) -> kitchen.Fused | None:
     """comfy-kitchen's kernel for `x`. None: there is none here."""
     if not x.is_cuda or x.element_size() != 2 or not x.numel() or x.requires_grad or torch.compiler.is_compiling():
         return None
-    return kitchen.fused_kernel(name, x.dtype, x.device)
+    return kitchen.fused_kernel(name)

@@ -19,10 +19,9 @@ from parallel_backend.core.spans import Span
 from parallel_backend.own_class.calls.call_arguments import OPTIONS
 from parallel_backend.own_class.calls.residuals import CONTROL, ReadResiduals, fitted, with_patches
 from parallel_backend.own_class.calls.unproven import Unproven
-from parallel_backend.own_class.cuts.attention_calls import Attend, attention_by, call_itself
+from parallel_backend.own_class.cuts.attention_calls import Attend, attention_by, call_itself, replace_attention
 from parallel_backend.own_class.cuts.forwards import put_forwards
-from parallel_backend.own_class.cuts.guided_attention import GUIDED, Guide, Sum, own_sums
-from parallel_backend.own_class.cuts.second_text import SECOND, SecondText
+from parallel_backend.own_class.cuts.guided_attention import GUIDED, SECOND, Guide, SecondText, Sum, own_sums
 from parallel_backend.own_class.cuts.token_cut import TokenCut
 
 
@@ -83,6 +82,7 @@ class StageBlocks:
         """Name of a block -> the forward of its class."""
         runs = ((model.get_submodule(block.name), functools.partial(self._run, at)) for at, block in enumerate(blocks))
         self._undo = put_forwards(runs)
+        self._undo.callback(replace_attention())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output on the last stage, None elsewhere. Unproven if blocks do not run as in the trial."""
@@ -164,9 +164,8 @@ class StageBlocks:
         if block.name in self._skipped:
             out = _pass(block, *args, **kwargs)
         else:
-            self.running = block.name
-            with nullcontext() if self._cut is None else self._cut.inside():
-                out = self._forwards[self.running](*args, **kwargs)
+            self.running, forward = block.name, self._forwards[block.name]
+            out = forward(*args, **kwargs) if self._cut is None else self._cut.run(forward, args, kwargs)
             self.running = ""
         values = (out,) if isinstance(out, torch.Tensor) else out
         shapes = [None if value is None else value.shape for value in values]
@@ -213,8 +212,14 @@ def crossing(blocks: Sequence[OwnBlock], at: int) -> list[int]:
 
 def _argument(place: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """See OwnBlock.returns."""
-    first, *inside = place.split("/")
-    value = args[int(first)] if first.isdecimal() else kwargs[first]
+    first, *inside = _steps(place)
+    value = kwargs[first] if isinstance(first, str) else args[first]
     for index in inside:
-        value = value[int(index)]
+        value = value[index]
     return value
+
+
+@functools.cache
+def _steps(place: str) -> tuple[Any, ...]:
+    """The keys of a place: a name or a position, and positions inside."""
+    return tuple(int(step) if step.isdecimal() else step for step in place.split("/"))

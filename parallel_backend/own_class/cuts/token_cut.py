@@ -9,7 +9,6 @@ any; it attends to nothing, nothing attends to it, and it is dropped.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +26,8 @@ from parallel_backend.own_class.cuts.attention_calls import Attend, AttentionCal
 from parallel_backend.own_class.cuts.band_tokens import BandTokens, Pick, numbers, shift
 
 HOST = torch.device("cpu")
+PICKS, LENGTHS = "picks", "lengths"
+"""Beginning of keys of TokenCut.known."""
 STAND_IN = Span(0, 1)
 """The token of a stream that stands in for none."""
 
@@ -48,6 +49,8 @@ class TokenCut(ABC):
         self.blocks, self.index, self.ranks = list(blocks), index, ranks
         self.number = 0
         """Number of the running block."""
+        self.attended = 0
+        """Number of its calls of attention so far."""
         self.tokens: dict[int, int] = {}
         """Tokens of each stream that has entered."""
         self.alone = False
@@ -57,8 +60,7 @@ class TokenCut(ABC):
         self.band: BandTokens | None = None
         """The band that the call computes. None: all tokens."""
         self._stand_ins: set[int] = set()  # streams of this call of which this rank has a stand-in alone
-        self._picks: dict[tuple[tuple[int, ...], int, bool], list[Pick]] = {}  # of this call, by arguments of `picks`
-        self._lengths: dict[tuple[int, ...], list[int]] = {}  # of this call, by streams: tokens by rank
+        self._known: dict[Any, Any] = {}  # of calls with the same tokens, see `known`
         self._axes: dict[int, TokenAxes] = {}  # of this call, by a tensor's number of axes
         self._coming: Iterator[OwnAttention] | None = None  # calls of attention still to come in the block that runs
         self._latest: OwnAttention | None = None  # that call in the block that runs whose tokens are cut
@@ -89,10 +91,13 @@ class TokenCut(ABC):
         """A call begins."""
         self.tokens.clear()
         self._stand_ins.clear()
-        self._picks.clear()
-        self._lengths.clear()
         self._axes.clear()
         self._parts.clear()
+        self._known = self.known()
+
+    def known(self) -> dict[Any, Any]:
+        """A cache of places and numbers of tokens, for all calls with the same tokens as the one that begins."""
+        return {}
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of block `number`, with this rank's tokens."""
@@ -206,14 +211,14 @@ class TokenCut(ABC):
         """The block that runs."""
         return self.blocks[self.number]
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Context of the block that has been entered. Unproven if it does not attend as often as in the trial."""
-        self._coming = iter(self.block.attention)
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of the block that has been entered. Unproven if it does not attend as often as in the trial."""
+        self._coming, self.attended = iter(self.block.attention), 0
         try:
-            yield
+            out = forward(*args, **kwargs)
             if next(self._coming, None) is not None:
                 raise Unproven(f"{self.block.name} attends less often than in the trial")
+            return out
         finally:
             self._coming = self._latest = None
 
@@ -226,6 +231,7 @@ class TokenCut(ABC):
         if spec is None:
             raise Unproven(f"{self.block.name} attends more often than in the trial")
         self._latest = spec if spec.keys else None
+        self.attended += 1
         if not spec.keys:
             return self.attend_whole(function, *args, **kwargs)
         call = attention_call(function, *args, **kwargs)
@@ -271,16 +277,16 @@ class TokenCut(ABC):
 
     def picks(self, streams: Sequence[int], rank: int, stand_ins: bool = False) -> list[Pick]:
         """As `rows`, without a copy if they follow each other. `stand_ins`: with this rank's stand-ins."""
-        key = tuple(streams), rank, stand_ins
-        if key not in self._picks:
+        key = PICKS, tuple(streams), rank, stand_ins
+        if key not in self._known:
             found: list[Pick] = []
             start = 0
             for stream in streams:
                 own = [STAND_IN] if stand_ins and stream in self._stand_ins else self.parts(stream)[rank]
                 found += [shift(pick, start) for pick in own]
                 start += self.tokens[stream]
-            self._picks[key] = found
-        return self._picks[key]
+            self._known[key] = found
+        return self._known[key]
 
     def _computed(self, streams: Sequence[int]) -> list[Pick]:
         """Rows that this rank computes: its own, and stand-ins."""
@@ -319,10 +325,10 @@ class TokenCut(ABC):
 
     def lengths(self, streams: Sequence[int]) -> list[int]:
         """Number of each rank's tokens of these streams."""
-        key = tuple(streams)
-        if key not in self._lengths:
-            self._lengths[key] = [sum(map(len, self.picks(key, rank))) for rank in range(self.ranks.size)]
-        return self._lengths[key]
+        key = LENGTHS, tuple(streams)
+        if key not in self._known:
+            self._known[key] = [sum(map(len, self.picks(streams, rank))) for rank in range(self.ranks.size)]
+        return self._known[key]
 
     def leaves(self, number: int) -> bool:
         """Whether the class needs values for all tokens behind block `number`: cut ones leave, or are `placed` there."""

@@ -15,6 +15,7 @@ from torch import nn
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.own_class.calls.block_arguments import by_place
 from parallel_backend.own_class.calls.tried_calls import Call
+from parallel_backend.own_class.calls.unproven import Unproven
 
 KEPT_BLOCKS = 3
 """Blocks of a model's only list that are tried: the first two and the last."""
@@ -22,6 +23,7 @@ FIRST, LATER = 4, 2
 """Fewest tried blocks of both kinds, in a list with two kinds."""
 FEWEST_BLOCKS = 2
 """Fewest tried blocks of a list: the first and the last."""
+NO_LIST = "it has no list of blocks"
 DEPTH = re.compile("depth|layers|blocks")
 """Names of a model's attributes that are numbers of blocks."""
 Representatives = Mapping[str, Sequence[int]]
@@ -208,25 +210,27 @@ def _alike(a: Any, b: Any) -> bool:
 
 def order_of(
     lists: Mapping[str, Sequence[str]], recorded: list[list[RecordedBlock]], odd: Mapping[str, str]
-) -> list[OwnBlock] | str:
-    """The blocks of these lists, in the order of the calls. Or why they cannot be shared out."""
+) -> list[OwnBlock]:
+    """The blocks of these lists, in the order of the calls. Unproven if they cannot be shared out."""
     orders = []
     for each in recorded:
         orders.append([block for block in each if list_of(block) in lists and list_of(block) not in odd])
     names = [block.name for block in orders[0]]
     if len(set(names)) < len(names):
-        return "a block runs more than once in a call"
+        raise Unproven("a block runs more than once in a call")
     ran = {name: blocks for name, blocks in lists.items() if blocks[0] in names}
     in_order = all([each for each in names if each in blocks] == list(blocks) for blocks in ran.values())
     if not in_order or len(names) != sum(map(len, ran.values())) or names != [block.name for block in orders[1]]:
-        return "its blocks do not run list by list"
+        raise Unproven("its blocks do not run list by list")
     found: list[OwnBlock] = []
     until = last_readers(orders[0])
     for one, two in zip(*orders, strict=True):
         if (block := one.with_another(two)) is None:
-            return f"its block {one.name} returns values that are like none of its arguments in calls of two sizes"
+            raise Unproven(f"its block {one.name} returns values that are like none of its arguments in calls of two sizes")
         found.append(dataclasses.replace(block, until=until.get(one.name, "")))
-    return found or next(iter(odd.values()), "it has no list of blocks")
+    if not found:
+        raise Unproven(next(iter(odd.values()), NO_LIST))
+    return found
 
 
 def list_of(block: "OwnBlock | RecordedBlock") -> str:

@@ -1,7 +1,7 @@
 """Finds out whether a band of the latent's tokens gives what the whole model gives for it.
 
 Where the tokens are, latent_tokens.py finds out. A band is then held against a run of the whole, as a rank is
-(compared_runs.py): outside of the band the latent has other random values, and outputs behind the blocks are NaN. A second
+(comparison.py): outside of the band the latent has other random values, and outputs behind the blocks are NaN. A second
 latent, such as a video's audio, goes with the first band: to others it is outside.
 """
 
@@ -25,11 +25,19 @@ from parallel_backend.own_class.calls.residuals import AROUND, CONTROL
 from parallel_backend.own_class.calls.tried_calls import Call, distance, drawn, smaller
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.band_tokens import ONE, BandTokens, Part, class_numbers
-from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
 from parallel_backend.own_class.cuts.shared_outputs import IdleLayers, SharedOutputs, WatchedOutputs
 from parallel_backend.own_class.cuts.token_cut import HOST
-from parallel_backend.own_class.trials.compared_runs import ComparedRank, TensorRank, WholeRun
-from parallel_backend.own_class.trials.comparison import TOLERANCE, close, difference, why_not
+from parallel_backend.own_class.trials.comparison import (
+    ALL_LAYERS,
+    TOLERANCE,
+    ComparedRank,
+    TensorRank,
+    WholeRun,
+    as_unproven,
+    check_equal,
+    close,
+    why_not,
+)
 from parallel_backend.own_class.trials.latent_tokens import (
     companion_tokens,
     find_latent,
@@ -51,54 +59,48 @@ OUTSIDE = 99
 
 def latent_of(
     model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float], steady: bool = False
-) -> tuple[OwnLatent | None, str]:
-    """Where the latent's tokens are, or why bands are not proven for calls like `actual`, at these times too. `blocks`: with
-    the cut of their tokens. `steady`: an adapter says so of the class's words (OwnLatent.steady)."""
+) -> OwnLatent:
+    """Where the latent's tokens are. Unproven if bands are not right for calls like `actual`, at these times too. `blocks`:
+    with the cut of their tokens. `steady`: an adapter says so of the class's words (OwnLatent.steady)."""
     if len(actual.latents) > 2:
-        return None, "its latent has more than two parts"
+        raise Unproven("its latent has more than two parts")
     runs = Runs(model, blocks)
-    try:
-        call = _even(runs, smaller(actual, *runs.sizes(actual)[0]))
-        latent = find_latent(runs, call, steady)
-        another = _odd(runs, actual, latent)
-        latent = _of_both(latent, find_latent(runs, another, steady))
-        calls = [drawn(call, 1), drawn(another, 2), *(drawn(call, 3, time) for time in times)]
-        latent = replace(latent, pads=all(_pads(runs, latent, each) for each in calls[:2]))
-        if not any(next(_bands(runs, latent, each), None) for each in calls):
-            return None, "its latent has a single row of tokens"
-        if latent.steady:
-            _check_words(runs, latent, calls[0])
-        watched = WatchedOutputs(model, blocks)
-        why = _why_not(runs, latent, calls[:1], watched)
-        if not why and not actual.named.get(CONTROL):
-            lighter = replace(latent, shared=watched.shared(), idle=watched.idle())
-            if not _why_not(runs, lighter, calls[1:]):
-                return lighter, ""
-        why = why or _why_not(runs, latent, calls[1:])
-        return (None, why) if why else (latent, "")
-    except Unproven as unproven:
-        return None, str(unproven)
+    call = _even(runs, smaller(actual, *runs.sizes(actual)[0]))
+    latent = find_latent(runs, call, steady)
+    another = _odd(runs, actual, latent)
+    latent = _of_both(latent, find_latent(runs, another, steady))
+    calls = [drawn(call, 1), drawn(another, 2), *(drawn(call, 3, time) for time in times)]
+    latent = replace(latent, pads=all(_pads(runs, latent, each) for each in calls[:2]))
+    if not any(next(_bands(runs, latent, each), None) for each in calls):
+        raise Unproven("its latent has a single row of tokens")
+    if latent.steady:
+        _check_words(runs, latent, calls[0])
+    watched = WatchedOutputs(model, blocks)
+    _check(runs, latent, calls[:1], watched)
+    if not actual.named.get(CONTROL):
+        lighter = replace(latent, shared=watched.shared(), idle=watched.idle())
+        if not why_not(partial(_check, runs, lighter, calls[1:])):
+            return lighter
+    _check(runs, latent, calls[1:])
+    return latent
 
 
-def why_not_in_bands(
+def check_in_bands(
     model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call, time: float | None = None
-) -> str:
-    """Why bands are not right for calls like `actual`, at this time if one is given. Empty: they are. Only the first and
-    the last band are tried."""
+) -> None:
+    """Unproven unless bands are right for calls like `actual`, at this time if one is given. Only the first and the last
+    band are tried."""
     runs = Runs(model, blocks)
-    try:
-        call = _odd(runs, actual, latent, FEW_ROWS)
-        _of_both(latent, find_latent(runs, call, latent.steady))
-        return _why_not(runs, latent, [drawn(call, 1, time)], few=True)
-    except Unproven as unproven:
-        return str(unproven)
+    call = _odd(runs, actual, latent, FEW_ROWS)
+    _of_both(latent, find_latent(runs, call, latent.steady))
+    _check(runs, latent, [drawn(call, 1, time)], few=True)
 
 
 def runs_of_bands(
-    model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call, add_up: Sum = own_sums
-) -> Iterator[Callable[[TensorRank | None], list[torch.Tensor]]]:
+    model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call
+) -> Iterator[Callable[[TensorRank], list[torch.Tensor]]]:
     """Each band's run of a call like `actual`, for tensor ranks to be tried in. It gives the band's part of the output."""
-    runs = Runs(model, blocks, add_up)
+    runs = Runs(model, blocks)
     call = drawn(_odd(runs, actual, latent), 1)
     whole, outside = runs.noted(call), drawn(call, OUTSIDE).x
     yield from (partial(band.output, whole, outside) for band in _bands(runs, latent, call))
@@ -186,10 +188,10 @@ def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
     )
 
 
-def _why_not(
+def _check(
     runs: Runs, latent: OwnLatent, calls: Sequence[Call], watched: WatchedOutputs | None = None, few: bool = False
-) -> str:
-    """Why the bands of these calls are wrong. Empty if they are right.
+) -> None:
+    """Unproven if a band of these calls is wrong.
 
     `watched` sees the bands' runs; each band then also runs with NaN outside of it. `few`: only the first and the last band
     of each call are tried. Bands of the last call that run without words are tried as naive patches, too.
@@ -199,21 +201,18 @@ def _why_not(
         whole = runs.noted(call)
         outside = [drawn(call, OUTSIDE).x, *(() if watched is None else [torch.full_like(call.x, math.nan)])]
         if not isinstance(whole.result, torch.Tensor) or whole.result.shape[2:] != call.x.shape[2:]:
-            return "its output has another size than its latent"
+            raise Unproven("its output has another size than its latent")
         bands = list(_bands(runs, latent, call))
         bands = bands[:: max(1, len(bands) - 1)] if few else bands
-        naive = (replace(band, alone=True) for band in bands if not band.has_words and call is calls[-1])
-        if why := next(filter(None, (band.why_not(whole, outside[0]) for band in naive)), ""):
-            return why
+        for band in bands if call is calls[-1] else ():
+            if not band.has_words:
+                replace(band, alone=True).check(whole, outside[0])
         idle = IdleLayers(runs.model, latent.idle, lambda: shared.has_words, math.nan)
         with idle.put(), shared.of_call():
             for band, each in itertools.product(bands, outside):
                 shared.begin(band.has_words)
                 with nullcontext() if watched is None else watched.run(shared.has_words):
-                    why = band.why_not(whole, each, watched)
-                if why:
-                    return why
-    return ""
+                    band.check(whole, each, watched)
 
 
 def _bands(runs: Runs, latent: OwnLatent, call: Call) -> Iterator["_Band"]:
@@ -249,24 +248,22 @@ class _Band:
     """It is a naive patch, which has words and the second latent, too."""
     words_have_run: bool = False
 
-    def why_not(self, whole: WholeRun, outside: torch.Tensor, watched: WatchedOutputs | None = None) -> str:
-        """Why the band's run is wrong, with another latent outside of the band. Empty: it is right."""
-
-        def tried() -> str:
-            both = zip(self.output(whole, outside, None, watched), self._own(whole.result), strict=True)
-            return next(filter(None, (difference("a band gives another result", *each) for each in both)), "")
-
-        return why_not(tried, "it does not run in a band", "in a band ")
+    def check(self, whole: WholeRun, outside: torch.Tensor, watched: WatchedOutputs | None = None) -> None:
+        """Unproven if the band's run is wrong, with another latent outside of the band."""
+        with as_unproven("it does not run in a band", "in a band "):
+            parts = self.output(whole, outside, ALL_LAYERS, watched)
+        for part, own in zip(parts, self._own(whole.result), strict=True):
+            check_equal("a band gives another result", part, own)
 
     def output(
-        self, whole: WholeRun, outside: torch.Tensor, tensor_rank: TensorRank | None, watched: WatchedOutputs | None = None
+        self, whole: WholeRun, outside: torch.Tensor, tensor_rank: TensorRank, watched: WatchedOutputs | None = None
     ) -> list[torch.Tensor]:
         """The band's part of each latent's output, with another latent outside of the band."""
         x = outside.clone()
         for part, own in zip(self._own(x), self._own(self.call.x), strict=True):
             part.copy_(own)
-        call = replace(self.call, x=x, named=self._named())
-        out = self.runs.run(call, _InBand(self.runs.blocks, whole, self.tokens, tensor_rank, watched))
+        call, cut = replace(self.call, x=x, named=self._named()), self.tokens
+        out = self.runs.run(call, _InBand(self.runs.blocks, whole, cut, tensor_rank, watched), tensor_rank.add_up)
         if out.shape != whole.result.shape:
             raise Unproven("it has an output of another size")
         return self._own(out)
@@ -314,7 +311,7 @@ class _InBand(ComparedRank):
         blocks: Sequence[OwnBlock],
         whole: WholeRun,
         band: BandTokens,
-        tensor_rank: TensorRank | None,
+        tensor_rank: TensorRank,
         watched: WatchedOutputs | None,
     ):
         super().__init__(blocks, 0, whole, tensor_rank)

@@ -1,31 +1,43 @@
 """Trials of changes inside a class that other nodes ask for, on a model as the class's own trial has it (trial.py).
 
-Here are what all of them share, and the trial of skipped blocks (skip layer guidance). guided_trial.py has the others.
+They are skipped blocks (skip layer guidance) and guided attention (guided_attention.py), by ComfyUI's NAGuidance or KJNodes'
+WanVideoNAG. That our function computes what ComfyUI's does is shown apart from it, without a model.
 """
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
+
+from parallel_backend.core.block_changes import NormalizedGuidance
 from parallel_backend.core.own_class import OwnBlock, OwnClass
+from parallel_backend.core.spans import Span
 from parallel_backend.own_class.adapters.adapters import adapter_of
-from parallel_backend.own_class.calls.residuals import BLOCKS, REPLACED
-from parallel_backend.own_class.calls.tried_calls import Call, drawn, smaller, with_tensors_told
-from parallel_backend.own_class.calls.unproven import first_line
+from parallel_backend.own_class.calls.call_arguments import OPTIONS
+from parallel_backend.own_class.calls.residuals import BLOCKS, PATCHES, REPLACED
+from parallel_backend.own_class.calls.tried_calls import Call, drawn, entry_of, smaller, with_tensors_told, words_of
+from parallel_backend.own_class.calls.unproven import Unproven
+from parallel_backend.own_class.cuts.forwards import put_forwards
+from parallel_backend.own_class.cuts.guided_attention import GUIDED, LAYERS, OUTPUT, SECOND, TEXT, Guide, prompt_attention
+from parallel_backend.own_class.cuts.guided_attention import SETTINGS as TEXT_SETTINGS
 from parallel_backend.own_class.cuts.stages import pass_through
-from parallel_backend.own_class.plans.block_order import tried_blocks
+from parallel_backend.own_class.plans.block_order import list_of, tried_blocks
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
-from parallel_backend.own_class.trials.call_state import module_state
-from parallel_backend.own_class.trials.comparison import difference
-from parallel_backend.own_class.trials.narrow import narrow_unet, narrowed, widened
-from parallel_backend.own_class.trials.other_calls import is_proven
-from parallel_backend.own_class.trials.short_model import Short, short_model
-from parallel_backend.own_class.trials.token_learning import without_token_cut
-from parallel_backend.own_class.trials.token_trial import Runs
+from parallel_backend.own_class.trials.band_trial import runs_of_bands
+from parallel_backend.own_class.trials.comparison import TensorRank, as_unproven, check_equal
+from parallel_backend.own_class.trials.feature_trial import Run, TensorSharing
+from parallel_backend.own_class.trials.other_calls import check_proven
+from parallel_backend.own_class.trials.short_model import Short, narrow_unet, narrowed, short_model, widened
+from parallel_backend.own_class.trials.stage_trial import WholeOutputs, module_state, run_in_one
+from parallel_backend.own_class.trials.token_trial import Runs, runs_of_ranks, without_token_cut
 from parallel_backend.own_class.trials.trial import conditions_of_trial
 
 
@@ -67,7 +79,7 @@ class ChangeTrial(ABC):
 
     @abstractmethod
     def tried(self) -> Shown:
-        """The result with the tried model."""
+        """The result with the tried model. Unproven if ranks would be wrong."""
 
     def shown(self) -> Shown:
         """The result with a narrower model, or else with one of the class's own width."""
@@ -77,17 +89,19 @@ class ChangeTrial(ABC):
             for kind, call, factor in (*narrower, (narrow_unet(own) if own.unet else own, self._call, 1)):
                 poll.begin(0, 1)
                 try:
-                    self.short = short_model(kind, call, poll)
-                    blocks = tried_blocks(self.proof.blocks, self.short.lists, self.short.kept, self.short.like)
-                    self.blocks = widened(blocks, Fraction(1, factor))
-                    runs = Runs(self.short.model, self.blocks)
-                    self._sizes = () if self.proof.sequence else runs.sizes(self.short.actual)
-                    found = self.tried()
-                except Exception as error:  # of any kind: its code is not known, and may count on its own widths
-                    found = Shown(f"{self.fails} ({first_line(error)})")
-                if not found.why:
-                    return found
+                    with as_unproven(self.fails):
+                        self._begin(kind, call, factor, poll)
+                        return self.tried()
+                except Unproven as unproven:  # it may count on its own widths
+                    found = Shown(str(unproven))
         return found
+
+    def _begin(self, kind: OwnClass, call: Call, factor: int, poll: Callable[..., None]) -> None:
+        """Make a model of this class, `factor` times narrower than that of the proof."""
+        self.short = short_model(kind, call, poll)
+        blocks = tried_blocks(self.proof.blocks, self.short.lists, self.short.kept, self.short.like)
+        self.blocks = widened(blocks, Fraction(1, factor))
+        self._sizes = () if self.proof.sequence else Runs(self.short.model, self.blocks).sizes(self.short.actual)
 
     @property
     def calls(self) -> list[Call]:
@@ -129,17 +143,16 @@ class TrialOfSkips(ChangeTrial):
             names = [self._skipped_block(calls[0], (kind, number)) for number in numbers]
             own = next((at for at, of_list in kept.items() if list(of_list) == names), None)
             if own is None or numbers != list(range(len(names))):
-                return Shown(f"the blocks that it skips are not a list in its order ({kind})")
+                raise Unproven(f"the blocks that it skips are not a list in its order ({kind})")
             if not {block.name for block in self.blocks}.issuperset(names):
-                return Shown(f"its blocks in {own} are not shared out")
+                raise Unproven(f"its blocks in {own} are not shared out")
             lists[kind] = own
         keys = [(kind, number) for kind, at in lists.items() for number in range(len(kept[at]))]
         for together in (*([key] for key in keys), keys):
             names = [kept[lists[kind]][number] for kind, number in together]
-            if why := self._why_not_passed(names, [(call, _with_skipped(call, together)) for call in calls]):
-                return Shown(why)
+            self._check_passed(names, [(call, _with_skipped(call, together)) for call in calls])
         if module_state(model) != before:
-            return Shown("it keeps something from a call with skipped blocks")
+            raise Unproven("it keeps something from a call with skipped blocks")
         return Shown(lists=lists)
 
     def _asked_for(self, call: Call) -> dict[str, list[int]]:
@@ -171,8 +184,8 @@ class TrialOfSkips(ChangeTrial):
             call.run(self.short.model)
         return ran
 
-    def _why_not_passed(self, names: Sequence[str], calls: Sequence[tuple[Call, Call]]) -> str:
-        """Why ranks whose blocks `names` return their arguments give another result. Empty: they do not.
+    def _check_passed(self, names: Sequence[str], calls: Sequence[tuple[Call, Call]]) -> None:
+        """Unproven if ranks whose blocks `names` return their arguments give another result.
 
         `calls`: each without and with skipped blocks."""
         model, actual = self.short.model, self.short.actual
@@ -182,14 +195,12 @@ class TrialOfSkips(ChangeTrial):
         with pass_through(model, passed):
             for number, (call, whole) in enumerate(wholes):
                 out = call.run(model, options=False)
-                if why := difference("blocks that return their arguments give another result", out, whole):
-                    return why
+                check_equal("blocks that return their arguments give another result", out, whole)
                 are_cut = not number and not self.proof.sequence  # once: it takes long
                 tried = self.proof, cut if are_cut else without_token_cut(self.blocks)
                 tokens = self.calls_of_tokens(actual) if are_cut else []
-                if not is_proven(model, tried, (call, whole), actual, None, tokens):
-                    return "ranks give another result with a skipped block"
-        return ""
+                with as_unproven(self.fails, "ranks give another result with a skipped block: "):
+                    check_proven(model, tried, (call, whole), actual, None, tokens)
 
 
 def _with_skipped(call: Call, keys: Sequence[Key]) -> Call:
@@ -199,3 +210,127 @@ def _with_skipped(call: Call, keys: Sequence[Key]) -> Call:
 def _replaced(call: Call, functions: Mapping[Key, Any]) -> Call:
     """The call with functions in place of blocks."""
     return replace(call, options={**call.options, REPLACED: {BLOCKS: dict(functions)}})
+
+
+PROMPTS = "cond_or_uncond"
+"""Entry of transformer_options: which prompts a call has."""
+SETTINGS = 5.0, 1.5, 0.5
+"""Scale, tau and alpha with which it is tried: each of them counts, and no other value is computed elsewhere."""
+TOGETHER = "both prompts are in one call"
+SEED = 5
+"""Seed of a second text."""
+
+
+class _Guiding(ChangeTrial):
+    """A trial of guided attention, by either node."""
+
+    @abstractmethod
+    def on_ranks(self, call: Call) -> Call:
+        """A call as ranks get it."""
+
+    def compared(self, wholes: WholeOutputs) -> Shown:
+        """The result for ranks. `wholes`: `calls`, and the class's guided output for each."""
+        proof, model, actual = self.proof, self.short.model, self.on_ranks(self.short.actual)
+        tried = replace(proof, batch=TOGETHER), without_token_cut(self.blocks) if proof.sequence else self.blocks
+        for (call, whole), time in zip(wholes, [(), *([time] for time in self.times)], strict=True):
+            guided = self.on_ranks(call)
+            alone = () if proof.batch else range(len(call.x))
+            for each, out in [(guided, whole), *((entry_of(guided, at), whole[at : at + 1]) for at in alone)]:
+                check_equal("ranks that guide it give another result", run_in_one(model, self.blocks, each), out)
+            with as_unproven(self.fails, "ranks give another result if it is guided: "):
+                check_proven(model, tried, (guided, whole), actual, None, self.calls_of_tokens(actual, time), time)
+        if self.tensor > 1 and not proof.tensor:
+            self._check_shared([call for call, _ in wholes])
+        return Shown(has_effect=True)
+
+    def _check_shared(self, calls: Sequence[Call]) -> None:
+        """Unproven if ranks that share layers give another result, alone or with a part of the tokens each."""
+        model, blocks, latent = self.short.model, self.blocks, self.proof.latent
+        sharing = TensorSharing(model, blocks, calls[:1], self.tensor)
+        numbers = {name: range(count) for name, count in Counter(map(list_of, blocks)).items()}
+        if any(_layers(a) != _layers(b) for a, b in zip(sharing.of_all(tuple(blocks), numbers), blocks, strict=True)):
+            raise Unproven("its layers are shared in another way than in the trial")
+        actual = self.on_ranks(self.short.actual)
+        runs: list[Iterable[Run]] = [(partial(_run_of_rank, model, blocks, self.on_ranks(call)) for call in calls)]
+        if not self.proof.sequence:
+            runs.append(runs_of_ranks(model, blocks, actual))
+            runs.append(() if latent is None else runs_of_bands(model, blocks, latent, actual))
+        sharing.check_all(itertools.chain.from_iterable(runs))
+
+
+def _layers(block: OwnBlock) -> tuple[Any, ...]:
+    """What ranks share of it, without the widths, which are a tried model's."""
+    return [(cut.layer, cut.kind) for cut in block.cuts], block.divided, block.headed
+
+
+def _run_of_rank(model: nn.Module, blocks: Sequence[OwnBlock], call: Call, rank: TensorRank) -> Any:
+    return run_in_one(model, blocks, call, None, rank.add_up)
+
+
+class TrialOfGuidance(_Guiding):
+    """The trial of ComfyUI's NAGuidance, for any settings. `prompts`: positive and negative entries of the call, which
+    has PROMPTS among its options."""
+
+    fails = "it does not run guided"
+
+    def __init__(self, *given: Any, prompts: tuple[Span, Span], **named: Any):
+        super().__init__(*given, **named)
+        self.proof = replace(self.proof, batch=TOGETHER)
+        self._guidance = NormalizedGuidance(*SETTINGS, *prompts)
+
+    def tried(self) -> Shown:
+        model, calls = self.short.model, self.calls
+        before, native = module_state(model), _Native(self._guidance, self.short.call.options[PROMPTS])
+        functions = {PATCHES: {OUTPUT: [native]}}
+        wholes = [(each, replace(each, options={**each.options, **functions}).run(model)) for each in calls]
+        if module_state(model) != before:
+            raise Unproven("it keeps something from a guided call")
+        if native.calls:
+            return self.compared(wholes)
+        for each, whole in wholes:
+            differ = "it gives another result with a function, but does not call it"
+            check_equal(differ, each.run(model, options=False), whole)
+        return Shown()
+
+    def on_ranks(self, call: Call) -> Call:
+        options = {**call.named.get(OPTIONS, {}), GUIDED: self._guidance}
+        return replace(call, named={**call.named, OPTIONS: options})
+
+
+class _Native:
+    """The node's function, for the whole class. It guides if the class tells it of these `prompts`. The class may also tell
+    it of others, or of none, which ranks cannot see."""
+
+    def __init__(self, guidance: NormalizedGuidance, prompts: Any):
+        self._guide, self._prompts, self.calls = Guide(guidance), prompts, 0
+
+    def __call__(self, out_BSC: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+        self.calls += 1
+        return self._guide(out_BSC, options) if options.get(PROMPTS) == self._prompts else out_BSC
+
+
+Node = Callable[[nn.Module, torch.Tensor], Callable[..., torch.Tensor]]
+"""(module that attends to the prompt, second text [1, U, hidden], embedded) -> the node's forward of the module."""
+
+
+class TrialOfSecondText(_Guiding):
+    """The trial of WanVideoNAG's second text. `settings`: see second_text.SETTINGS, those with which `node` guides."""
+
+    fails = "it does not run with a second text"
+
+    def __init__(self, *given: Any, settings: torch.Tensor, node: Node, **named: Any):
+        super().__init__(*given, **named)
+        self._settings, self._node = settings, node
+
+    def tried(self) -> Shown:
+        model, width = self.short.model, self.short.call.named["context"].shape[-1]
+        generator = torch.Generator().manual_seed(SEED)
+        self._text = torch.randn(1, words_of(self.short.call) + 1, width, generator=generator)
+        embedded = model.get_submodule(LAYERS)(self._text)
+        with put_forwards((module, self._node(module, embedded)) for module in prompt_attention(model)):
+            wholes = [(each, each.run(model)) for each in self.calls]
+        return self.compared(wholes)
+
+    def on_ranks(self, call: Call) -> Call:
+        second = {TEXT: self._text.expand(len(call.x), -1, -1), TEXT_SETTINGS: self._settings}
+        return replace(call, named={**call.named, SECOND: second})

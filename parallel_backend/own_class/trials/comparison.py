@@ -1,21 +1,35 @@
-"""Result of comparing a trial's run with the whole model's. An empty text: they agree."""
+"""Comparison of a trial's runs: the whole model's is noted, and values of ranks have to be rows of it. What is not proven is
+raised as Unproven."""
 
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from parallel_backend.core.own_class import OwnAttention, OwnBlock
+from parallel_backend.core.sequence import SequenceCut
+from parallel_backend.own_class.calls.block_arguments import Arguments, tensor_places
 from parallel_backend.own_class.calls.tried_calls import distance
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
+from parallel_backend.own_class.cuts.attention_calls import AttentionCall, Rows, attention_call, shares_keys
+from parallel_backend.own_class.cuts.band_tokens import ONE
+from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
+from parallel_backend.own_class.cuts.token_cut import TokenCut
 
 TOLERANCE = 1e-5
 """Largest difference from the whole model's values, as a share of its largest value."""
 
 
-def difference(what: str, out: torch.Tensor, whole: torch.Tensor) -> str:
-    """`what`, with the difference, if an output is not the whole model's but for rounding."""
+def check_equal(what: str, out: torch.Tensor, whole: torch.Tensor) -> None:
+    """Unproven, with `what` and the difference, if an output is not the whole model's but for rounding."""
     far = distance(out, whole) if out.shape == whole.shape else math.inf
-    return "" if far <= TOLERANCE else f"{what} (by {far:.1e} of the largest value)"
+    if far > TOLERANCE:
+        raise Unproven(f"{what} (by {far:.1e} of the largest value)")
 
 
 def close(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -> bool:
@@ -25,17 +39,209 @@ def close(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -
     return bool((a - b).abs().max() <= TOLERANCE * (b if whole is None else whole).abs().max())
 
 
-def why_not(run: Callable[[], str], fails: str, before: str = "") -> str:
-    """What `run` returns, or the text of the Unproven that it raises, with `before` in front of it. For another error
-    `fails`, with its first line."""
+@contextmanager
+def as_unproven(fails: str, before: str = "") -> Iterator[None]:
+    """Context from which all errors come out as Unproven, because a class's code is not known. The text is `fails` with the
+    error's first line, or that of an Unproven, with `before` in front of it."""
     try:
-        return run()
+        yield
     except Unproven as unproven:
-        return f"{before}{unproven}"
-    except Exception as error:  # of any kind: a class's code is not known
-        return f"{fails} ({first_line(error)})"
+        raise Unproven(f"{before}{unproven}") from unproven
+    except Exception as error:
+        raise Unproven(f"{fails} ({first_line(error)})") from error
 
 
-def first_why_not(runs: Iterable[Callable[[], str]], fails: str) -> str:
-    """The first text that is not empty, see `why_not`. Later runs are not started."""
-    return next(filter(None, (why_not(run, fails) for run in runs)), "")
+def why_not(check: Callable[[], object]) -> str:
+    """The text of the Unproven that `check` raises. Empty: it raises none."""
+    try:
+        check()
+    except Unproven as unproven:
+        return str(unproven)
+    return ""
+
+
+@dataclass(frozen=True)
+class TensorRank:
+    """One of `count` tensor ranks. The only one has all of the layers."""
+
+    index: int
+    count: int
+    add_up: Sum = own_sums
+    """Of the ranks' sums of guided attention."""
+
+
+ALL_LAYERS = TensorRank(0, 1)
+
+
+@dataclass(frozen=True)
+class NotedAttention:
+    """A call of attention in the whole model: (queries, keys, values) and the output, each [B, S, H, D]."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    out: torch.Tensor
+    masked: bool
+    key_mask: torch.Tensor | None
+    """As AttentionCall has it. None also if its mask is not a mask of keys."""
+
+    def of_tensor_rank(self, rank: TensorRank, call: AttentionCall) -> "NotedAttention":
+        """The part with the heads of a tensor rank, whose own call is `call`."""
+
+        def part(whole_BSHD: torch.Tensor, own_BSHD: torch.Tensor) -> torch.Tensor:
+            whole, heads = whole_BSHD.shape[2], own_BSHD.shape[2]
+            if heads == whole or rank.count == 1:
+                return whole_BSHD
+            # Ranks with more heads come first: as many as this one has before it, or behind it if it has fewer.
+            behind = (rank.count - 1 - rank.index) * heads
+            start = rank.index * heads if heads * rank.count >= whole else whole - behind - heads
+            return whole_BSHD[:, :, start : start + heads]
+
+        q, k, v = self.tensors
+        parts = part(q, call.q_BQHD), part(k, call.k_BKHD), part(v, call.v_BKHD)
+        return replace(self, tensors=parts, out=part(self.out, call.q_BQHD))
+
+
+class WholeRun(TokenCut):
+    """A run of the whole model. No tokens are cut; attention and outputs of blocks are noted."""
+
+    def __init__(self, blocks: Sequence[OwnBlock]):
+        super().__init__([replace(block, attention=()) for block in blocks], 0, ONE)
+        self.shapes: list[list[torch.Size]] = []
+        """Shapes of each block's tensors."""
+        self.calls: list[list[NotedAttention]] = []
+        """Each block's attention."""
+        self.outputs: dict[int, tuple[torch.Tensor | None, ...]] = {}
+        """Number of a block -> its outputs."""
+        self.result: Any = None
+        """The model's output."""
+
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        self.number = number
+        leaves = pytree.tree_leaves((args, kwargs))
+        self.shapes.append([leaves[at].shape for at in tensor_places(leaves)])
+        self.calls.append([])
+        return args, kwargs
+
+    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._coming is None:
+            return function(*args, **kwargs)
+        call, out = attention_call(function, *args, **kwargs), function(*args, **kwargs)
+        tensors = call.q_BQHD.clone(), call.k_BKHD.clone(), call.v_BKHD.clone()
+        of_heads = out.transpose(1, 2) if call.heads_first else out.unflatten(-1, (call.q_BQHD.shape[2], -1))
+        try:
+            key_mask = call.key_mask
+        except Unproven:
+            key_mask = None  # said where the call is cut
+        self.calls[-1].append(NotedAttention(tensors, of_heads.clone(), call.mask is not None, key_mask))
+        return out
+
+    def leaves(self, number: int) -> bool:
+        return True
+
+    def leave(self, out: Any, is_known: bool = True) -> Any:
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        self.outputs[self.number] = tuple(None if value is None else value.clone() for value in values)
+        return out
+
+    def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
+        raise AssertionError("nothing is cut")
+
+    def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        raise AssertionError("nothing is cut")
+
+
+RANKS = 3
+"""In the trial, so that they have different numbers of tokens."""
+OTHER_MASK = "attends with another mask if its tokens are cut"
+
+
+class ComparedRank(TokenCut):
+    """A rank's run. What other ranks would send is taken from the whole model's run. Unproven if a value of the rank is not
+    a part of the whole's.
+
+    `tensor_rank`: the layers have this rank's parts of their weights (feature_trial.py)."""
+
+    def __init__(self, blocks: Sequence[OwnBlock], index: int, whole: WholeRun, tensor_rank: TensorRank = ALL_LAYERS):
+        super().__init__(blocks, index, SequenceCut((1.0,), RANKS, repeat_text=False))
+        self._noted, self._tensor_rank = whole, tensor_rank
+        self._attended = 0  # calls in the block that runs
+
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        self._attended = 0
+        return super().enter(number, args, kwargs)
+
+    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = super().attend(function, *args, **kwargs)
+        self._attended += self._coming is not None
+        return out
+
+    def noted(self) -> NotedAttention:
+        """The whole run's values at the present call of attention."""
+        calls = self._noted.calls[self.number]
+        if self._attended >= len(calls):
+            raise Unproven(f"{self.block.name} attends more often if its tokens are cut")
+        return calls[self._attended]
+
+    def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
+        of_all = self.noted()
+        if (heads := of_all.tensors[0].shape[2]) != spec.heads:
+            raise Unproven(f"{self.block.name} attends with {heads} heads")
+        whole = of_all.of_tensor_rank(self._tensor_rank, call)
+        if whole.masked != (mask_bK is not None):
+            raise Unproven(f"{self.block.name} {OTHER_MASK}")
+        of_both = (spec.queries, spec.keys, spec.keys)
+        for own, of_whole, streams in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, of_both, strict=True):
+            if not self.has_rows_of(own, of_whole, streams):
+                raise Unproven(f"{self.block.name} attends to other values if its tokens are cut")
+        # A tensor rank that has only some of the heads that share keys sends and keeps those of each.
+        if call.k_BKHD.shape[2] % spec.sharing == 0 and not shares_keys(call.k_BKHD, call.v_BKHD, spec.sharing):
+            raise Unproven(f"{self.block.name} attends with heads that share no keys")
+        if call.rule is not None and not self._is_ruled(call, whole, self.own_rows(spec.queries)):
+            raise Unproven(f"{self.block.name} attends by rows in another way where its tokens are cut")
+        return whole.out[:, self.own_rows(spec.queries)]
+
+    def _is_ruled(self, call: AttentionCall, whole: NotedAttention, rows: slice | torch.Tensor) -> bool:
+        """Whether the call's rule returns these rows of the whole's output if it gets them alone, with keys in another
+        order."""
+        assert call.rule is not None
+        q_BQHD, k_BKHD, v_BKHD = whole.tensors
+        queries, keys = torch.arange(q_BQHD.shape[1])[rows], torch.arange(k_BKHD.shape[1]).flip(0)
+        of_rows = Rows(q_BQHD[:, queries], k_BKHD[:, keys], v_BKHD[:, keys], queries, keys)
+        plain = functools.partial(call.compute, mask_bK=None)
+        return close(call.rule(plain, of_rows), whole.out[:, queries], whole.out)
+
+    def left(self, number: int, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        of_whole = self._noted.outputs[self.number][number]
+        if of_whole is None or not self.has_rows_of(value, of_all := self.rows_of(of_whole), streams):
+            raise Unproven(f"{self.block.name} returns other values if its tokens are cut")
+        if self.block.placed:
+            return self.at_places(value, streams)
+        return self._with_local(value, self.left_by_all(value, of_all, streams), streams)
+
+    def has_rows_of(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
+        """Whether `own` has this rank's rows of the whole's tokens of these streams."""
+        return close(own, of_whole[:, self.own_rows(streams)], of_whole)
+
+    def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """All tokens of an output of the last block. Tokens that no rank of this call has are NaN."""
+        return of_whole
+
+    def _with_local(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        """Output of the last block in place of `value`: tokens of the whole, but this rank's own of local streams."""
+        if not self.block.local or not streams:
+            return of_whole.clone()
+        own, of_all = self.by_stream(value, streams), of_whole.split([self.tokens[stream] for stream in streams], dim=1)
+        kept = (own[stream] if stream in self.block.local else each for stream, each in zip(streams, of_all, strict=True))
+        return torch.cat(list(kept), dim=1)
+
+    def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        raise AssertionError("a run that is held against another leaves with its values")
+
+    def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
+        whole = self.noted().key_mask
+        if whole is None or not any(torch.equal(mask_bK, part) for part in (whole, whole[:, self.own_rows(streams)])):
+            raise Unproven(f"{self.block.name} {OTHER_MASK}")
+        return whole
+
+    def own_rows(self, streams: Sequence[int]) -> slice | torch.Tensor:
+        """This rank's rows of a tensor with all tokens of these streams, or of one that is not cut."""
+        return self.rows(streams, self.index) if streams else slice(None)

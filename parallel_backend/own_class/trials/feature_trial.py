@@ -19,13 +19,12 @@ from torch.utils import _pytree as pytree
 from parallel_backend.core.own_class import OwnBlock, OwnCut
 from parallel_backend.core.spans import Span, split_units
 from parallel_backend.own_class.calls.tried_calls import Call, copied
-from parallel_backend.own_class.calls.unproven import Unproven, first_line
+from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.feature_cut import layers_to_cut, run_noted, units_of_heads
 from parallel_backend.own_class.cuts.forwards import put_forward
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, axes_of_heads, cut_side, give_heads
 from parallel_backend.own_class.plans.block_order import Representatives, list_of, whole_list
-from parallel_backend.own_class.trials.compared_runs import TensorRank
-from parallel_backend.own_class.trials.comparison import close, difference, why_not
+from parallel_backend.own_class.trials.comparison import TensorRank, as_unproven, check_equal, close
 
 MOST_SETTINGS = 64
 """Most choices of attributes and arguments that are tried for a block."""
@@ -33,14 +32,13 @@ MOST_SETTINGS = 64
 LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d
 """Layers whose attributes follow from the sizes of their weights."""
 
-LayerOutputs = dict[str, list[torch.Tensor]]
-"""Layer -> its output in each call; for norms the input."""
 Divided = tuple[tuple[str, str, int], ...]
 """(module, its attribute, units)."""
 Headed = tuple[tuple[str, int, int, int], ...]
 """(module, number of a tensor among its arguments, axis of heads, units)."""
-Run = Callable[[TensorRank | None], Any]
-"""Runs what is tried, as the whole (None) or as this tensor rank, and gives its result."""
+Run = Callable[[TensorRank], Any]
+"""Runs what is tried, as this tensor rank, and gives its result. The only rank is the whole."""
+GUIDANCE = "guided attention"
 
 
 @dataclass(frozen=True)
@@ -67,13 +65,52 @@ class TensorShares:
         return replace(block, units=units if any(units) else (), head_units=self.head_units)
 
 
-class _LayerOfRank:
-    """A layer with a tensor rank's part of the weights. `made`: the whole layer's values in each call, see LayerOutputs.
-    `sums`: sums of the ranks' values so far. Unproven if a value of the rank is not a part of the whole's."""
+class _Values:
+    """Values at one place in a run of the whole, in order, and the sums of the ranks' there. Unproven if a rank's do not fit
+    them. `name`: of the place, such as a layer whose outputs they are, or inputs of a norm."""
 
-    def __init__(self, cut: OwnCut, layer: nn.Module, rank: TensorRank, made: list[torch.Tensor], sums: list[torch.Tensor]):
-        self._cut, self._layer, self._rank, self._made, self._sums = cut, layer, rank, made, sums
-        self._next = 0  # number of its next call
+    def __init__(self, name: str):
+        self._name, self._next = name, 0
+        self._whole: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """A rank's run begins."""
+        self._next = 0
+
+    def note(self, value: torch.Tensor) -> torch.Tensor:
+        """The whole's next value."""
+        self._whole.append(value.clone())
+        return value
+
+    def next(self) -> torch.Tensor:
+        """The whole's value for the present one of a rank."""
+        self._next += 1
+        if self._next > len(self._whole):
+            raise Unproven(f"{self._name} is called more often if it is cut")
+        return self._whole[self._next - 1]
+
+    def add(self, own: torch.Tensor) -> torch.Tensor:
+        """Add a rank's value. Returns the whole's."""
+        whole = self.next()
+        if own.shape != whole.shape:
+            raise Unproven(f"a rank's values of {self._name} have another shape than the whole's")
+        if self._next > len(self._sums):
+            self._sums.append(torch.zeros_like(whole))
+        self._sums[self._next - 1] += own
+        return whole.clone()
+
+    def check_sums(self) -> None:
+        """Unproven unless the ranks' values add up to the whole's."""
+        if len(self._whole) != len(self._sums) or not all(map(close, self._sums, self._whole)):
+            raise Unproven(f"the ranks' values of {self._name} do not add up to the whole's")
+
+
+class _LayerOfRank:
+    """A layer with a tensor rank's part of the weights. `values`: of the whole."""
+
+    def __init__(self, cut: OwnCut, layer: nn.Module, rank: TensorRank, values: _Values):
+        self._cut, self._layer, self._rank, self._values = cut, layer, rank, values
 
     def put(self, stack: ExitStack) -> None:
         """Put the part in the layer's place until the stack is closed."""
@@ -96,47 +133,30 @@ class _LayerOfRank:
             return None if self._rank.index else parameter
         return nn.Parameter(self._part(parameter, int(is_row)), requires_grad=False)
 
-    def _whole(self) -> torch.Tensor:
-        """The whole's value at the present call."""
-        self._next += 1
-        if self._next > len(self._made):
-            raise Unproven(f"{self._cut.layer} is called more often if it is cut")
-        return self._made[self._next - 1]
-
-    def _check_part(self, own: torch.Tensor, whole: torch.Tensor) -> None:
+    def _whole_of(self, own: torch.Tensor) -> torch.Tensor:
+        """The whole's value. Unproven unless the rank's own is a part of it."""
+        whole = self._values.next()
         if not close(own, self._part(whole), whole):
             raise Unproven(f"a rank's values of {self._cut.layer} are not a part of the whole's")
+        return whole
 
     def _made_up(self, _layer: nn.Module, _given: tuple, out: torch.Tensor) -> torch.Tensor:
         """Forward hook of a layer whose outputs are added up or gathered."""
-        whole = self._whole()
-        if self._cut.kind == CutKind.GATHER.value:
-            self._check_part(out, whole)
-            return whole.clone()
-        if out.shape != whole.shape:
-            raise Unproven(f"a rank's values of {self._cut.layer} have another shape than the whole's")
-        if self._next > len(self._sums):
-            self._sums.append(torch.zeros_like(whole))
-        self._sums[self._next - 1] += out
-        return whole.clone()
+        return self._whole_of(out).clone() if self._cut.kind == CutKind.GATHER.value else self._values.add(out)
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         """Forward of an RMSNorm with the rank's features, and the sum of squares of all."""
-        whole, norm = self._whole(), self._layer
-        self._check_part(x, whole)
+        whole, norm = self._whole_of(x), self._layer
         assert isinstance(norm, nn.RMSNorm) and norm.eps is not None
         return x * torch.rsqrt(whole.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
 
 
 @contextmanager
-def _of_rank(
-    module: nn.Module, shares: TensorShares, rank: TensorRank, made: LayerOutputs, sums: LayerOutputs
-) -> Iterator[None]:
-    """Context in which the module has this rank's part of its layers. `sums`: of ROW layers, see _LayerOfRank."""
+def _of_rank(module: nn.Module, shares: TensorShares, rank: TensorRank, values: Mapping[str, _Values]) -> Iterator[None]:
+    """Context in which the module has this rank's part of its layers. `values`: by layer."""
     with ExitStack() as stack:
         for cut in shares.cuts:
-            of_layer = made.get(cut.layer, []), sums.setdefault(cut.layer, [])
-            _LayerOfRank(cut, module.get_submodule(cut.layer), rank, *of_layer).put(stack)
+            _LayerOfRank(cut, module.get_submodule(cut.layer), rank, values[cut.layer]).put(stack)
         for path, attribute, units in shares.divided:
             holder = module.get_submodule(path)
             whole = getattr(holder, attribute)
@@ -147,43 +167,35 @@ def _of_rank(
         yield
 
 
-def _check_sums(shares: TensorShares, made: LayerOutputs, sums: LayerOutputs) -> None:
-    """Unproven if the ranks' values do not add up to the whole's."""
-    for layer in (cut.layer for cut in shares.cuts if cut.kind == CutKind.ROW.value):
-        whole, of_ranks = made.get(layer, []), sums[layer]
-        if len(whole) != len(of_ranks) or not all(map(close, of_ranks, whole)):
-            raise Unproven(f"the ranks' values of {layer} do not add up to the whole's")
-
-
-def _noting(module: nn.Module, shares: TensorShares, run: Run) -> tuple[LayerOutputs, Any]:
-    """(values of the layers in a run of the whole, result of the run)."""
-    made: LayerOutputs = {}
+@contextmanager
+def _noting(module: nn.Module, cuts: Sequence[OwnCut], values: Mapping[str, _Values]) -> Iterator[None]:
+    """Context of a run of the whole: its values at the cut layers are noted."""
 
     def note(cut: OwnCut, _layer: nn.Module, given: tuple, out: torch.Tensor) -> None:
-        made.setdefault(cut.layer, []).append((given[0] if cut.kind == CutKind.NORM.value else out).clone())
+        values[cut.layer].note(given[0] if cut.kind == CutKind.NORM.value else out)
 
     with ExitStack() as hooks:
-        for cut in shares.cuts:
+        for cut in cuts:
             hooks.enter_context(module.get_submodule(cut.layer).register_forward_hook(partial(note, cut)))
-        return made, run(None)
+        yield
 
 
-def why_not_shared(module: nn.Module, shares: TensorShares, run: Run, ranks: int) -> str:
-    """Why the ranks of `module` do not compute what it does in `run`. Empty: they do."""
-
-    def tried() -> str:
-        made, whole = _noting(module, shares, run)
-        sums: LayerOutputs = {}
-        for rank in (TensorRank(index, ranks) for index in range(ranks)):
-            with _of_rank(module, shares, rank, made, sums):
+def check_shared(module: nn.Module, shares: TensorShares, run: Run, ranks: int) -> None:
+    """Unproven unless the ranks of `module` compute what it does in `run`."""
+    values = {name: _Values(name) for name in (*(cut.layer for cut in shares.cuts), GUIDANCE)}
+    with as_unproven("it does not run if its layers are cut"):
+        with _noting(module, shares.cuts, values):
+            whole = run(TensorRank(0, 1, values[GUIDANCE].note))
+        for index in range(ranks):
+            rank = TensorRank(index, ranks, values[GUIDANCE].add)
+            for each in values.values():
+                each.begin()
+            with _of_rank(module, shares, rank, values):
                 out = run(rank)
-            for each in zip(_tensors(out), _tensors(whole), strict=True):
-                if why := difference("ranks that share its layers give another result", *each):
-                    return why
-        _check_sums(shares, made, sums)
-        return ""
-
-    return why_not(tried, "it does not run if its layers are cut")
+            for both in zip(_tensors(out), _tensors(whole), strict=True):
+                check_equal("ranks that share its layers give another result", *both)
+        for name in (*(cut.layer for cut in shares.cuts if cut.kind == CutKind.ROW.value), GUIDANCE):
+            values[name].check_sums()
 
 
 def _tensors(out: Any) -> list[torch.Tensor]:
@@ -191,52 +203,39 @@ def _tensors(out: Any) -> list[torch.Tensor]:
 
 
 class TensorSharing:
-    """How `ranks` tensor ranks share the layers of a tried model's blocks, found by a call and proven with all `calls`."""
+    """How `ranks` tensor ranks share the layers of a tried model's blocks, found by the first of `calls`. Unproven if they
+    cannot, or if it is wrong for one of the calls."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: int):
         self._model, self._tried, self._ranks = model, blocks, ranks
         self._shares: dict[str, TensorShares] = {}
-        runs = (partial(self._run, call) for call in calls)
-        self.why = self._found(_arguments(model, blocks, calls[0])) or self.why_not(runs)
-        """Why nothing is proven. Empty: something is."""
+        for name, arguments in _arguments(model, blocks, calls[0]).items():
+            try:
+                self._shares[name] = _of_block(model.get_submodule(name), arguments, ranks)
+            except Unproven as unproven:
+                raise Unproven(f"{unproven} (in {name})") from None
+        for call in calls:
+            self.check_call(call)
 
-    def _found(self, given: Mapping[str, tuple[tuple, dict[str, Any]]]) -> str:
-        """Why a block's layers cannot be shared. Empty: those of all can, by `_shares`. `given`: see _arguments."""
-        for name, arguments in given.items():
-            shares = _of_block(self._model.get_submodule(name), arguments, self._ranks)
-            if isinstance(shares, str):
-                return f"{shares} (in {name})"
-            self._shares[name] = shares
-        return ""
+    def check_call(self, call: Call) -> None:
+        """As `check`, for a run of this call with all tokens, in one stage."""
+        self.check(lambda _rank: call.run(self._model, options=False))
 
-    def _run(self, call: Call, _rank: TensorRank | None) -> Any:
-        """Run the call with all tokens, in one stage."""
-        return call.run(self._model, options=False)
-
-    def why_not_for(self, call: Call) -> str:
-        """As `why_not_in`, for a run of this call with all tokens."""
-        return self.why_not_in(partial(self._run, call))
-
-    def why_not(self, runs: Iterable[Run]) -> str:
-        """The first reason of `why_not_in` for these runs. Empty: there is none."""
-        try:
-            return next(filter(None, map(self.why_not_in, runs)), "")
-        except Unproven as unproven:  # of a run of the whole, with which ranks would be compared
-            return str(unproven)
-
-    def why_not_in(self, run: Run) -> str:
-        """Why ranks that share layers give another result in this run, such as one with a part of the tokens. Empty: they do
-        not."""
+    def check(self, run: Run) -> None:
+        """Unproven if ranks that share layers give another result in this run, such as one with a part of the tokens."""
         named = [each.below(name) for name, each in self._shares.items()]
         cuts = tuple(cut for shares in named for cut in shares.cuts)
         divided = tuple(place for shares in named for place in shares.divided)
         headed = tuple(place for shares in named for place in shares.headed)
-        return why_not_shared(self._model, TensorShares(cuts, divided, headed), run, self._ranks)
+        check_shared(self._model, TensorShares(cuts, divided, headed), run, self._ranks)
+
+    def check_all(self, runs: Iterable[Run]) -> None:
+        """As `check`, for all of these runs."""
+        for run in runs:
+            self.check(run)
 
     def of_all(self, blocks: tuple[OwnBlock, ...], like: Representatives) -> tuple[OwnBlock, ...]:
-        """All `blocks` of the class, with the layers that ranks share. Unchanged if nothing is proven."""
-        if self.why:
-            return blocks
+        """All `blocks` of the class, with the layers that ranks share."""
         shared_by: dict[str, OwnBlock] = {}
         for name in dict.fromkeys(map(list_of, self._tried)):
             of_list = [block for block in self._tried if list_of(block) == name]
@@ -263,34 +262,34 @@ def _arguments(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> dict
     return found
 
 
-def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int) -> TensorShares | str:
-    """The layers that ranks can share in a block that gets these arguments, or why they can share none."""
-    try:
+def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int) -> TensorShares:
+    """The layers that ranks can share in a block that gets these arguments. Unproven if they can share none."""
+    with as_unproven("the inputs of its layers cannot be found"):
         noted = run_noted(block, *given)
         choices = units_of_heads(noted, ranks)
         cuts, of_heads = layers_to_cut(noted, ranks, choices) if choices else ([], 0)
-    except Exception as error:  # of any kind: its code is not known
-        return f"the inputs of its layers cannot be found ({first_line(error)})"
     heads, head_sizes = ({tensors[0].shape[axis] for tensors in noted.heads.values()} for axis in (2, 3))
     if not choices:
-        return f"its {min(heads)} heads cannot be shared by {ranks} ranks"
+        raise Unproven(f"its {min(heads)} heads cannot be shared by {ranks} ranks")
     if not any(cut.kind == CutKind.ROW.value for cut in cuts):
-        return f"neither its heads nor its features can be shared by {ranks} ranks"
+        raise Unproven(f"neither its heads nor its features can be shared by {ranks} ranks")
     amounts = _amounts(cuts, head_sizes, ranks)
     head_units = of_heads if of_heads % ranks else 0
-    tables = axes_of_heads(*given, heads)
     failures = []
 
-    def run(_rank: TensorRank | None) -> Any:
+    def run(_rank: TensorRank) -> Any:
         args, kwargs = copied(given)
         return nn.Module.__call__(block, *args, **kwargs)
 
-    for divided, headed in itertools.islice(_settings(block, amounts, tables), MOST_SETTINGS):
+    for divided, headed in itertools.islice(_settings(block, amounts, axes_of_heads(*given, heads)), MOST_SETTINGS):
         shares = TensorShares(tuple(cuts), divided, tuple((*place, head_units) for place in headed), head_units)
-        if not (why := why_not_shared(block, shares, run, ranks)):
+        try:
+            check_shared(block, shares, run, ranks)
+        except Unproven as unproven:
+            failures.append(unproven)
+        else:
             return shares
-        failures.append(why)
-    return failures[0]
+    raise failures[0]
 
 
 def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[int, int]:

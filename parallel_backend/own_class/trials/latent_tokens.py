@@ -19,7 +19,7 @@ from parallel_backend.own_class.calls.patching import Companion
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, words_of
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.token_cut import entries_of
-from parallel_backend.own_class.trials.compared_runs import WholeRun
+from parallel_backend.own_class.trials.comparison import WholeRun
 from parallel_backend.own_class.trials.token_trial import Runs
 
 OTHER_IMAGES = 2

@@ -1,19 +1,18 @@
 """Whether what is proven for some calls of a class holds for others: with other numbers, or at another width."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, entry_of, numbers_of, smaller, with_numbers, words_of
 from parallel_backend.own_class.plans.proof import Tried
-from parallel_backend.own_class.trials.band_trial import why_not_in_bands
-from parallel_backend.own_class.trials.call_state import module_state
-from parallel_backend.own_class.trials.compared_runs import RANKS
+from parallel_backend.own_class.trials.band_trial import check_in_bands
+from parallel_backend.own_class.trials.comparison import RANKS, why_not
 from parallel_backend.own_class.trials.feature_trial import TensorSharing
-from parallel_backend.own_class.trials.stage_trial import why_not_by_entry, why_not_staged
-from parallel_backend.own_class.trials.token_learning import are_cut
-from parallel_backend.own_class.trials.token_trial import ENDS, Size, why_not_cut
+from parallel_backend.own_class.trials.stage_trial import check_by_entry, check_staged, module_state
+from parallel_backend.own_class.trials.token_trial import ENDS, Runs, Size, are_cut
 
 ENOUGH = 3
 """Other values of a number with which the class must run before the number is said not to matter."""
@@ -40,7 +39,7 @@ def free_numbers(
             if noted is None or module_state(model) != before:
                 return False
             with_tokens = [drawn(smaller(like, *size), 1) for size in sizes]
-            if not is_proven(model, best, noted, like, sharing, with_tokens):
+            if why_not(partial(check_proven, model, best, noted, like, sharing, with_tokens)):
                 return False
         return True
 
@@ -49,7 +48,7 @@ def free_numbers(
     return [name for name in values if are_free([name])] if len(values) > 1 else []
 
 
-def is_proven(
+def check_proven(
     model: nn.Module,
     tried: Tried,
     noted: tuple[Call, Any],
@@ -57,25 +56,27 @@ def is_proven(
     sharing: TensorSharing | None,
     with_tokens: Sequence[Call],
     time: Sequence[float] = (),
-) -> bool:
-    """Whether a proof made with other calls also holds for these: a call and the model's output; the calls `with_tokens`, if
-    tokens are cut; and bands of calls like `actual`. If batch entries are proven alone, the last two have one entry.
+) -> None:
+    """Unproven unless a proof made with other calls also holds for these: a call and the model's output; the calls
+    `with_tokens`, if tokens are cut; and bands of calls like `actual`. If batch entries are proven alone, the last two have
+    one entry.
 
     With a `time`, that of the bands, the first and the last rank alone are tried.
     """
     proof, blocks = tried
-    if not proof.stages and why_not_staged(model, blocks, [noted]):
-        return False
-    if not proof.batch and len(noted[0].x) > 1 and why_not_by_entry(model, [noted]):
-        return False
-    if sharing is not None and not sharing.why and sharing.why_not_for(noted[0]):
-        return False
+    if not proof.stages:
+        check_staged(model, blocks, [noted])
+    if not proof.batch and len(noted[0].x) > 1:
+        check_by_entry(model, [noted])
+    if sharing is not None:
+        sharing.check_call(noted[0])
     if not are_cut(blocks):
-        return True
+        return
     if not proof.batch:
         actual, with_tokens = entry_of(actual, 0), [entry_of(each, 0) for each in with_tokens]
-    in_bands = proof.latent is None or not why_not_in_bands(model, blocks, proof.latent, actual, *time)
-    return in_bands and not why_not_cut(model, blocks, with_tokens, ENDS if time else range(RANKS))
+    if proof.latent is not None:
+        check_in_bands(model, blocks, proof.latent, actual, *time)
+    Runs(model, blocks).check_cut(blocks, with_tokens, ENDS if time else range(RANKS))
 
 
 def noted_run(model: nn.Module, call: Call) -> tuple[Call, Any] | None:

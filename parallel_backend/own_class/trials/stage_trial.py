@@ -1,21 +1,25 @@
-"""Tries whether stages of one block each, and entries of the batch on their own, give what the whole model gives."""
+"""Tries whether stages of one block each, and entries of the batch on their own, give what the whole model gives.
 
+Also whether calls of a class depend on each other, or on options that ranks do not get."""
+
+import dataclasses
 from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.spans import Span
-from parallel_backend.own_class.calls.tried_calls import Call, entry_of
+from parallel_backend.own_class.calls.call_arguments import OPTIONS, run_call
+from parallel_backend.own_class.calls.tried_calls import Call, copied, distance, entry_of, stored_tables
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
 from parallel_backend.own_class.cuts.stages import StageBlocks, Wanted
 from parallel_backend.own_class.cuts.token_cut import TokenCut
-from parallel_backend.own_class.trials.comparison import difference, first_why_not
+from parallel_backend.own_class.trials.comparison import as_unproven, check_equal
 
 WholeOutputs = Sequence[tuple[Call, Any]]
 """Calls, and the whole model's output for each."""
@@ -44,9 +48,26 @@ class Mailbox:
         return tensor.clone()
 
 
-def why_not_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: WholeOutputs) -> str:
-    """Why stages are not proven, which are of one block each. Empty: they are."""
-    return first_why_not((partial(_by_stages, model, blocks, *each) for each in wholes), "a stage does not run")
+def check_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: WholeOutputs) -> None:
+    """Unproven unless stages of one block each give the whole model's outputs."""
+    for call, whole in wholes:
+        mailbox, out = Mailbox(), None
+        with as_unproven("a stage does not run"):
+            for number in range(len(blocks)):
+                with closing(StageBlocks(model, blocks, Span(number, number + 1), mailbox)) as stage:
+                    out = call.run(stage.call, options=False)
+            if out is None:
+                raise Unproven("stages return nothing")
+            check_equal("stages give another result", out, whole)
+
+
+def check_by_entry(model: nn.Module, wholes: WholeOutputs) -> None:
+    """Unproven unless entries of the batch on their own give the whole model's outputs."""
+    for call, whole in wholes:
+        for entry in range(len(call.x)):
+            with as_unproven("a single entry of a batch does not run"):
+                out = entry_of(call, entry).run(model, options=False)
+                check_equal("a single entry of a batch gives another result", out, whole[entry : entry + 1])
 
 
 def run_in_one(
@@ -59,20 +80,90 @@ def run_in_one(
         return call.run(stage.call, options=False)
 
 
-def _by_stages(model: nn.Module, blocks: Sequence[OwnBlock], call: Call, whole: torch.Tensor) -> str:
-    mailbox, out = Mailbox(), None
-    for number in range(len(blocks)):
-        with closing(StageBlocks(model, blocks, Span(number, number + 1), mailbox)) as stage:
-            out = call.run(stage.call, options=False)
-    return "stages return nothing" if out is None else difference("stages give another result", out, whole)
+MOST_DEPTH = 4
+"""Most levels of containers in a module's attribute that are compared."""
 
 
-def why_not_by_entry(model: nn.Module, wholes: WholeOutputs) -> str:
-    """Why entries of the batch on their own are not proven. Empty: they are."""
+def check_without_options(model: nn.Module, wholes: WholeOutputs) -> None:
+    """Unproven if the class needs entries of transformer_options that ranks do not get."""
+    without = "without ComfyUI's transformer_options"
+    for call, whole in wholes:
+        with as_unproven(f"it does not run {without}"):
+            check_equal(f"it gives another result {without}", call.run(model, options=False), whole)
 
-    def tried(call: Call, whole: torch.Tensor, entry: int) -> str:
-        out = entry_of(call, entry).run(model, options=False)
-        return difference("a single entry of a batch gives another result", out, whole[entry : entry + 1])
 
-    alone = (partial(tried, *each, entry) for each in wholes for entry in range(len(each[0].x)))
-    return first_why_not(alone, "a single entry of a batch does not run")
+def check_calls_apart(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) -> None:
+    """Unproven if calls of the class depend on each other. The model's weights are changed. `fresh`: another model of the
+    class, without weights."""
+    outputs = []
+    rewritten: set[str] = set()
+    for call in (*calls, calls[0]):
+        given = dataclasses.replace(call, x=call.x.clone(), named=copied(call.named), options=copied(call.options))
+        before, arguments = module_state(model), _written(given)
+        both = {OPTIONS: given.named.get(OPTIONS, {}) | dict(given.options)}
+        outputs.append(run_call(model, given.x, call.timestep.clone(), dict(given.named) | both))
+        if changed := [name for name, value in module_state(model).items() if before.get(name) != value]:
+            raise Unproven(f"it keeps {changed[0]} from call to call")
+        after = _written(given)
+        changed = [name for name, value in arguments.items() if after.get(name) != value]
+        rewritten |= {name for name in changed if isinstance(call.named.get(name), torch.Tensor)}
+        if others := [name for name in changed if name not in rewritten]:
+            raise Unproven(f"it writes into its argument {others[0]}, but a rank has only a copy")
+    if distance(outputs[-1], outputs[0]) > 0:
+        raise Unproven("the same call gives another result the second time")
+    if rewritten and not _stay_alike(model, calls):
+        raise Unproven(f"it writes into its argument {min(rewritten)}, but a rank has only a copy")
+    for parameter in model.parameters():
+        parameter.mul_(0.7)
+    for name, module in fresh.named_modules():  # the same memory
+        module._parameters.update(model.get_submodule(name)._parameters)
+        module._buffers.update(stored_tables(model.get_submodule(name)))
+    if distance(calls[1].run(model), calls[1].run(fresh)) > 0:
+        raise Unproven("it keeps results of earlier calls, which another LoRA would make wrong")
+
+
+def _stay_alike(model: nn.Module, calls: Sequence[Call]) -> bool:
+    """Whether outputs stay the same although calls have written into tensors among their arguments. They do if a class
+    writes the same padding in each call."""
+    given = [copied(call.named) for call in calls]
+    for call in (*calls, *reversed(calls)):
+        for first, written in zip(calls, given, strict=True):
+            options = {OPTIONS: written.get(OPTIONS, {}) | copied(dict(first.options))}
+            out = run_call(model, call.x.clone(), call.timestep.clone(), written | options)
+            if distance(out, dataclasses.replace(first, x=call.x, timestep=call.timestep).run(model)) > 0:
+                return False
+    return True
+
+
+def module_state(model: nn.Module) -> dict[str, Any]:
+    """Values of the modules' attributes, to compare before and after a call. Tensors are left out: their effect on later
+    calls is tried. A number may count calls, and have an effect only after many."""
+
+    def seen(value: Any, depth: int = 0) -> Any:
+        if isinstance(value, torch.Tensor):
+            return None
+        if isinstance(value, dict) and depth < MOST_DEPTH:
+            return tuple((key, seen(each, depth + 1)) for key, each in value.items())
+        if isinstance(value, list | tuple) and depth < MOST_DEPTH:
+            return tuple(seen(each, depth + 1) for each in value)
+        return value if isinstance(value, int | float | str) else None
+
+    return {
+        f"{name}.{key}".strip("."): seen(value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in ("_parameters", "_modules") and "_hooks" not in key
+    }
+
+
+def _written(call: Call) -> dict[str, Any]:
+    """Values and versions of a call's arguments, to compare before and after it. A class may add numbers and strings to the
+    options."""
+    options = {key: value for key, value in call.options.items() if not isinstance(value, int | float | str | None)}
+    found = {}
+    for name, value in ({"x": call.x} | dict(call.named) | options).items():
+        leaves, structure = pytree.tree_flatten(value)
+        plain = (torch.Tensor, int, float, str)
+        held = [leaf._version if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves if isinstance(leaf, plain)]
+        found[name] = held, str(structure)
+    return found

@@ -7,22 +7,188 @@ returns.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from parallel_backend.core.own_class import OwnBlock
+from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
+from parallel_backend.own_class.calls.block_arguments import Arguments, by_place, tensor_places, token_axes, token_count
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, smaller, words_of
-from parallel_backend.own_class.calls.unproven import Unproven, first_line
+from parallel_backend.own_class.calls.unproven import Unproven
+from parallel_backend.own_class.cuts.attention_calls import attention_call, shares_keys
 from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
 from parallel_backend.own_class.cuts.token_cut import TokenCut
-from parallel_backend.own_class.trials.compared_runs import RANKS, ComparedRank, TensorRank, WholeRun
-from parallel_backend.own_class.trials.comparison import difference, why_not
+from parallel_backend.own_class.trials.comparison import (
+    OTHER_MASK,
+    RANKS,
+    ComparedRank,
+    TensorRank,
+    WholeRun,
+    as_unproven,
+    check_equal,
+)
 from parallel_backend.own_class.trials.stage_trial import run_in_one
-from parallel_backend.own_class.trials.token_learning import Learning
+
+HIDDEN = -1e4
+"""What a mask adds at most where a key may not be seen."""
+
+
+def without_token_cut(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
+    """The blocks without the cut of their tokens."""
+    return [replace(block, slices=(), attention=(), leaving=(), placed=()) for block in blocks]
+
+
+def are_cut(blocks: Sequence[OwnBlock]) -> bool:
+    """Whether the blocks have a cut of their tokens."""
+    return any(block.slices for block in blocks)
+
+
+class Learning(ComparedRank):
+    """The last rank's run, from which the cut is learnt: `blocks` have it afterwards.
+
+    `another`: a run of the whole with other numbers of tokens. `order`: the streams as tables of all tokens have them.
+    `local`: see OwnBlock. `ends`: numbers of blocks behind which tokens leave. `placed`: see OwnBlock, behind all others.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[OwnBlock],
+        whole: WholeRun,
+        another: WholeRun,
+        order: Sequence[int],
+        local: tuple[int, ...],
+        ends: Sequence[int],
+        placed: bool,
+    ):
+        *others, last = without_token_cut(blocks)
+        super().__init__([*others, replace(last, local=local)], RANKS - 1, whole)
+        self._another, self._order, self._ends, self._placed = another, order, ends, placed
+        self._of_another: dict[int, int] = {}  # tokens of each stream there
+        self._gone = 0  # streams that have left
+        self._entered: dict[tuple[Any, Any], OwnSlice] = {}  # by its shapes in both: the last stream of them
+
+    def begin(self) -> None:
+        super().begin()
+        self._of_another, self._entered, self._gone = {}, {}, 0
+
+    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        self.number = number
+        block, given = self.blocks[number], by_place(args, kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [leaves[at] for at in tensor_places(leaves)]
+        shapes, others = self._noted.shapes[number], self._another.shapes[number]
+        if not len(tensors) == len(shapes) == len(others):
+            raise Unproven(f"{block.name} gets other arguments in calls of two sizes")
+        of_streams = {id(given[place]) for place in block.returns if place}
+        entering: list[OwnSlice] = []
+        coming_back: list[OwnSlice] = []
+        tables: list[int] = []
+        for at, (tensor, shape, other) in enumerate(zip(tensors, shapes, others, strict=True)):
+            if tensor.shape != shape:
+                continue  # made of tokens that are cut already
+            if id(tensor) in of_streams:
+                of_streams.discard(id(tensor))
+                if self._placed and (again := self._table(at, shape, other, self._present)):
+                    coming_back.append(replace(again, enters=True))
+                    continue
+                stream = len(self.tokens) + len(entering)
+                axis, axes = token_axes(shape, other, len(self._noted.result))
+                entering.append(OwnSlice(at, axis, (stream,), True, axes))
+                self._entered[shape, other] = entering[-1]
+                self._of_another[stream] = token_count(other, entering[-1])
+            else:
+                tables.append(at)
+        known = self._present | {cut.streams[0]: token_count(shapes[cut.tensor], cut) for cut in entering}
+        cuts = entering + coming_back + [cut for at in tables if (cut := self._table(at, shapes[at], others[at], known))]
+        self.blocks[number] = replace(block, slices=tuple(cuts))
+        return super().enter(number, args, kwargs)
+
+    def _table(self, at: int, shape: torch.Size, other: torch.Size, known: Mapping[int, int]) -> OwnSlice | None:
+        """The cut of a tensor that has a row for each token of a stream, or of all in order. None: it has not."""
+        if (like := self._entered.get((shape, other))) is not None:
+            return replace(like, tensor=at, enters=False)
+        whole = tuple(stream for order in self._order if (stream := self._gone + order) in known)
+        for streams in dict.fromkeys([*((stream,) for stream in known), whole]):
+            sizes = sum(known[stream] for stream in streams), sum(self._of_another[stream] for stream in streams)
+            for axes in dict.fromkeys((1, len(shape) - 2)):
+                cuts = [OwnSlice(at, axis, streams, False, axes) for axis in range(len(shape) - axes + 1)]
+                found = [cut for cut in cuts if (token_count(shape, cut), token_count(other, cut)) == sizes]
+                if len(found) == 1 and sizes[0] > 1:
+                    return found[0]
+        return None
+
+    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._coming is None:
+            return function(*args, **kwargs)
+        whole, call = self.noted(), attention_call(function, *args, **kwargs)
+        q, k, v = (
+            self._streams(own, of_whole)
+            for own, of_whole in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, strict=True)
+        )
+        if q is None or k is None or k != v:
+            raise Unproven(f"{self.block.name} attends to other values if its tokens are cut")
+        if k and whole.masked != (call.mask is not None):
+            raise Unproven(f"{self.block.name} {OTHER_MASK}")
+        if k and call.mask is not None and call.key_mask is not None:
+            self._check_values(call.mask)
+            self.mask_of_all(call.key_mask, k)
+        if q and not k and call.rule is not None:
+            raise Unproven(f"{self.block.name} attends by rows to keys that are not cut, with queries that are")
+        if k and not q:
+            raise Unproven(f"{self.block.name} attends to tokens that are cut, with queries that are not")
+        heads, head_size = call.q_BQHD.shape[2:]
+        sharing = next(each for each in range(heads, 0, -1) if shares_keys(*whole.tensors[1:], each)) if k else 1
+        spec = OwnAttention(q, k, heads, head_size, sharing)
+        self.blocks[self.number] = replace(self.block, attention=(*self.block.attention, spec))
+        self._attended += 1
+        return call.result(whole.out[:, self.own_rows(q)]) if k else function(*args, **kwargs)
+
+    def _check_values(self, mask: torch.Tensor) -> None:
+        if mask.is_floating_point() and not bool(((mask == 0) | (mask <= HIDDEN)).all()):
+            raise Unproven(f"{self.block.name} attends with a mask that adds other values than none and very negative ones")
+
+    def _streams(self, own: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...] | None:
+        """The streams whose tokens these rows of the whole are, in order. Empty: all rows. None: they are not a part of
+        it."""
+        present = self._present
+        counts = range(len(present) + 1)
+        for streams in itertools.chain.from_iterable(itertools.permutations(present, count) for count in counts):
+            total = sum(self.tokens[stream] for stream in streams)
+            if (not streams or total == whole.shape[1]) and self.has_rows_of(own, whole, streams):
+                return streams
+        return None
+
+    @property
+    def _present(self) -> dict[int, int]:
+        """Tokens of each stream that has entered and not left."""
+        return {stream: tokens for stream, tokens in self.tokens.items() if stream >= self._gone}
+
+    def leaves(self, number: int) -> bool:
+        return self._placed or number in self._ends
+
+    def leave(self, out: Any, is_known: bool = True) -> Any:
+        values = (out,) if isinstance(out, torch.Tensor) else out
+        leaving = [
+            () if of_whole is None else self._streams(self.rows_of(value), self.rows_of(of_whole))
+            for value, of_whole in zip(values, self._noted.outputs[self.number], strict=True)
+        ]
+        if any(streams is None for streams in leaving):
+            raise Unproven(f"{self.block.name} returns other values if its tokens are cut")
+        found = tuple(streams for streams in leaving if streams is not None)
+        if self.number not in self._ends:
+            self.blocks[self.number] = replace(self.block, placed=found)
+            return super().leave(out)
+        self.blocks[self.number] = replace(self.block, leaving=found)
+        whole = super().leave(out)
+        self._gone = len(self.tokens)
+        self._entered.clear()
+        return whole
+
 
 ENDS = 0, RANKS - 1
 SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
@@ -31,29 +197,9 @@ Size = tuple[int, int]
 """Size of a call: see SIDES and WORDS."""
 
 
-def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
-    """`blocks` with the cut of their tokens, or why it is not proven for calls like `actual`, at these times too."""
-    try:
-        return _cut_tokens(Runs(model, blocks), actual, times)
-    except Unproven as unproven:
-        return str(unproven)
-
-
-def why_not_cut(
-    model: nn.Module, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: Sequence[int] = range(RANKS)
-) -> str:
-    """Why the cut of these blocks' tokens is not right for these calls on these ranks. Empty: it is."""
-    try:
-        return Runs(model, blocks).why_not_cut(blocks, calls, ranks)
-    except Unproven as unproven:
-        return str(unproven)
-
-
-def runs_of_ranks(
-    model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, add_up: Sum = own_sums
-) -> Iterator[Callable[[TensorRank | None], Any]]:
+def runs_of_ranks(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call) -> Iterator[Callable[[TensorRank], Any]]:
     """Each sequence rank's runs of calls like `actual`, for tensor ranks to be tried in. They give the model's output."""
-    runs = Runs(model, blocks, add_up)
+    runs = Runs(model, blocks)
     for number, size in enumerate(runs.sizes(actual), 1):
         call = drawn(smaller(actual, *size), number)
         whole = runs.noted(call)
@@ -61,16 +207,17 @@ def runs_of_ranks(
             yield partial(_of_rank, runs, call, rank, whole)
 
 
-def _of_rank(runs: "Runs", call: Call, rank: int, whole: WholeRun, tensor_rank: TensorRank | None) -> Any:
-    return runs.run(call, ComparedRank(runs.blocks, rank, whole, tensor_rank))
+def _of_rank(runs: "Runs", call: Call, rank: int, whole: WholeRun, tensor_rank: TensorRank) -> Any:
+    return runs.run(call, ComparedRank(runs.blocks, rank, whole, tensor_rank), tensor_rank.add_up)
 
 
-def _cut_tokens(runs: "Runs", actual: Call, times: Sequence[float]) -> list[OwnBlock] | str:
-    """As cut_tokens. Unproven if the whole model does not run with calls of other sizes."""
+def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock]:
+    """`blocks` with the cut of their tokens. Unproven if none is right for calls like `actual`, at these times too."""
+    runs = Runs(model, blocks)
     call, another = (smaller(actual, *size) for size in runs.sizes(actual))
     first, second = runs.noted(drawn(call, 1)), runs.noted(drawn(another, 1))
     if not any(first.calls):
-        return "its attention cannot be reached"
+        raise Unproven("its attention cannot be reached")
     calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in times), drawn(another, 1)]
     streams, failures = sum(map(bool, runs.blocks[0].returns)), []
     # Behind its blocks a class counts the tokens that it drops by what it gave to them, or by what it got between them.
@@ -82,11 +229,14 @@ def _cut_tokens(runs: "Runs", actual: Call, times: Sequence[float]) -> list[OwnB
     ways += [(ends, (), True) for ends in tried]  # it may count on all of them between blocks, too
     for (ends, of_rank, placed), order in itertools.product(ways, orders):
         learning = Learning(runs.blocks, first, second, order, of_rank, ends, placed)
-        why = runs.why_not(learning, calls[0], first) or runs.why_not_cut(learning.blocks, calls)
-        if not why:
+        try:
+            runs.check(learning, calls[0], first)
+            runs.check_cut(learning.blocks, calls)
+        except Unproven as unproven:
+            failures.append((learning.number, unproven))
+        else:
             return learning.blocks
-        failures.append((learning.number, why))
-    return max(failures, key=lambda failure: failure[0])[1]  # of the order that came furthest
+    raise max(failures, key=lambda failure: failure[0])[1]  # of the order that came furthest
 
 
 def list_ends(blocks: Sequence[OwnBlock]) -> list[int]:
@@ -96,10 +246,10 @@ def list_ends(blocks: Sequence[OwnBlock]) -> list[int]:
 
 
 class Runs:
-    """Runs of `model`, whose blocks are `blocks`, in one process. `add_up`: see run_in_one."""
+    """Runs of `model`, whose blocks are `blocks`, in one process."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], add_up: Sum = own_sums):
-        self.model, self.blocks, self._add_up = model, list(blocks), add_up
+    def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock]):
+        self.model, self.blocks = model, list(blocks)
         self._counted: dict[tuple[torch.Size, int], int] = {}
 
     def sizes(self, actual: Call) -> tuple[Size, Size]:
@@ -137,34 +287,25 @@ class Runs:
             self._counted[size] = max(tokens, default=0)
         return self._counted[size]
 
-    def run(self, call: Call, cut: TokenCut) -> Any:
-        """The model's output, with tokens cut by `cut`."""
-        return run_in_one(self.model, self.blocks, call, cut, self._add_up)
+    def run(self, call: Call, cut: TokenCut, add_up: Sum = own_sums) -> Any:
+        """The model's output, with tokens cut by `cut`. `add_up`: see run_in_one."""
+        return run_in_one(self.model, self.blocks, call, cut, add_up)
 
     def noted(self, call: Call) -> WholeRun:
         """The whole model's run. Unproven if it fails."""
         whole = WholeRun(self.blocks)
-        try:
+        with as_unproven("it does not run in a trial of cut tokens"):
             whole.result = self.run(call, whole)
-        except Unproven:
-            raise
-        except Exception as error:  # of any kind: its code is not known
-            raise Unproven(f"it does not run in a trial of cut tokens ({first_line(error)})") from error
         return whole
 
-    def why_not(self, cut: TokenCut, call: Call, whole: WholeRun) -> str:
-        """Why a rank's run of the call is wrong. Empty: it is right."""
+    def check(self, cut: TokenCut, call: Call, whole: WholeRun) -> None:
+        """Unproven if a rank's run of the call is wrong."""
+        with as_unproven("it does not run if its tokens are cut"):
+            check_equal("cut tokens give another result", self.run(call, cut), whole.result)
 
-        def tried() -> str:
-            return difference("cut tokens give another result", self.run(call, cut), whole.result)
-
-        return why_not(tried, "it does not run if its tokens are cut")
-
-    def why_not_cut(self, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: Sequence[int] = range(RANKS)) -> str:
-        """What is wrong with these blocks' cut on one of these ranks in one of the calls. Empty: nothing."""
+    def check_cut(self, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: Sequence[int] = range(RANKS)) -> None:
+        """Unproven if these blocks' cut is wrong on one of these ranks in one of the calls."""
         for call in calls:
             whole = self.noted(call)  # of one call at a time: it has the queries, keys and values of all blocks
             for rank in ranks:
-                if why := self.why_not(ComparedRank(blocks, rank, whole), call, whole):
-                    return why
-        return ""
+                self.check(ComparedRank(blocks, rank, whole), call, whole)

@@ -1,7 +1,7 @@
 """Tries a class with the arguments of an actual call: whether stages and split batch give what the whole model gives.
 
-The tried model has the class's own widths or narrower ones (narrow.py), random weights without zeros, and few blocks of each
-list. Tensors are drawn with the shapes of the call; numbers, words and whole numbers are the call's.
+The tried model (short_model.py) has the class's own widths or narrower ones, random weights without zeros, and few blocks
+of each list. Tensors are drawn with the shapes of the call; numbers, words and whole numbers are the call's.
 """
 
 import contextlib
@@ -9,12 +9,13 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallel_backend.core.own_class import OwnBlock, OwnClass
+from parallel_backend.core.own_class import OwnBlock, OwnClass, OwnLatent
 from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.tried_calls import (
@@ -25,8 +26,10 @@ from parallel_backend.own_class.calls.tried_calls import (
     with_tensors_told,
     words_of,
 )
+from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.plans.block_order import (
     FEWEST_BLOCKS,
+    NO_LIST,
     Recorded,
     are_mixed,
     block_lists,
@@ -42,14 +45,27 @@ from parallel_backend.own_class.plans.block_order import (
 )
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof, Tried
 from parallel_backend.own_class.trials.band_trial import latent_of, runs_of_bands
-from parallel_backend.own_class.trials.call_state import how_calls_depend, module_state, why_not_without_options
+from parallel_backend.own_class.trials.comparison import why_not
 from parallel_backend.own_class.trials.feature_trial import TensorSharing
-from parallel_backend.own_class.trials.narrow import narrow_unet, narrowed, widened
-from parallel_backend.own_class.trials.other_calls import free_numbers, is_proven, noted_run
-from parallel_backend.own_class.trials.short_model import Short, give_weights, runs, short_model
-from parallel_backend.own_class.trials.stage_trial import WholeOutputs, why_not_by_entry, why_not_staged
-from parallel_backend.own_class.trials.token_learning import are_cut
-from parallel_backend.own_class.trials.token_trial import WORDS, Runs, Size, cut_tokens, runs_of_ranks
+from parallel_backend.own_class.trials.other_calls import check_proven, free_numbers, noted_run
+from parallel_backend.own_class.trials.short_model import (
+    Short,
+    give_weights,
+    narrow_unet,
+    narrowed,
+    runs,
+    short_model,
+    widened,
+)
+from parallel_backend.own_class.trials.stage_trial import (
+    WholeOutputs,
+    check_by_entry,
+    check_calls_apart,
+    check_staged,
+    check_without_options,
+    module_state,
+)
+from parallel_backend.own_class.trials.token_trial import WORDS, Runs, Size, are_cut, cut_tokens, runs_of_ranks
 
 FEW = 4, WORDS
 """As SIZES, for the one call that is tried at the class's own width."""
@@ -57,7 +73,6 @@ RUNS, AT_WIDTH = 600, 80
 """Expected runs of models and blocks in a trial, and in its second part at the class's own width, which takes the HALF of
 the time."""
 HALF = 0.5
-NO_LIST = "it has no list of blocks"
 LONG_SKIPS = "its blocks read other blocks' outputs, and it needs all tokens between them"
 LEAST_SHARE = 0.75
 """Of the blocks' parameters: fewer are not shared out for the sake of bands, since the others run whole on every stage."""
@@ -102,8 +117,8 @@ def trial(
             except Exception:  # of any kind: its code is not known, and may count on its own widths
                 continue
             polled.begin(HALF, 1, AT_WIDTH)
-            if (proof := of_class.at_width(own, found, factor, call)) is not None:
-                return proof
+            with contextlib.suppress(Unproven):
+                return of_class.at_width(own, found, factor, call)
         polled.begin(0, 1)
         return of_class.found(narrow_unet(own) if own.unet else own, call).proof
 
@@ -119,22 +134,23 @@ class _Trial:
         short = short_model(own, call, self._poll)
         model, call = short.model, short.call
         calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in self._times)]
-        if why := how_calls_depend(model, short.another(), calls):
-            return Found(Proof((), why, why, why, tensor=why), short)
-        wholes = [(each, each.run(model)) for each in calls]
         options: tuple[str, ...] = ()
-        if why := why_not_without_options(model, wholes):
-            told = with_tensors_told(call)
-            options = tuple(name for name in call.options if name not in told.options)
-            wholes = [(with_tensors_told(each), whole) for each, whole in wholes]
-            if not options or why_not_without_options(model, wholes):
-                return Found(Proof((), why, why, why, tensor=why), short)
-            short = dataclasses.replace(short, call=told, actual=with_tensors_told(short.actual))
+        try:
+            check_calls_apart(model, short.another(), calls)
+            wholes = [(each, each.run(model)) for each in calls]
+            if why_not(partial(check_without_options, model, wholes)):
+                told = with_tensors_told(call)
+                options = tuple(name for name in call.options if name not in told.options)
+                check_without_options(model, [(with_tensors_told(each), whole) for each, whole in wholes])
+                wholes = [(with_tensors_told(each), whole) for each, whole in wholes]
+                short = dataclasses.replace(short, call=told, actual=with_tensors_told(short.actual))
+        except Unproven as unproven:
+            why = str(unproven)
+            return Found(Proof((), why, why, why, tensor=why), short)
         recorded = recorded_blocks(model, short.kept, [wholes[0][0], _of_another_size(model, short.call)])
         (proof, tried), sharing = self._best(own, short, wholes, recorded), None
         if self._tensor > 1 and proof.blocks:
-            sharing = TensorSharing(model, tried, _of_sharing(wholes), self._tensor)
-            proof = self._with_tensor(proof, sharing, short, tried)
+            proof, sharing = self._with_tensor(proof, short, tried, wholes)
         (order, _), odd = recorded
         ran = {block.name for block in order}
         idle = tuple(name for name, names in short.kept.items() if not ran.intersection(names) and name not in odd)
@@ -144,28 +160,28 @@ class _Trial:
 
     def _best(self, own: OwnClass, short: Short, wholes: WholeOutputs, recorded: Recorded) -> Tried:
         """The best proof over choices of lists to share out, see `choices`, without tensor parallelism."""
-        model, batch = short.model, why_not_by_entry(short.model, wholes)
+        model = short.model
+        batch = why_not(partial(check_by_entry, model, wholes))
         proofs: list[Tried] = []
         others: list[Tried] = []  # of mixed lists whose layers tensor ranks cannot share, as they may those of one of them
         is_enough = False
         for shared, share in choices(model, short.lists, short.kept):
             if is_enough and share < LEAST_SHARE:
                 break
-            found = order_of({name: short.kept[name] for name in shared}, *recorded)
-            if isinstance(found, str):
-                proofs.append((Proof((), found, batch, found), []))
+            try:
+                found = order_of({name: short.kept[name] for name in shared}, *recorded)
+            except Unproven as unproven:
+                proofs.append((Proof((), str(unproven), batch, str(unproven)), []))
                 continue
             blocks, stages = _staged(model, found, wholes)
             blocks, uncut = self._cut(short, blocks)
-            latent, why = None, uncut or NOT_TRIED
-            if not uncut and self._bands:
-                latent, why = latent_of(model, blocks, short.actual, self._times, adapter_of(own.kind).steady)
+            latent, why = self._in_bands(own, short, blocks, uncut)
             order = blocks_of_all(blocks, short.lists, short.like)
             if are_mixed(blocks) or (len(order) > len(blocks) and not stages and any(block.until for block in blocks)):
                 order, stages = self._of_all_blocks(own, short, order, stages, wholes[0][0])
             proof = Proof(order, stages, batch, uncut, latent=latent, bands=why)
             is_other = self._tensor > 1 and are_mixed(blocks)
-            is_other = is_other and bool(TensorSharing(model, blocks, _of_sharing(wholes), self._tensor).why)
+            is_other = is_other and bool(why_not(partial(self._sharing, short, blocks, wholes)))
             (others if is_other else proofs).append((proof, blocks))
             is_enough = is_enough or not (is_other or stages or (self._sequence and uncut))
             if is_enough and (latent is not None or not self._bands):
@@ -182,21 +198,43 @@ class _Trial:
         """The blocks with the cut of their tokens, or as they are and why they cannot be cut."""
         if not (self._sequence or self._bands):
             return blocks, NOT_TRIED
-        cut = cut_tokens(short.model, blocks, short.actual, self._times)
-        if not isinstance(cut, str) and any(block.until and (block.leaving or block.placed) for block in cut):
-            cut = LONG_SKIPS
-        return (blocks, cut) if isinstance(cut, str) else (cut, "")
+        try:
+            cut = cut_tokens(short.model, blocks, short.actual, self._times)
+        except Unproven as unproven:
+            return blocks, str(unproven)
+        if any(block.until and (block.leaving or block.placed) for block in cut):
+            return blocks, LONG_SKIPS
+        return cut, ""
 
-    def _with_tensor(self, proof: Proof, sharing: TensorSharing, short: Short, tried: Sequence[OwnBlock]) -> Proof:
+    def _in_bands(self, own: OwnClass, short: Short, blocks: Sequence[OwnBlock], uncut: str) -> tuple[OwnLatent | None, str]:
+        """Where the latent's tokens are, or why bands are not proven. `uncut`: why tokens are not cut."""
+        if uncut or not self._bands:
+            return None, uncut or NOT_TRIED
+        try:
+            return latent_of(short.model, blocks, short.actual, self._times, adapter_of(own.kind).steady), ""
+        except Unproven as unproven:
+            return None, str(unproven)
+
+    def _sharing(self, short: Short, blocks: Sequence[OwnBlock], wholes: WholeOutputs) -> TensorSharing:
+        return TensorSharing(short.model, blocks, [call for call, _ in (wholes[0], *wholes[2:])], self._tensor)
+
+    def _with_tensor(
+        self, proof: Proof, short: Short, tried: Sequence[OwnBlock], wholes: WholeOutputs
+    ) -> tuple[Proof, TensorSharing | None]:
         """The proof with layers that tensor ranks share, alone and together with sequence ranks and bands."""
-        proof = dataclasses.replace(proof, blocks=sharing.of_all(proof.blocks, short.like), tensor=sharing.why)
-        if sharing.why or not are_cut(tried):
-            return proof
-        of_ranks = sharing.why_not(runs_of_ranks(short.model, tried, short.actual)) if self._sequence else ""
-        in_bands = () if proof.latent is None else runs_of_bands(short.model, tried, proof.latent, short.actual)
-        of_bands = sharing.why_not(in_bands)
-        latent = None if of_bands else proof.latent
-        return dataclasses.replace(proof, sequence=of_ranks, latent=latent, bands=of_bands or proof.bands)
+        try:
+            sharing = self._sharing(short, tried, wholes)
+        except Unproven as unproven:
+            return dataclasses.replace(proof, tensor=str(unproven)), None
+        proof = dataclasses.replace(proof, blocks=sharing.of_all(proof.blocks, short.like), tensor="")
+        if self._sequence and are_cut(tried):
+            why = why_not(partial(sharing.check_all, runs_of_ranks(short.model, tried, short.actual)))
+            proof = dataclasses.replace(proof, sequence=why)
+        if proof.latent is not None:
+            runs = runs_of_bands(short.model, tried, proof.latent, short.actual)
+            if why := why_not(partial(sharing.check_all, runs)):
+                proof = dataclasses.replace(proof, latent=None, bands=why)
+        return proof, sharing
 
     def _of_all_blocks(
         self, own: OwnClass, short: Short, order: Sequence[OwnBlock], stages: str, call: Call
@@ -211,14 +249,14 @@ class _Trial:
         blocks = [dataclasses.replace(by_name[each.name], until=until.get(each.name, "")) for each in ran]
         if are_mixed(blocks):
             return tuple(read_by_next(blocks, {list_of(block) for block in order if block.until})), stages
-        return tuple(blocks), why_not_staged(model, blocks, [(call, call.run(model))])
+        return tuple(blocks), why_not(partial(check_staged, model, blocks, [(call, call.run(model))]))
 
-    def at_width(self, own: OwnClass, found: Found, factor: int, call: Call) -> Proof | None:
-        """What was found with `factor` times narrower blocks, if the class's own width gives it, too, in a call at the last
-        time. None: it does not, or nothing was found."""
+    def at_width(self, own: OwnClass, found: Found, factor: int, call: Call) -> Proof:
+        """What was found with `factor` times narrower blocks. Unproven unless something was found, and the class's own width
+        gives it, too, in a call at the last time."""
         short, options = found.short, found.proof.options
         if not found.proof.blocks:
-            return None
+            raise Unproven(found.proof.stages)
         model = build(own)
         lists = block_lists(model)
         like = representatives(model, lists, FEWEST_BLOCKS) | {
@@ -242,34 +280,27 @@ class _Trial:
         calls = (drawn(smaller(actual, *size), 1, *last) for size in sizes)
         noted = next(filter(None, (noted_run(model, each) for each in calls)), None)
         if noted is None or module_state(model) != before:
-            return None
+            raise Unproven("it does not run at its own width, or keeps something from a call")
         proof, sharing = dataclasses.replace(found.proof, blocks=tuple(widened(found.proof.blocks, factor))), None
         if self._tensor > 1 and not proof.tensor:
             sharing = TensorSharing(model, blocks, [noted[0]], self._tensor)
-            if sharing.why:
-                return None
             shared = sharing.of_all(proof.blocks, like)
             layers = ({cut.layer for cut in block.cuts} for block in proof.blocks)  # one kind may stand for others
             own_cuts = [tuple(cut for cut in a.cuts if cut.layer in b) for a, b in zip(shared, layers, strict=True)]
             of_rank = [dataclasses.replace(block, cuts=cuts) for block, cuts in zip(shared, own_cuts, strict=True)]
             proof = dataclasses.replace(proof, blocks=tuple(of_rank))
-        holds = is_proven(model, (found.proof, blocks), noted, actual, sharing, [noted[0]], last)
-        return proof if holds else None
-
-
-def _of_sharing(wholes: WholeOutputs) -> list[Call]:
-    """The calls with which tensor parallelism is tried."""
-    return [call for call, _ in (wholes[0], *wholes[2:])]
+        check_proven(model, (found.proof, blocks), noted, actual, sharing, [noted[0]], last)
+        return proof
 
 
 def _staged(model: nn.Module, blocks: list[OwnBlock], wholes: WholeOutputs) -> tuple[list[OwnBlock], str]:
     """The blocks, and why stages are not proven. Mixed blocks get OwnBlock.until if stages need it."""
-    stages = why_not_staged(model, blocks, wholes)
+    stages = why_not(partial(check_staged, model, blocks, wholes))
     if stages and are_mixed(blocks):
         lists = dict.fromkeys(map(list_of, blocks))
         for names in (each for count in range(1, len(lists) + 1) for each in itertools.combinations(lists, count)):
             read = read_by_next(blocks, names)
-            if not why_not_staged(model, read, wholes):
+            if not why_not(partial(check_staged, model, read, wholes)):
                 return read, ""
     return blocks, stages
 

@@ -85,6 +85,8 @@ class AttentionStep:
     """Block-sparse attention. None: in full."""
     kept: dict[Any, Any] = field(default_factory=dict)
     """See RankConditioning.kept."""
+    known: dict[Any, Any] = field(default_factory=dict)
+    """See TokenCut.known."""
     words: WordKeys | None = None
     """Keys of words outside of runs, if they are kept."""
     words_have_run: bool = False

@@ -16,7 +16,6 @@ import torch
 from parallel_backend.core.own_class import OwnAttention, OwnBlock
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
-from parallel_backend.own_class.calls.block_arguments import Arguments
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.token_cut import HOST, AttentionCall, TokenCut
 from parallel_backend.rank.comm.collectives import start_gather
@@ -29,6 +28,9 @@ from .local import StageAttention, kept_numbers
 from .ring import Ring
 from .ulysses import Ulysses
 
+IN_BUFFER = "in buffer"
+"""Beginning of keys of TokenCut.known."""
+
 
 class RankTokens(TokenCut):
     """This rank's tokens, of those of `ranks`. `attention`: of the stage."""
@@ -40,9 +42,6 @@ class RankTokens(TokenCut):
         self.alone, self.attend_whole = self._context.naive, attention.attend
         counts = [len(block.attention) for block in self.blocks]
         self._layers = list(itertools.accumulate(counts, initial=0))  # by block: number of its first call of attention
-        self._layer = 0  # of the next call of attention
-        # Of this call, by streams and ranks: see in_buffer.
-        self._in_buffer: dict[tuple[tuple[int, ...], range], tuple[list[Piece], int, bool]] = {}
         self._whole, self._in_run, self._words_once = self._chain(), self._chain(in_run=True), self._chain(words_once=True)
         self._form: Form = self._whole  # of this call
 
@@ -74,26 +73,24 @@ class RankTokens(TokenCut):
     def cuts(self) -> bool:
         return self.alone or self.ranks.size > 1 or self._step.in_bands
 
+    def known(self) -> dict[Any, Any]:
+        return self._step.known
+
     def begin(self) -> None:
         super().begin()
-        self._in_buffer.clear()
         step = self._step
         if not step.in_bands and not self.alone:
             self.band = None
         assert not (step.in_bands or self.alone) or self.band is not None, "bands are refused where no trial has proven them"
-        if self.band is not None:
-            self.band = replace(self.band, words_have_run=step.words_have_run)
+        if self.band is not None and step.words_have_run:
+            self.band = replace(self.band, words_have_run=True)
         outside = self._whole if step.words is None else self._words_once
         self._form = outside if step.buffer is None else self._in_run
 
-    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        self._layer = self._layers[number]
-        return super().enter(number, args, kwargs)
-
-    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = super().attend(function, *args, **kwargs)
-        self._layer += 1
-        return out
+    @property
+    def _layer(self) -> int:
+        """Number of the call of attention among all of the class."""
+        return self._layers[self.number] + self.attended - 1
 
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
         step, q_BQHD = self._step, call.q_BQHD
@@ -147,12 +144,12 @@ class RankTokens(TokenCut):
 
     def in_buffer(self, streams: tuple[int, ...], ranks: range) -> tuple[list[Piece], int, bool]:
         """See bands.Places."""
-        assert self.band is not None
-        if (streams, ranks) not in self._in_buffer:
+        key = IN_BUFFER, streams, ranks
+        if key not in self._known:
+            assert self.band is not None
             pieces, words = self.band.pieces(streams, self.tokens, self.ranks, ranks), self.band.words(streams, self.tokens)
-            has_latent = not set(self.band.latent.streams).isdisjoint(streams)
-            self._in_buffer[streams, ranks] = pieces, words, has_latent
-        return self._in_buffer[streams, ranks]
+            self._known[key] = pieces, words, not set(self.band.latent.streams).isdisjoint(streams)
+        return self._known[key]
 
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         context, lengths = self._context, self.lengths(streams)

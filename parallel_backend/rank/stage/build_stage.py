@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.core import kitchen
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.sequence import SequenceCut
@@ -175,7 +174,6 @@ def build_own_stage(
     follow. Blocks of other stages keep their attributes, which the class may read, and lose their parameters.
     """
     built, dtype = checkpoint.built, compute_dtype(dtype_name, device)
-    kitchen.try_kernels(dtype, device)
     model = build(built.own, dtype)
     order = built.own.blocks
     kept = [block.name for block in order[span.slice]]

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 
-from parallel_backend.core.device_copies import to_host
 from parallel_backend.core.spans import in_proportion
 from parallel_backend.own_class.built.module_tree import Importing, built, set_constants
 from parallel_backend.rank.comm.collectives import start_gather
@@ -17,8 +16,6 @@ from parallel_backend.wire.messages import BeginVAE, PutVAE, RunVAE, VAEBegun, V
 
 from .banded_layers import COLUMNS, ROWS, Bands, OwnNeighbour
 
-PART_BYTES = 1 << 26
-"""Bytes of a band that come to the host at a time."""
 TRIAL_LIMIT = 1e-4
 """Difference between bands and the whole in float32, as a part of the largest value, up to which bands are right."""
 
@@ -51,21 +48,16 @@ class VAEPart:
         fits = self._all(missing == 0)
         if fits and self._trial is not None:
             self.wrong, self._trial = self._tried(self._trial), None
-        return VAEBegun(self.rank, True, not fits, missing, self.wrong)
+        return VAEBegun(self.rank, True, missing, self.wrong)
 
     @torch.inference_mode()
     def run(self, message: RunVAE) -> VAEOutput:
-        """Run the rank's band, or its tiles. The output is written to shared memory or sent."""
+        """Run the rank's band, or its tiles."""
         # One band, or tiles, which run one by one to save memory.
         entries = (message.band,) if message.sizes else message.band.split(1) if len(message.band) else ()
-        outputs = []
-        for entry in entries:
-            band = self._computed(entry.to(self.device, self.dtype, non_blocking=True), message)
-            if message.output is None:
-                outputs.append(band.cpu())
-            else:
-                self._place(band, message.output, message)
-        output = None if message.output is not None else torch.cat(outputs) if outputs else torch.empty(0, dtype=self.dtype)
+        inputs = (entry.to(self.device, self.dtype, non_blocking=True) for entry in entries)
+        outputs = [self._computed(each, message).cpu() for each in inputs]
+        output = torch.cat(outputs) if outputs else torch.empty(0, dtype=self.dtype)
         return VAEOutput(self.rank, output, self.traffic.report()[0])
 
     def end(self) -> None:
@@ -117,16 +109,6 @@ class VAEPart:
         except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError) as error:
             return x, f"{type(error).__name__}: {error}"
         return whole, ""
-
-    def _place(self, band: torch.Tensor, target: torch.Tensor, message: RunVAE) -> None:
-        """Write the band to its rows and frames of `target`, the output of all ranks."""
-        rows = in_proportion(message.sizes, target.shape[self.bands.dim])[self.bands.axis.index]
-        target = target.narrow(self.bands.dim, rows.start, len(rows))
-        # A copy from a GPU into rows of a larger tensor would go through pageable memory. Parts of it come through
-        # page-locked memory, which torch keeps: so much of it as one part takes.
-        length = max(1, PART_BYTES * band.shape[2] // band.nbytes)
-        for place, part in zip(target.split(length, 2), band.split(length, 2), strict=True):
-            place.copy_(to_host([part])[0])
 
     def _all(self, fits: bool) -> bool:
         """Whether the image fits on all ranks. A rank that ran out of memory half-way would end the pool."""

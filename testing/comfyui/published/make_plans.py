@@ -27,7 +27,7 @@ from parallel_backend.own_class.calls.tried_calls import Call
 from parallel_backend.own_class.plans.block_order import block_lists
 from parallel_backend.own_class.plans.plan import Plan, key_of, lists_of, path_of, to_json, without
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
-from parallel_backend.own_class.trials.narrow import narrowed
+from parallel_backend.own_class.trials.short_model import narrowed
 from parallel_backend.own_class.trials.trial import trial
 
 PACK = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]

@@ -65,6 +65,12 @@ LARGE = SD35 | {
 WAN_1B = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30}
 WAN_5B = {"in_dim": 48, "out_dim": 48, "dim": 3072, "ffn_dim": 14336, "num_heads": 24, "num_layers": 30}
 WAN_14B = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
+COSMOS_1 = {
+    "affline_emb_norm": True,
+    "block_x_format": "THWBD",
+    "extra_per_block_abs_pos_emb": True,
+    "extra_per_block_abs_pos_emb_type": "learnable",
+}
 SEEDVR2_SHARP = {
     "vid_dim": 3072,
     "heads": 24,
@@ -154,7 +160,7 @@ PUBLISHED = {
     "wan-s2v": video("WAN22_S2V", WORDS, 16, WAN_14B, **SOUND),
     "humo-17b": video("WAN21_HuMo", WORDS, 16, WAN_14B | {"in_dim": 36}, audio_embed=(5, 8, 5, 1280)),
     "wan-dancer": video("WAN22_WanDancer", WORDS, 16, WAN_14B | {"in_dim": 36}, audio_embed=(17, 35), **CHANNELS),
-    "cosmos-1-7b": video("CosmosT2V", (512, 1024), 16),
+    "cosmos-1-7b": video("CosmosT2V", (512, 1024), 16, COSMOS_1),
     "ltx-video-2b": Published("LTXV", (128, 4096), ((128, 5, 16, 16),), {}, LTX_VIDEO),
     "hunyuan-dit": image(
         "HunyuanDiT",

@@ -26,7 +26,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.setup import ALLOWED, Offload, Setup
 from parallel_backend.processes.local import LocalRanks
-from parallel_backend.processes.pool import Pool
+from parallel_backend.processes.pool import Pool, wait_for
 from parallel_backend.processes.watchdog import STALL_FACTOR, START_SECONDS
 from testing import mini
 from testing.models import Cancelled, nobody
@@ -137,8 +137,9 @@ class FaultSession:
 
     def give_way(self, model: RemoteTransformer) -> None:
         """All weights come to the device, and most go to host memory again."""
-        model.resident.set(model.resident.wanted, self.poll)
-        model.resident.set([int(RESIDENT * nbytes) for nbytes in model.resident.wanted], self.poll)
+        for share in (1.0, RESIDENT):
+            moved = model.resident.tell([int(share * nbytes) for nbytes in model.resident.wanted])
+            assert moved is None or wait_for(moved, self.poll)
         assert all(map(operator.lt, model.resident.device_bytes, model.resident.wanted))
 
     def adapted(self, degrees: str) -> Result:

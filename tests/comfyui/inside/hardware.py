@@ -1,16 +1,15 @@
 """What ComfyUI chooses on graphics cards that are not here, beside what the pack chooses. Run by serve.py.
 
-torch.cuda's answers are a stand-in's (tests/support/fake_cuda.py), and ComfyUI, which runs on the CPU, is told that it has a
+torch.cuda's answers are a stand-in's (testing/fake_cuda.py), and ComfyUI, which runs on the CPU, is told that it has a
 GPU. Nothing is computed on it.
 """
 
 import importlib.util
 import json
 import sys
-from types import ModuleType
 from unittest.mock import patch
 
-from boot import PACK, Results, comfy, node, nodes, torch
+from boot import Results, comfy, node, nodes, torch
 
 management = comfy.model_management
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8_e4m3fn"}
@@ -28,15 +27,6 @@ LOADERS = (
 )
 
 
-def stand_in() -> ModuleType:
-    """By its file: ComfyUI has a package `tests` of its own."""
-    spec = importlib.util.spec_from_file_location("fake_cuda", PACK / "tests" / "support" / "fake_cuda.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fake_cuda"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def comfyuis_choice(supported: list[torch.dtype], stored: torch.dtype) -> str:
     """What ComfyUI's own loader computes a file in, by the functions that it asks."""
     kept = management.unet_dtype(GPU, PARAMETERS, supported, stored)
@@ -46,8 +36,8 @@ def comfyuis_choice(supported: list[torch.dtype], stored: torch.dtype) -> str:
 def main(results: Results) -> None:
     from parallel_backend.core import device_choice
     from parallel_backend.core.dtypes import HALVES, compute_name, native_halves, resolve_dtype
+    from testing import fake_cuda as fake
 
-    fake = stand_in()
     package = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
     devices = sys.modules[f"{package}.ui.devices"]
     cards = {name: card for name, card in vars(fake).items() if isinstance(card, fake.Card)}
@@ -134,7 +124,8 @@ def main(results: Results) -> None:
             patch.object(management, "get_torch_device", lambda: GPU),
             patch.object(torch.cuda, "can_device_access_peer", lambda _one, _two: peers),
         ):
-            answer = menu.answer([{"class_type": kind, "inputs": inputs} for kind, inputs in LOADERS], menu.FilePlans())
+            menu.file_plan.cache_clear()  # of other cards
+            answer = menu.answer([{"class_type": kind, "inputs": inputs} for kind, inputs in LOADERS])
         return [answer["devices"], answer["why"], *({k: v for k, v in plan.items() if v} for plan in answer["loaders"])]
 
     tiny = fake.Card("too small", (8, 6), 1000)

@@ -17,7 +17,7 @@ from torch.utils._device import _device_constructors
 
 from parallel_backend.core.kitchen import kitchen
 from parallel_backend.wire.heartbeat import ASKING_THREAD
-from tests.support.fake_cuda import Card
+from testing.fake_cuda import Card
 
 from . import graphs, host, streams
 from .machine import Gpu, Machine, Violation, machine

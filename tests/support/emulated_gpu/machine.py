@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from tests.support.fake_cuda import Card
+from testing.fake_cuda import Card
 
 ROUND, SEGMENT = 512, 2 << 20
 """Bytes to which torch's allocator rounds an allocation, and what it asks the driver for."""

@@ -13,8 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed
 
-from testing import fork_server
-from tests.support import fake_cuda
+from testing import fake_cuda, fork_server
 
 from . import process_nccl
 from .cuda import emulated

@@ -88,7 +88,7 @@ class WeightStore:
         self._check_all_there()
         self._slots.begin_step()
 
-    def set_resident(self, resident: int, working: bool = True) -> None:
+    def set_resident(self, resident: int) -> None:
         """Limit the weights on the device to `resident` bytes, see loading.SetResident. Call it between micro-steps.
 
         Errors: see `load`. A group with changed values is in no file, so it stays on the device if host memory has no room
@@ -96,10 +96,9 @@ class WeightStore:
         """
         if self._copies.unified:
             return
-        working = working and resident > 0
-        streamed = self._streamed(resident) if working else set()
-        staying = [name for name in self._groups if name not in streamed] if working else self._staying(resident)
-        away = set() if working else self._groups.keys() - staying
+        streamed = self._streamed(resident)
+        staying = [name for name in self._groups if name not in streamed] if resident > 0 else []
+        away = self._groups.keys() - {*streamed, *staying}
         before = {name for name in self._groups if name in self._slots}
         if streamed == before and away == self._away:
             return
@@ -174,13 +173,6 @@ class WeightStore:
         last = [index for index, name in enumerate(blocks) if name in self._streamed_last]
         room = resident - self._groups[ENDS].nbytes
         return {blocks[index] for index in nearest_streamed([self._groups[name].nbytes for name in blocks], room, last)}
-
-    def _staying(self, resident: int) -> list[str]:
-        """Groups that stay on the device while the model does not work: the first ones, which are needed first."""
-        staying = [name for name in (ENDS, *(name for name in self._groups if name != ENDS)) if name in self._on_device]
-        while sum(self._groups[name].nbytes for name in staying) > resident:
-            staying.pop()
-        return staying
 
     def _stream(self, streamed: set[str]) -> None:
         if not self._away:

@@ -1,4 +1,4 @@
-"""Parallel VAE Decode: ComfyUI's VAE, its decoder on the ranks in bands."""
+"""Parallel VAE Decode and Encode: ComfyUI's VAE, its decoder or encoder on the ranks in bands."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from ..ui.host import check_cancelled
 from ..ui.input_checks import validate
 from ..ui.node_text import say
 from ..ui.widgets import CATEGORY, link, text
-from .bands import decode_on_ranks, too_small, with_room
+from .bands import decode_on_ranks, encode_on_ranks, pixels_too_small, too_small, with_room
 from .known import Cut, how_to_cut
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,11 @@ DEVICES = text(
     "auto (the loaded model's GPUs, or all GPUs), or a list such as cuda:0,cuda:1. A list that mixes some of the loaded "
     "model's GPUs with others ends that model's processes.",
 )
+WAYS: dict[str, tuple[Callable[..., str | None], Callable[..., torch.Tensor]]] = {
+    "Decoded": (too_small, decode_on_ranks),
+    "Encoded": (pixels_too_small, encode_on_ranks),
+}
+"""Participle -> (why ranks cannot do it, function with which they do)."""
 
 
 @validate(early=check_devices)
@@ -54,21 +59,56 @@ class ParallelVAEDecode:
         if vae.latent_dim == 2 and latent.ndim == 5:
             latent = latent[:, :, 0]
         cut = how_to_cut(vae, "decoder", latent.ndim)
-        if isinstance(cut, Cut):
-            _check_channels(vae, latent)
-        images, how = computed_on_ranks(vae, cut, latent, devices, too_small, decode_on_ranks)
-        if images is None:
-            log.info("Parallel VAE Decode: decoding whole in ComfyUI, because %s", how)
-            say(f"Decoded whole by ComfyUI, because {how}.")
-            return (_pictures(vae.decode(latent)),)
-        say(f"Decoded in {how}.")
-        return (_pictures(images),)
+        if isinstance(cut, Cut) and latent.shape[1] != vae.latent_channels:
+            raise ValueError(
+                f"samples: the latent has {latent.shape[1]} channels, this VAE needs {vae.latent_channels}. Use the VAE "
+                "that belongs to the latent's model."
+            )
+        images = computed_on_ranks("Decoded", vae, cut, latent, devices)
+        images = vae.decode(latent) if images is None else images
+        # Of videos [B, frames, rows, columns, 3].
+        return (images.reshape(-1, *images.shape[-3:]) if images.ndim == 5 else images,)
 
 
-def computed_on_ranks(
-    vae: Any, cut: Cut | str, x: torch.Tensor, devices: str, why_too_small: Callable[..., str | None], compute: Callable
-) -> tuple[torch.Tensor | None, str]:
-    """(`compute` of x on the ranks of the widget `devices`, how), or (None, reason why ComfyUI has to compute it whole)."""
+@validate(early=check_devices)
+class ParallelVAEEncode:
+    CATEGORY = CATEGORY
+    SEARCH_ALIASES = ("multi gpu", "multigpu", "vae encode", "encode image", "distributed")
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "encode"
+    DESCRIPTION = (
+        "VAE Encode on several GPUs. Each encodes a part of the image or video. The result is the same as on one GPU. "
+        "ComfyUI encodes unknown VAEs whole, and the node says so."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {"pixels": link("IMAGE", "The image to encode, or a video's frames."), "vae": VAE},
+            "optional": {"devices": DEVICES},
+        }
+
+    def encode(self, pixels, vae, devices="auto"):
+        check_vae(vae)
+        pixels = pixels[..., : vae.output_channels]
+        cut = how_to_cut(vae, "encoder", 2 + vae.latent_dim)
+        samples = computed_on_ranks("Encoded", vae, cut, pixels, devices)
+        return ({"samples": vae.encode(pixels) if samples is None else samples},)
+
+
+def computed_on_ranks(did: str, vae: Any, cut: Cut | str, x: torch.Tensor, devices: str) -> torch.Tensor | None:
+    """x decoded or encoded (`did`) on the ranks of the widget `devices`. None: ComfyUI has to compute it whole. Tells the
+    user."""
+    result, how = _computed(did, vae, cut, x, devices)
+    if result is None:
+        log.info("Parallel DiT: %s whole by ComfyUI, because %s", did, how)
+    say(f"{did} in {how}." if result is not None else f"{did} whole by ComfyUI, because {how}.")
+    return result
+
+
+def _computed(did: str, vae: Any, cut: Cut | str, x: torch.Tensor, devices: str) -> tuple[torch.Tensor | None, str]:
+    """(the result, how), or (None, reason why ComfyUI has to compute it whole)."""
+    why_too_small, compute = WAYS[did]
     if isinstance(cut, str):
         return None, cut
     pool = find_ranks(devices)
@@ -87,20 +127,6 @@ def check_vae(vae) -> None:
     """ValueError for an input that is no VAE of ComfyUI's."""
     if not all(hasattr(vae, name) for name in ("decode", "encode", "latent_dim", "first_stage_model")):
         raise ValueError("vae: this is not a VAE. Connect Load VAE, or the VAE of a checkpoint loader.")
-
-
-def _check_channels(vae, latent) -> None:
-    needed = vae.latent_channels
-    if latent.shape[1] != needed:
-        raise ValueError(
-            f"samples: the latent has {latent.shape[1]} channels, this VAE needs {needed}. Use the VAE that belongs to the "
-            "latent's model."
-        )
-
-
-def _pictures(images):
-    """Videos [B, frames, rows, columns, 3] -> IMAGE [B * frames, rows, columns, 3]. Images are not changed."""
-    return images.reshape(-1, *images.shape[-3:]) if images.ndim == 5 else images
 
 
 def find_ranks(devices: str) -> SomeRanks | None:

@@ -273,20 +273,21 @@ class FakeCuda:
         return index
 
 
-REPLACED = [
-    name
-    for name in vars(FakeCuda)
-    if not name.startswith("_") and hasattr(torch.cuda, name) and callable(getattr(torch.cuda, name))
-]
-
-
 @contextlib.contextmanager
 def fake_cuda(*cards: Card) -> Iterator[FakeCuda]:
     """Within it torch.cuda has these cards, and torch counts as built for them: for ROCm if they are AMD's."""
-    cuda, hip = FakeCuda(cards), any(card.arch for card in cards)
+    with replaced(FakeCuda(cards)) as cuda:
+        yield cuda
+
+
+@contextlib.contextmanager
+def replaced(cuda: FakeCuda) -> Iterator[FakeCuda]:
+    """Within it torch.cuda's functions are the methods of the same names."""
+    hip = any(card.arch for card in cuda.cards)
     with contextlib.ExitStack() as stack:
-        for name in REPLACED:
-            stack.enter_context(mock.patch.object(torch.cuda, name, getattr(cuda, name)))
+        for name in dir(cuda):
+            if not name.startswith("_") and callable(getattr(torch.cuda, name, None)):
+                stack.enter_context(mock.patch.object(torch.cuda, name, getattr(cuda, name)))
         stack.enter_context(mock.patch.object(torch.version, "cuda", None if hip else "13.0"))
         stack.enter_context(mock.patch.object(torch.version, "hip", "7.0" if hip else None))
         yield cuda

@@ -23,14 +23,14 @@ class Account:
     """Bytes that all other operations read and wrote, by name. A tensor that repeats values counts with what it repeats."""
     copied: Counter[str] = field(default_factory=Counter)
     """Bytes of copies "to the host" and "to the device"."""
-    stops: Counter[str] = field(default_factory=Counter)
-    """Waits of the host for this device, by what it waited in."""
+    stops: int = 0
+    """Waits of the host for this device."""
     sent: Counter[int] = field(default_factory=Counter)
     """Payload bytes sent to each other rank."""
 
     def begin(self) -> None:
-        self.peak, self.products = self.allocated, 0
-        for counter in (self.kernels, self.moved, self.copied, self.stops, self.sent):
+        self.peak, self.products, self.stops = self.allocated, 0, 0
+        for counter in (self.kernels, self.moved, self.copied, self.sent):
             counter.clear()
 
     def take(self, nbytes: int) -> int:
