@@ -8,10 +8,11 @@ if __package__:  # imported as a pack by ComfyUI; pytest may collect this file w
     # At the end of the path `import nodes` still finds ComfyUI's module: the pack's package is imported as `.nodes` only.
     if (root := str(Path(__file__).parent)) not in sys.path:
         sys.path.append(root)
-    from .host_version import check_comfyui, check_diffusers, warn_of_folder
+    from .host_version import check_backend, check_comfyui, check_diffusers, warn_of_folder
 
     check_comfyui()  # before imports that an older ComfyUI lacks
     check_diffusers()
+    check_backend(Path(__file__).parent)
     warn_of_folder(Path(__file__).parent.name)
     from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 

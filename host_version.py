@@ -2,8 +2,10 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
 import logging
 import re
+from pathlib import Path
 
 OLDEST = (0, 33, 0)
 """The oldest ComfyUI that it is tested in, and `requires-comfyui` of pyproject.toml."""
@@ -23,6 +25,21 @@ def check_comfyui() -> None:
         found = "is so old that it does not say its version"
     oldest = ".".join(map(str, OLDEST))
     raise RuntimeError(f"Parallel DiT needs ComfyUI {oldest} or newer, and this one {found}. Update ComfyUI and restart it.")
+
+
+def check_backend(root: Path) -> None:
+    """RuntimeError, saying what to do, if `parallel_backend` is an installed copy, not that of the pack's folder `root`.
+
+    ComfyUI's path has installed packages first, so an older copy would run in place of this one.
+    """
+    spec = importlib.util.find_spec("parallel_backend")
+    assert spec is not None and spec.origin is not None
+    found = Path(spec.origin).resolve().parents[1]
+    if found != root.resolve():
+        raise RuntimeError(
+            f"Parallel DiT's parallel_backend is also installed in {found}. Remove it with ComfyUI's Python: python -m pip "
+            "uninstall parallel-dit. Then restart ComfyUI."
+        )
 
 
 def warn_of_folder(name: str) -> None:

@@ -44,7 +44,7 @@ def doctor_devices(widget: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
 
 @contextmanager
 def loaded(setup: Setup, checkpoint: Checkpoint, request: Request, poll: Poll) -> Iterator[RemoteTransformer]:
-    """A rehearsal.Load."""
+    """The model on its ranks, for a rehearsal (rehearsal.Load). It is unloaded at the end."""
     try:
         yield registry().model(setup, poll, make_room=make_room, expected=lambda: request, opened=checkpoint)
     finally:
@@ -87,7 +87,7 @@ class ParallelDoctor:
                 "latent_image": link("LATENT", "The latent that you want to sample. Only its size and batch matter."),
                 "steps": whole_number(20, 1, 10000, "Denoising steps of the run."),
                 "cfg": cfg_scale("The same as in the sampler. At 1 the model runs one prompt, otherwise two."),
-                "text_tokens": whole_number(256, 1, 100000, "Has no effect: positive gives the length of the prompt."),
+                "text_tokens": whole_number(256, 1, 100000, "Has no effect: the prompt's length comes from positive."),
                 "devices": text(
                     "auto", "auto (all GPUs; without a GPU, the model's CPU ranks), or a list such as cuda:0,cuda:1."
                 ),

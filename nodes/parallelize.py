@@ -29,7 +29,8 @@ from .ui.widgets import CATEGORY, MAX_DEGREE, SEVERAL_GPUS, choice, link, offloa
 
 
 def check_widgets(gpus: int | None, offload: str | None = STREAMED) -> None:
-    """ValueError for more GPUs than there are, and if the text is not an `offload`. None: the value comes by a link."""
+    """ValueError for more GPUs than there are, and if the text is not an `offload`. None: the value comes from another
+    node."""
     if offload is not None:
         offload_of(offload)
     _check_gpus(gpus or 0, possible_devices("auto"))
@@ -42,7 +43,7 @@ class ParallelizeModel:
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "parallelize"
     DESCRIPTION = (
-        "Runs the MODEL of any loader on several GPUs. LoRA, model sampling and other nodes may stand before or after. "
+        "Runs the MODEL of any loader on several GPUs. LoRA, model sampling and other nodes may come before or after. "
         "The rank processes read the weights from the loader's file."
     )
 
@@ -51,19 +52,18 @@ class ParallelizeModel:
         return {
             "required": {
                 "model": link(
-                    "MODEL", "From Load Diffusion Model, Load Checkpoint or another loader. Other nodes may stand between."
+                    "MODEL", "From Load Diffusion Model, Load Checkpoint or another loader. Other nodes may be in between."
                 ),
                 "gpus": whole_number(
                     0,
                     0,
                     MAX_DEGREE,
-                    "Number of GPUs, counted from the first. 0 takes all. With --cpu: number of CPU "
-                    "processes, and 0 is one.",
+                    "Number of GPUs, counted from the first. 0 takes all. With --cpu: number of CPU processes; 0 means one.",
                 ),
                 "mode": choice(
                     list(MODES),
                     AUTO,
-                    "auto: finds the fastest mode at the first image. It is exact; if Apply PipeFusion stands behind, "
+                    "auto: finds the fastest mode at the first image. It is exact; with Apply PipeFusion after this node, "
                     "it may be close to exact. pipefusion: for slow links, close to exact. ulysses, ring, tensor: "
                     "exact, for fast links. split batch: positive and negative prompt at the same time, exact.",
                 ),

@@ -32,7 +32,7 @@ OPTIONAL_SETTINGS = {
         "the K/V buffers take twice the memory. Works only with samplers that draw no noise between steps.",
     )
 }
-MODEL = link("MODEL", "From Parallel DiT Loader or Parallelize Model. LoRA loaders may stand between.")
+MODEL = link("MODEL", "From Parallel DiT Loader or Parallelize Model. LoRA loaders may be in between.")
 
 
 @validate()

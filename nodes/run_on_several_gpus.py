@@ -48,7 +48,7 @@ class LoaderPlan:
     parallel: bool = False
     """The loader is one of this pack's."""
     takes: bool = False
-    """Parallelize Model may stand behind it."""
+    """Whether Parallelize Model may follow it."""
     why: str = ""
     """The reason why not."""
     file: str = ""
@@ -56,7 +56,7 @@ class LoaderPlan:
     weights: int = 0
     """Bytes of the model's weights on ranks, if it may be taken."""
     pipefusion: str = ""
-    """The reason why Apply PipeFusion should stand behind Parallelize Model. Empty if it should not."""
+    """The reason why Apply PipeFusion should follow Parallelize Model. Empty if it should not."""
 
 
 def add_route() -> None:

@@ -23,7 +23,7 @@ class ParallelStepCache:
             "required": {
                 "model": link(
                     "MODEL",
-                    "From Parallel DiT Loader or Parallelize Model. LoRA loaders and Apply PipeFusion may stand before "
+                    "From Parallel DiT Loader or Parallelize Model. LoRA loaders and Apply PipeFusion may come before "
                     "or after.",
                 ),
                 "threshold": threshold(
@@ -34,7 +34,7 @@ class ParallelStepCache:
                 ),
                 "start_percent": share(0.0, "Every call in this first part of the sampling is computed."),
                 "end_percent": share(
-                    1.0, "Every call after this part of the sampling is computed. The last step always is."
+                    1.0, "Every call after this part of the sampling is computed. The last step is always computed."
                 ),
             }
         }

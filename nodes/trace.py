@@ -34,7 +34,7 @@ class ParallelTrace:
                 ),
             },
             "optional": {
-                "after": link(ANY, "Any output of the sampler or of a node behind it, so that this node runs after it.")
+                "after": link(ANY, "Any output of the sampler or of a node after it, so that this node runs after it.")
             },
         }
 

@@ -20,7 +20,7 @@ class UnloadParallelDiT:
 
     @classmethod
     def INPUT_TYPES(cls):
-        tooltip = "Passed through. Put the node behind a sampler to unload after sampling."
+        tooltip = "Passed through. Put the node after a sampler to unload after sampling."
         return {"required": {}, "optional": {"anything": link(ANY, tooltip)}}
 
     @classmethod

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.comfyui_server import ComfyUIServer  # noqa: E402
+from scripts.make_workflows import FILES  # noqa: E402
 
 Graph = dict[str, dict[str, Any]]
 WORKFLOWS = ROOT / "workflows"
@@ -42,15 +43,16 @@ DRAWN = {
     "flux_dev_displaced": ("FLUX.1\ndev", "text to image", PICTURE),
     "pixart_2048": ("PixArt\nSigma 2K", "text to image", PICTURE),
     "krea_2": ("Krea 2\nturbo", "text to image", PICTURE),
-    "qwen_image_2_1": ("Qwen-Image\n2.1", "text to image", PICTURE),
-    "qwen_image_2_1_edit": ("Qwen-Image\n2.1 edit", "image to image", EDIT),
+    "qwen_image_2_1": ("Qwen-Image\n2.1", "text to image, ComfyUI 0.37", PICTURE),
+    "qwen_image_2_1_edit": ("Qwen-Image\n2.1 edit", "image to image, ComfyUI 0.37", EDIT),
     "qwen_edit_2511": ("Qwen-Image\nEdit 2511", "image to image", EDIT),
     "wan_2_2": ("Wan 2.2", "text to video", VIDEO),
     "ltx_2_3": ("LTX-2.3", "text to video, with audio", VIDEO),
     "minimax_h3": ("MiniMax\nH3", "image to video, with audio", VIDEO),
-    "fasth3": ("FastH3", "image to video, with audio", VIDEO),
+    "fasth3": ("FastH3", "video with audio, ComfyUI 0.38", VIDEO),
+    "wan_animate_2": ("Wan\nAnimate 2", "image and video to video", VIDEO),
 }
-"""Model, what the workflow makes, and its colour."""
+"""Model, what the workflow makes and which ComfyUI it needs, and its colour."""
 MODES = {
     "pipefusion_degree": "PipeFusion",
     "ulysses_degree": "Ulysses",
@@ -133,7 +135,9 @@ def main() -> None:
     parser.add_argument("workflow", nargs="*", default=[QUICKSTART, *DRAWN], help="all if none is named")
     options = parser.parse_args()
     for name in options.workflow:
-        make(name, options.checkout.expanduser().resolve()).save(WORKFLOWS / f"{name}.jpg", quality=QUALITY, optimize=True)
+        make(name, options.checkout.expanduser().resolve()).save(
+            WORKFLOWS / f"{FILES[name]}.jpg", quality=QUALITY, optimize=True
+        )
         print(f"wrote {name}.jpg", flush=True)
 
 

@@ -143,7 +143,7 @@ def ui_form(name: str, graph: Graph) -> dict[str, Any]:
         "nodes": placed,
         "links": links,
         "groups": [
-            {"id": index, **box, "color": "#8AA", "font_size": _letters(box), "flags": {}}
+            {"id": index, **box, "color": "#3f789e", "font_size": _letters(box), "flags": {}}
             for index, box in enumerate(boxes, 1)
         ],
         "config": {},

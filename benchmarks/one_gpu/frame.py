@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Part:
-    """`command`: arguments of Python, "{out}" in the place of the part's JSON; a part of pytest writes "{xml}" instead.
+    """`command`: arguments of Python, "{out}" instead of the part's JSON; a part of pytest writes "{xml}" instead.
     `seconds`: its limit. `lacks`: why this machine cannot run the part; empty if it can."""
 
     name: str

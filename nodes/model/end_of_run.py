@@ -36,7 +36,7 @@ def gain_and_advice(
 
 
 def tell_of_run(stub: "RemoteDiffusionModel") -> None:
-    """Tell of a run outside of PipeFusion, from its first model call to its last. Apply PipeFusion tells of its own."""
+    """Tell of a run outside of PipeFusion, from its first model call to its last. Apply PipeFusion reports its own."""
     run, setup = stub.run, stub.setup
     assert run.began is not None
     seconds, steps, model = run.ended - run.began, run.steps or run.calls.total(), run.loaded()

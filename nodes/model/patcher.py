@@ -216,7 +216,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         refuse(f"a wrapper around the weight {name}", "Remove the node that adds it.")
 
     def set_injections(self, key, injections):
-        """As ComfyUI's. ValueError for anything but a LoRA in bypass mode."""
+        """As ComfyUI's. ValueError for any injection but a LoRA in bypass mode."""
         check_injections(self.stub.weights, key, injections)
         super().set_injections(key, injections)
         self.patches_uuid = uuid.uuid4()

@@ -110,7 +110,7 @@ class BandGuidance:
     ) -> list:
         """Predictions for the whole latent. This band calls the model for its rows and gets the others' from the bands."""
         if x_in.shape != self._shape:
-            raise NotLocal("a function on the MODEL needs another latent than the sampler's")
+            raise NotLocal("a function on the MODEL needs a different latent from the sampler's")
         self._evaluations += 1
         band_conds = [entries and [self._of_the_band(entry) for entry in entries] for entries in conds]
         outputs = executor(model, band_conds, self._cut(x_in).contiguous(), timestep, model_options)

@@ -20,7 +20,7 @@ from .band_controlnet import BandedControl
 from .band_exchange import BandExchange
 
 VIDEO_VALUES = "_v_numel"
-"""Attribute of ComfyUI's Guider_LTXAVDualCFG: number of values of the video, which come first in a nested latent."""
+"""Attribute of ComfyUI's Guider_LTXAVDualCFG: number of the video's values, which are first in a nested latent."""
 WHOLE = ("image_cond",)
 """Conditioning that is not cut although it has the latent's shape: HiDream-E1's reference image."""
 

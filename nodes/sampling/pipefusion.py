@@ -77,7 +77,7 @@ def has_pipefusion(model: comfy.model_patcher.ModelPatcher) -> bool:
 
 log = logging.getLogger(__name__)
 MOST_TRIALS = 4
-"""Most trials of calls that a run in bands makes although it was not tried with them. Each trial begins the run again."""
+"""Maximum trials of calls that a run in bands makes although it was not tried with them. Each trial begins the run again."""
 
 
 class StepCallbacks:

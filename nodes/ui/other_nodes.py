@@ -17,7 +17,7 @@ OURS = __name__.removesuffix(".nodes.ui.other_nodes")
 SEPARATORS = re.compile(r"[./\\]")
 """Separators of the parts of a module's name."""
 SHOWN = 3
-"""The most nodes that a text names, if several nodes share a function."""
+"""Maximum number of nodes that a text names, if several nodes share a function."""
 
 
 @dataclass(frozen=True)

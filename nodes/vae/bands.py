@@ -137,7 +137,8 @@ def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: Som
 
 
 def with_room(pool: SomeRanks, work: Callable[[], T]) -> T:
-    """The result of `work`. If memory is short, models on the pool's ranks give way and `work` is tried once more.
+    """The result of `work`. If memory is short, models on the pool's ranks move to host memory, and `work` is tried once
+    more.
 
     TooLittleMemory if the models hold fewer bytes than are missing.
     """

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE as LTXVAE
 
 
-def _as_comfyui_says(vae: comfy.sd.VAE, frames: int) -> int:
+def _upscaled_frames(vae: comfy.sd.VAE, frames: int) -> int:
+    """Frames of the video that `frames` latent frames decode to, by ComfyUI's rule for this VAE."""
     return vae.upscale_ratio[0](frames)
 
 
@@ -25,7 +26,7 @@ class Known:
     """The latent with the random noise that `decode` adds first, drawn once for all ranks."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Attributes that the model has otherwise on ranks, such as no noise."""
-    decoded: Callable[[comfy.sd.VAE, int], int] = _as_comfyui_says
+    decoded: Callable[[comfy.sd.VAE, int], int] = _upscaled_frames
     """Frames of the latent -> frames of pixels."""
     encodes: Callable[[Any, int], bool] = lambda _model, _frames: True
     """Whether `encode` takes a video with this number of frames of pixels."""
@@ -51,7 +52,7 @@ def _ltx_noise(model: "LTXVAE", latent: torch.Tensor) -> torch.Tensor:
 def _refined(vae: comfy.sd.VAE, frames: int) -> int:
     """The class is HunyuanVideo 1.5's too, which has `refiner_vae` set in spite of its name."""
     if vae.first_stage_model.decoder.refiner_vae:
-        return _as_comfyui_says(vae, frames)
+        return _upscaled_frames(vae, frames)
     return 4 * frames if frames > 1 else 1
 
 

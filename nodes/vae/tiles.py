@@ -80,7 +80,7 @@ def _with_tiles(
     """A copy of ComfyUI's model that takes computed tiles from `clips` instead of computing them.
 
     `clips`: for each clip its tiles [tiles, C, frames, rows, columns], in the order in which the model asks for them. They
-    are closed at the end, since the model asks for no clip behind the last one: then the ranks free what they keep.
+    are closed at the end, because the model does not ask for a clip after the last one. Then the ranks free their memory.
     """
     copied = copy.copy(model)
     tiles: Iterator[torch.Tensor] = iter(())

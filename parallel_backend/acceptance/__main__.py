@@ -4,8 +4,8 @@
     python -m parallel_backend.acceptance --out result.json
     python -m parallel_backend.acceptance --devices cpu,cpu --only modes,links
 
-Without --devices: every GPU; the one there is, for two ranks; or two CPU ranks. Ends with 1 if a check has failed.
-docs/gpu.md says what each check means.
+Without --devices: all GPUs; with one GPU, two ranks on it; without a GPU, two CPU ranks. The exit status is 1 if a check
+failed. docs/gpu.md says what each check means.
 """
 
 import argparse

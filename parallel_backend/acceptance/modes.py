@@ -2,7 +2,8 @@
 
 import torch
 
-from parallel_backend.client.proven_class import prompt_for_class
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.proven_class import prompt_for_class, tensors_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
@@ -14,16 +15,17 @@ from . import tiny_model
 from .session import Findings, SelfTestSession
 
 SAME_KERNELS, OTHER_KERNELS = 1e-5, 1e-3
-"""The most relative difference by rounding in fp32: between runs of the same kernels, and between a GPU's and a CPU's. The
-smallest change of an input moves the tiny model by more than the latter. Its fp32 output differs from fp64 by 3e-7."""
+"""Largest allowed relative difference by rounding in fp32: between runs of the same kernels, and between a GPU's and a
+CPU's. The smallest change of an input moves the tiny model by more than the latter. Its fp32 output differs from fp64 by
+3e-7."""
 HALF = {"bf16": 5e-2, "fp16": 1e-2}
-"""The most relative difference of a half precision from fp32."""
+"""Largest allowed relative difference of a half precision from fp32."""
 FP8 = 0.2
-"""The most relative difference of weights in fp8 from weights in fp32."""
+"""Largest allowed relative difference of weights in fp8 from weights in fp32."""
 TIMES_ROUNDING = 2.0
 """A mode in half precision may be this many times as far from one rank as that one is from fp32: sums in another order."""
 STALE = 0.1
-"""The most relative difference of the tiny model's displaced run from the exact one."""
+"""Largest allowed relative difference of the tiny model's displaced run from the exact one."""
 STEPS, BANDS = 3, 3
 
 
@@ -56,7 +58,7 @@ def look_at_modes(session: SelfTestSession, findings: Findings) -> None:
 
 def modes_of(world: int) -> list[Degrees]:
     """The modes of `world` ranks, and one product of two: a pipeline whose stages exchange heads, so that transfers of
-    several communicators are under way at once. Other products make no other transfers."""
+    several communicators are in progress at once. Other products make no other transfers."""
     modes = [degrees for degrees in all_degrees(world) if max(degrees.sizes) == world]
     stages = next((stages for stages in range(2, world) if world % stages == 0), None)
     return modes if stages is None else [*modes, Degrees(pipe=stages, ulysses=world // stages)]
@@ -70,7 +72,9 @@ def _one_rank(session: SelfTestSession, findings: Findings) -> dict[str, torch.T
         return _output(session, session.load(Degrees(), dtype))
 
     outputs = {"fp32": output_in("fp32")}
-    expected = tiny_model.reference(session.tiny_model, *tiny_model.call())
+    x, timestep, tensors = tiny_model.call()
+    with torch.inference_mode():
+        expected = session.tiny_model(x, timestep, **tensors)
     error = tiny_model.relative(outputs["fp32"], expected)
     findings.at_most("one rank in fp32 from the class on a CPU", error, OTHER_KERNELS if on_gpus else SAME_KERNELS)
     for dtype, limit in HALF.items():
@@ -97,12 +101,13 @@ def _look_at_run(
     """Transfers during computation give the same bits as transfers that are waited for."""
     run = model, *_run_arguments(), bands, 1, session.poll
     beside, apart = (tiny_model.as_one(sample_in_bands(*run, overlap=overlap)[0]) for overlap in (True, False))
-    findings.expect(torch.equal(beside, apart), f"{degrees}: transfers beside computing give other bits")
+    findings.expect(torch.equal(beside, apart), f"{degrees}: transfers that overlap with computation change the result")
     findings.at_most(f"{degrees}, a run", tiny_model.relative(beside, expected), limit)
 
 
 def _output(session: SelfTestSession, model: RemoteTransformer) -> torch.Tensor:
-    return tiny_model.as_one(model.predict(tiny_model.on_ranks(*tiny_model.call()), session.poll)).float()
+    x, timestep, tensors = tiny_model.call()
+    return tiny_model.as_one(model.predict(ModelCall(x, timestep, tensors_of(tensors)), session.poll)).float()
 
 
 def _run_arguments() -> tuple[torch.Tensor, torch.Tensor, Prompt]:

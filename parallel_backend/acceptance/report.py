@@ -106,7 +106,7 @@ def _cut(text: str) -> str:
 
 
 def _users() -> set[str]:
-    """Names of the user that ComfyUI runs as, and of who owns this pack and its folder: often another one."""
+    """Names of the user that ComfyUI runs as, and of the owners of this pack and its folder, who often differ."""
     names = {os.environ.get(variable, "") for variable in ("SUDO_USER", "LOGNAME", "USER", "USERNAME")}
     with contextlib.suppress(OSError, KeyError, ImportError):  # a user without a name, or Windows without the variable
         names.add(getpass.getuser())
@@ -127,7 +127,7 @@ def describe(document: dict[str, Any]) -> str:
     if summary[FAILED]:
         end = "What to do about a failed check: docs/gpu.md. Please open an issue with the JSON."
     else:
-        end = "Please add the JSON to an issue: figures of machines with GPUs are what is missing most (docs/gpu.md)."
+        end = "Please add the JSON to an issue: results from machines with GPUs are needed most (docs/gpu.md)."
     return "\n".join([*lines, "", end])
 
 

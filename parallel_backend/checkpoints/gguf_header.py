@@ -23,7 +23,7 @@ MAX_FIELDS = 1 << 14
 MAX_NAME = 1 << 12
 MAX_AXES = 8
 MAX_KEPT = 64
-"""Most elements of an array that is kept: shapes are short, and vocabularies are not needed."""
+"""Maximum number of elements of an array that is kept: shapes are short, and vocabularies are not needed."""
 
 
 class StoredTensor(NamedTuple):
@@ -135,7 +135,7 @@ def _fields(cursor: _Cursor, count: int) -> tuple[int, dict[str, Shape], dict[st
         names.add(name)
         if name == ALIGNMENT:
             if SCALARS.get(kind) != "I":
-                raise ValueError(f"its alignment is of the type {kind}")
+                raise ValueError(f"its alignment has the type {kind}")
             alignment = cursor.number("I")
             if alignment < 8 or alignment & (alignment - 1):
                 raise ValueError(f"its alignment is {alignment}")

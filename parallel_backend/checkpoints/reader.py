@@ -18,7 +18,7 @@ from .tensor_files import Entry, MappedFile, open_file
 PLAIN = ("fp32", "bf16", "fp16", "F64", *FP8_KINDS)
 """Storage formats that torch has as they are."""
 MOST_SCALES = 1 << 20
-"""Most values of a scale that is looked at: of a whole weight, of rows or of columns. Scales by block may have a sixteenth
+"""Maximum values of a scale that is checked: of a whole weight, of rows or of columns. Scales by block may have a sixteenth
 of the weight's values, and are not read twice."""
 
 

@@ -27,7 +27,7 @@ from .tensor_files import GGUF, SAFETENSORS, Entry, open_file
 NAMED = "model_name: "
 """Beginning of a refusal: the widget's name."""
 MAX_REFUSAL = 1000
-"""Most characters of a refusal. The longest show three keys."""
+"""Maximum number of characters of a refusal. The longest show three keys."""
 PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 """In the order in which ComfyUI counts them: each key counts for the first that it begins with."""
 OTHER_PREFIX = "model."
@@ -59,9 +59,9 @@ MAX_SETTING = 1 << 20
 MAX_LIST = 1 << 10
 MAX_TEXT = 1 << 10
 MAX_UNSEEN = 1 << 12
-"""Largest size that no tensor has, such as a length of text."""
+"""Largest number in the configuration that is not the size of a tensor, such as a text length."""
 COUNTED = "layers", "blocks", "depth"
-"""In names of settings that count modules, each of which has a tensor at least."""
+"""Words in the names of settings that count modules. Each such module has at least one tensor."""
 
 UNET = "a UNet whose class in ComfyUI does not run on ranks"
 SOUND = "an audio model, which one GPU computes in seconds"
@@ -118,7 +118,7 @@ class Contents:
     sampling: dict[str, torch.Tensor] = field(default_factory=dict)
     """What ComfyUI reads to tell how a UNet is sampled, by key: see SAMPLING."""
     conversion: Conversion = ()
-    """By which the entries of a file in diffusers' layout have ComfyUI's names."""
+    """The conversion that gives the entries of a file in diffusers' layout ComfyUI's names."""
 
     @property
     def name(self) -> str:

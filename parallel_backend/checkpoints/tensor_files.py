@@ -27,12 +27,12 @@ from .quantised_formats import FP8_FORMATS, Layer
 SAFETENSORS, GGUF = (".safetensors", ".sft"), (".gguf",)
 
 MAX_HEADER_BYTES = 1 << 25
-"""Most bytes of a safetensors header. Those of the largest models have about a million. The safetensors library takes a
+"""Maximum bytes of a safetensors header. Those of the largest models have about a million. The safetensors library takes a
 hundred million, and unfolds them to sixteen times as much memory."""
 MAX_TENSORS = 1 << 16
-"""Most tensors of a file. The largest models have some thousand."""
+"""Maximum number of tensors of a file. The largest models have some thousand."""
 MAX_JSON_BYTES = 1 << 16
-"""Most bytes of a tensor of JSON, which is about one layer."""
+"""Maximum number of bytes of a tensor of JSON, which is about one layer."""
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """First bytes of torch.save's files: a zip archive, or a bare pickle."""
 

@@ -1,6 +1,6 @@
 """Room on the ranks' devices for additions to weights (LoRA), made before they are sent.
 
-Other models and programs give way first, then the model's own weights: blocks that were on the device are streamed. The next
+Other models and programs free memory first, then the model's own blocks are streamed. The next
 run without the additions brings the weights back (MemoryGuard).
 """
 
@@ -14,14 +14,14 @@ from parallel_backend.wire.loading import Adapt
 from .resident_weights import ResidentWeights
 
 AT_ONCE = 1 << 28
-"""Fewest bytes that are asked for: a LoRA comes in hundreds of parts, and each move of weights waits for copies."""
+"""At least this many bytes are requested: a LoRA has hundreds of parts, and each move of weights waits for copies."""
 WORKING = 4
 """Bytes of the two float32 values that exist while a value of an addition is scaled."""
 
 
 @dataclass
 class _Room:
-    """`free`: bytes of a device that additions may take; `taken`: by those that were sent. `asks`: more may come free."""
+    """`free`: bytes of a device that additions may take; `taken`: by those that were sent. `asks`: more may become free."""
 
     memory: DeviceMemory
     free: int
@@ -80,7 +80,7 @@ class AdapterRoom:
         return (values + weighed) * self._value_bytes, passing
 
     def _free(self, memory: DeviceMemory, nbytes: int) -> int:
-        """Free `nbytes` of the device before the ranks handle later messages. Returns the bytes that come free."""
+        """Free `nbytes` of the device before the ranks handle later messages. Returns the bytes that become free."""
         freed = self._make_room(memory.device, nbytes)
         if freed >= nbytes or not self._streams(memory):
             return freed

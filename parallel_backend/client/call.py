@@ -94,7 +94,7 @@ class CallCut:
     shards: tuple[tuple[Span, Span], ...]
     """By sequence rank, see PostedCall.rows."""
     parts: tuple[tuple[tuple[Span, Span], ...], ...]
-    """By replica, for each micro-step its batch entries: numbered within the call, and within the replica's share."""
+    """By replica, each micro-step's batch entries: their numbers within the call, and within the replica's share."""
 
     @property
     def outputs(self) -> int:

@@ -179,7 +179,7 @@ class Adaptation:
 
     def drop(self) -> list[int]:
         """Free the additions on all ranks, without waiting. The next `replace` sends everything, even under the same name.
-        Bytes that come free, by rank; none while they are being sent."""
+        Bytes that become free, by rank; none while they are being sent."""
         if not self._lock.acquire(blocking=False):
             return [0] * len(self.bytes)
         try:

@@ -21,9 +21,9 @@ class FurtherTries:
         self._lost: Callable[[], object | None] = lambda: None  # weak reference to the model that was lost last
 
     def allows(self, model: object | None, next_try: Callable[[], str]) -> bool:
-        """`model` has lost its ranks, or None: its next load has. Whether to try again.
+        """Whether to try again after `model` lost its ranks. None: the model's next load lost them.
 
-        `next_try` prepares that and returns a line for the user. Empty: no try would end otherwise. Calls under way fail
+        `next_try` prepares that and returns a line for the user. Empty: no try would end otherwise. Calls in progress fail
         together: each of them may be tried again, and `next_try` is called for the first of them.
         """
         if self._over or (model is not None and self._lost() is model):

@@ -72,7 +72,7 @@ def measured_links(pool: Pool, sizes: Sequence[int], poll: Poll) -> list[LinksPr
 
 
 def figures(links: Links) -> dict[tuple[int, int], tuple[float, float]]:
-    """As Pool.links."""
+    """Bandwidth in bytes a second and latency in seconds by pair of ranks, as Pool.links has them."""
     return {pair: (link.bandwidth, link.latency) for pair, link in links.between.items()}
 
 

@@ -34,8 +34,8 @@ from .resident_weights import ResidentWeights
 log = logging.getLogger(__name__)
 
 LEAST_SHORT = 1 << 28
-"""Least bytes that a device is assumed to lack when it ran out. The failed allocation, or half of the run's estimate, counts
-if it is larger. A guess: no GPU has run out so far."""
+"""If a device ran out of memory, it is assumed to lack at least this many bytes. The failed allocation, or half of the
+run's estimate, counts if it is larger. A guess: no GPU has run out so far."""
 
 EXACT = 0
 """In place of a run's number: calls outside of runs."""
@@ -45,7 +45,7 @@ Learnt = dict[Setup, dict[int, int]]
 Estimates of a run's memory are not measured, so a run that fits by them may still run out."""
 
 MakeRoom = Callable[[str, int], int]
-"""(device of this machine such as cuda:0, bytes that it lacks) -> bytes that have come free. Provided by the program with
+"""(device of this machine such as cuda:0, bytes that it lacks) -> bytes that have become free. Provided by the program with
 other models on the device; called on the thread that loads or samples."""
 
 
@@ -94,7 +94,7 @@ class MemoryGuard:
 
     @property
     def in_run(self) -> bool:
-        """Whether a run with K/V buffers is under way."""
+        """Whether a run with K/V buffers is in progress."""
         return any(run != EXACT for run in list(self._runs))
 
     def wake(self, poll: Poll) -> None:
@@ -136,7 +136,7 @@ class MemoryGuard:
     def admit(self, conditioning: Conditioning, poll: Poll, timed: bool = False, added: int = 0) -> None:
         """Check an exact call before it is made. ValueError if it cannot fit. `timed`, `added`: see memory_model.Request.
 
-        Ranks are asked for their memory only before a run's first call, since their answer waits for calls under way.
+        Ranks are asked for their memory only before a run's first call, since their answer waits for calls in progress.
         """
         if EXACT not in self._runs:
             self._runs[EXACT] = _Run(_FreeMemory(self._device_memories(poll), self.resident.expected()), 1, 0)
@@ -150,7 +150,7 @@ class MemoryGuard:
     def check(self, run: int, conditioning: Conditioning, timed: bool = False, added: int = 0) -> None:
         """To be called before a call of a run: ValueError if the run with this conditioning too cannot fit.
 
-        `timed`, `added`: see memory_model.Request. Does not wait for ranks, since other calls may be under way.
+        `timed`, `added`: see memory_model.Request. Does not wait for ranks, since other calls may be in progress.
         """
         known, key = self._runs.get(run), (conditioning.id, timed, added)
         if known is None or (key in known.requests and not self.resident.parked):

@@ -1,4 +1,4 @@
-"""The models on ranks, and the order in which they give way to another model: the least recently used first."""
+"""The models on ranks, and the order in which they leave the devices for another model: the least recently used first."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from parallel_backend.processes.pool_part import SomeRanks
 from .remote_transformer import RemoteTransformer
 
 MOST_MODELS = 8
-"""Most models on ranks at a time: even a small model has threads, process groups and conditionings there."""
+"""Maximum number of models on ranks at a time: even a small model has threads, process groups and conditionings there."""
 
 
 @dataclass

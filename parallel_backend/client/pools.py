@@ -53,7 +53,7 @@ class Pools:
         return tuple(pool for pool in self._pools if pool.error is None)
 
     def threads(self, devices: tuple[str, ...], pool: Pool | None = None) -> int | None:
-        """CPU threads of each rank on `devices`, of `pool` or a new one. CPU ranks of all pools share the cores. Those of a
+        """CPU threads of each rank on `devices`, of `pool` or a new one. CPU ranks of all pools share the cores. Ranks of a
         part of a pool also get the cores of its other ranks, which wait meanwhile. None: the ranks decide."""
         if device_kind(devices[0]) != "cpu":
             return None

@@ -27,7 +27,7 @@ class Posting:
     """A queue of micro-steps, which are sent to the ranks in order, a window at a time. Thread-safe.
 
     `patch`: number of values of an output token for each channel. `cut`: of a stage's tokens over its sequence ranks.
-    `shared`: the residuals of micro-steps under way. `wake()` is called before each micro-step is sent, since weights may
+    `shared`: the residuals of micro-steps in progress. `wake()` is called before each micro-step is sent, since weights may
     have left the devices after its call was posted. `lock` is held while anything is sent for the model, so that all ranks
     get the messages in one order.
     """
@@ -108,12 +108,12 @@ class Posting:
 
     @property
     def busy(self) -> bool:
-        """Whether micro-steps are under way or waiting."""
+        """Whether micro-steps are in progress or waiting."""
         with self.lock:
             return any(self._waiting) or any(self._in_flight)
 
     def abandon(self, which: Callable[[PostedCall], bool]) -> None:
-        """Forget these calls: waiting micro-steps are not sent, and outputs of those under way are dropped."""
+        """Forget these calls: waiting micro-steps are not sent, and outputs of those in progress are dropped."""
         with self.lock:
             for waiting in self._waiting:
                 kept = [step for step in waiting if not which(step.output.call)]
@@ -205,7 +205,7 @@ class Posting:
         return CallCut(tuple(call.rows(self._cut)), parts)
 
     def _fill(self, replica: int) -> None:
-        """Send waiting micro-steps while fewer than the window are under way.
+        """Send waiting micro-steps while fewer than the window are in progress.
 
         The window keeps every stage busy. It is not larger, because micro-steps that are sent cannot be cancelled.
         """
@@ -250,7 +250,7 @@ class Posting:
                 overlap=call.overlap,
                 entries=step.local,
                 timestep=call.timestep[entries],
-                residuals={name: numbers[id(tensor)] for name, tensor in call.residuals.items()},
+                residuals=tuple((name, numbers[id(tensor)]) for name, tensor in call.residuals.items()),
                 added=of_rank,
                 x=x,
             )

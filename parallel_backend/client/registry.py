@@ -46,7 +46,7 @@ BORROWED = "Parallel DiT: the ranks were used for something else, and the model 
 class Registry:
     """Keeps the pools and the models on them. Thread-safe.
 
-    Models give way to each other, the least recently used first: they move to host memory, or else leave the ranks.
+    If a model needs memory, others move to host memory or are unloaded, the least recently used first.
     """
 
     def __init__(self):
@@ -149,7 +149,7 @@ class Registry:
             return freed + self._make_way(models, device, missing - freed, asking, in_turns=True)
 
     def make_way(self, pool: SomeRanks, device: str, nbytes: int) -> int:
-        """Free `nbytes` of one device by moving the models on these ranks, without waiting. Bytes that come free."""
+        """Free `nbytes` of one device by moving the models on these ranks, without waiting. Bytes that become free."""
         with self._lock:
             return self._make_way(self._models.of(pool), device, nbytes)
 
@@ -209,7 +209,7 @@ class Registry:
     def unload(self, setup: Setup | None = None, poll: Poll = lambda: None) -> None:
         """Free the ranks' memory of the model of `setup`, or of everything if `setup` is None. The ranks stay.
 
-        Returns when the memory is free. Micro-steps under way finish first. An exception of `poll` ends only the waiting.
+        Returns when the memory is free. Micro-steps in progress finish first. An exception of `poll` ends only the waiting.
         """
         with self._lock:
             if setup is not None:
@@ -246,7 +246,7 @@ class Registry:
 
     def give_back(self, setup: Setup, device: str, nbytes: float) -> int:
         """Free `nbytes` of `device` by moving the model of `setup`, see RemoteTransformer.give_way. Bytes that came free.
-        The model stays on the ranks. Waits for micro-steps under way."""
+        The model stays on the ranks. Waits for micro-steps in progress."""
         with self._lock:
             model = self._model_of(setup)
             if model is None or model.pool.error is not None:
@@ -337,7 +337,7 @@ class Registry:
     def exit(self) -> None:
         """End all ranks, because the process is about to end. From then on none are started.
 
-        Never waits for a load under way on another thread, whose ranks are killed. A forked process leaves its parent's
+        Never waits for a load in progress on another thread, whose ranks are killed. A forked process leaves its parent's
         ranks alone.
         """
         self._exiting = True

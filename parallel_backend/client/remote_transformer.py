@@ -82,7 +82,7 @@ class RemoteTransformer:
         return self._adaptation.bytes
 
     def adapt(self, name: Hashable | None, deltas: Iterable[Delta], poll: Poll, strengths: tuple[float, ...] = ()) -> None:
-        """Add `deltas` to the checkpoint's weights. They replace earlier deltas. No call may be under way.
+        """Add `deltas` to the checkpoint's weights. They replace earlier deltas. No call may be in progress.
 
         `name`: equal deltas have equal names. If the name is that of the last time, `deltas` is not read. None: no deltas.
         `strengths`: of the deltas' groups 1, 2, ...; to change these alone is cheap. If a device has no room, weights give
@@ -114,7 +114,7 @@ class RemoteTransformer:
         return self._posting.alive and self.pool.error is None  # the pool has its error before `_on_failure` is called
 
     def unload(self) -> Future:
-        """Fail all calls from now on. The ranks finish micro-steps under way, then free all memory of the model, which ends
+        """Fail all calls from now on. The ranks finish micro-steps in progress, then free the model's memory, which ends
         the future. RankError if the pool has failed."""
         self._on_failure(RuntimeError("Parallel DiT: the model has been unloaded from its ranks"))
         self._ranks.leave()
@@ -145,7 +145,7 @@ class RemoteTransformer:
         return max(0, whole - sum(self.resident.host_bytes))
 
     def make_way(self, device: str, nbytes: float, working: bool) -> int | None:
-        """Free `nbytes` of `device`, see ResidentWeights.give_way. Bytes that come free. None: the weights cannot move.
+        """Free `nbytes` of `device`, see ResidentWeights.give_way. Bytes that become free. None: the weights cannot move.
 
         If its weights are not enough, a model that is not `working` gives up its adapters too: `adapt` sends them again.
         """
@@ -162,7 +162,7 @@ class RemoteTransformer:
         return added
 
     def give_way(self, device: str, nbytes: float, poll: Poll) -> int:
-        """Free `nbytes` of `device` for another program. Bytes that came free. Waits for micro-steps under way.
+        """Free `nbytes` of `device` for another program. Bytes that came free. Waits for micro-steps in progress.
 
         First the ranks' allocators free unused memory. Adapters stay during a run or a call, whose later micro-steps need
         them.

@@ -81,7 +81,7 @@ class ResidentWeights:
 
     def give_way(self, ranks: Sequence[int], nbytes: float, whole: bool, working: bool) -> int:
         """Free `nbytes` on `ranks`, all on one device, each in proportion to its bytes. Without waiting, see `tell`. Bytes
-        that come free.
+        that become free.
 
         `whole`: weights may not be streamed, so all weights of a rank leave. `working`: this model is used again while the
         other one has the memory, so the least that a rank needs to compute stays.

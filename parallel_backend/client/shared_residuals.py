@@ -59,7 +59,7 @@ class SharedResiduals:
             self._free[replica].append(segment)
 
     def close(self) -> None:
-        """The model leaves the ranks, which keep the segments mapped until they unload it, for micro-steps under way."""
+        """The model leaves the ranks, which keep the segments mapped until they unload it, for micro-steps in progress."""
         self._possible = False
         free = [(replica, segment) for replica, segments in enumerate(self._free) for segment in segments]
         for replica, segment in (*free, *self._used.values()):

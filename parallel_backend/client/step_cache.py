@@ -15,7 +15,7 @@ from parallel_backend.own_class.calls.patching import Latents
 FIRST_COMPUTED = 3
 """First calls of a conditioning, which are always computed: two make a line, and the third shows its error."""
 LONGEST_ROW = 3
-"""Most forecast calls in a row."""
+"""Maximum number of forecast calls in a row."""
 BASELINE = 2.0
 """The two calls of a line are at least this many times as far apart as the line is extended, if there are such calls: a
 shorter line follows the noise of its outputs. A line is never extended further than its calls are apart."""

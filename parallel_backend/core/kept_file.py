@@ -1,4 +1,4 @@
-"""What was found out once, for later processes to read: JSON files that say what it holds for, unchanged since."""
+"""Results that later processes read again: JSON files with a key that says what a result is valid for, and a digest."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_BYTES = 1 << 20
-"""Most bytes of a file. The calibration of eight devices has about ten thousand."""
+"""Maximum number of bytes of a file. The calibration of eight devices has about ten thousand."""
 
 
 def read_kept(path: Path, key: dict[str, object], name: str) -> Any | None:

@@ -201,7 +201,7 @@ class OwnEntry:
 
     stream: int
     before: bool
-    """Other tokens come before them. False: all others come behind them."""
+    """Other tokens come before them. False: all others come after them."""
     behind: bool
     """Beside those before, as many come behind them as in the first stream."""
 
@@ -235,7 +235,7 @@ class OwnClass:
     latent: OwnLatent | None = None
     """None: bands of the latent are not proven."""
     conversion: Conversion = ()
-    """By which ComfyUI gives the file's tensors the names of its layout."""
+    """The conversion by which ComfyUI gives the file's tensors the names of its layout."""
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -250,7 +250,7 @@ class OwnClass:
         for package in PACKAGES:
             if self.module.startswith(package.root) and all(f"{each}.".startswith(package.around) for each in around):
                 return
-        raise ValueError(f"ranks build no class of {self.module}, or import none of {sorted(around)} for it")
+        raise ValueError(f"ranks do not build the class of {self.module}, or do not import {sorted(around)} for it")
 
     @property
     def heads(self) -> int:

@@ -1,7 +1,7 @@
 """Bytes of values in a few bits each, of transfers: for the ranks, and for the memory model."""
 
 GROUP = 32
-"""Most values with a common scale: the scale then adds a sixteenth to the bytes of values in one byte each."""
+"""Maximum number of values with a common scale: the scale then adds a sixteenth to the bytes of values in one byte each."""
 SCALE_BYTES = 2
 
 CHANGE_BITS = 4
@@ -25,5 +25,5 @@ def ulysses_bytes(transfer_dtype: str, size: int, itemsize: int) -> float:
 
 
 def change_bytes(values: int, size: int, bits: int) -> int:
-    """Bytes for the changes of `values` values of heads of `size`, with the scales of their groups."""
+    """Bytes of `values` packed changes, for heads of `size` channels, with the scales of their groups."""
     return values // group_size(size) * SCALE_BYTES + -(-values * bits // 8)

@@ -50,5 +50,5 @@ def entry_parts(entries: Span, exact: bool, stages: int) -> tuple[Span, ...]:
 
 
 def window(stages: int) -> int:
-    """Most micro-steps under way: one on each stage, and one that waits for the first stage."""
+    """Maximum number of micro-steps in progress: one on each stage, and one that waits for the first stage."""
     return stages + 1

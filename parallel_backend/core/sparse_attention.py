@@ -24,7 +24,7 @@ class SparseAttention:
     tau: float = 1.3
     """A block is seen exactly if its score is more than this number of standard deviations above the mean."""
     kept: float = 0.0
-    """Share of the blocks of keys that are seen exactly, from 0 to 1. It replaces `tau`. 0: by `tau`."""
+    """Share of the blocks of keys that are seen exactly, from 0 to 1. 0: `tau` decides."""
     extra_tokens: int = 0
     """Further tokens that each query block sees exactly."""
     least_tokens: int = 0

@@ -15,7 +15,7 @@ from .model_sizes import ModelSizes, model_sizes, weights_by_rank
 
 RANKS_TRIED = 16
 WAYS = 2
-"""The most degrees that are named."""
+"""Maximum number of degrees that a message names."""
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class MemoryCheck:
     ) -> None:
         """Before a run, once the model is loaded. ValueError if the run cannot fit. One warning if it probably does not.
 
-        `resident`: bytes of weights that each rank has on its device. They can give way if they are streamed.
+        `resident`: bytes of weights that each rank has on its device. They can leave the device if they are streamed.
         """
         self.last = requests, memories
         needs, weights = self.memory(requests), self.weights()

@@ -13,12 +13,13 @@ from .prediction import Prediction, predict
 AS_GOOD = 1.03
 """Modes within this factor of the fastest count as equally fast: the simplest of them is advised."""
 CREDIBLE = 1.1
-"""The most by which a gain over one device may exceed the number of ranks and still be the noise of a measurement."""
+"""A gain over one device may exceed the number of ranks by at most this factor. More is not credible."""
 PROPOSALS = 3
 """Degrees that Parallel Doctor rehearses."""
 DISPLACED = 2
-"""The most ranks on the patch axis that `degrees` auto takes. In measured images of 4, 8 and 20 steps displaced patches of
-two ranks were closer to one rank's image than PipeFusion with four patches. Displaced patches of four ranks were not."""
+"""Maximum number of ranks on the patch axis that `degrees` auto takes. In measured images of 4, 8 and 20 steps displaced
+patches of two ranks were closer to one rank's image than PipeFusion with four patches. Displaced patches of four ranks were
+not."""
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from .workload import Workload
 STEPS = 3
 """Steps of a rehearsed run: an exact step, and two in patches, since keys are extrapolated from the second one on."""
 RUNS = 4
-"""The most rehearsed runs of a mode. The first one allocates memory and picks kernels."""
+"""Maximum number of rehearsed runs of a mode. The first one allocates memory and picks kernels."""
 ENOUGH_SECONDS = 10.0
 """Seconds of rehearsed runs after which no further one is made."""
 
 Load = Callable[[Setup, Checkpoint, Request, Poll], AbstractContextManager[RemoteTransformer]]
-"""The model on its ranks for the rehearsal. It leaves them at the end."""
+"""Context of the model on its ranks, for a rehearsal. The model is unloaded at the end."""
 
 
 def rehearse(

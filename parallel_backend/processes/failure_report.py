@@ -111,9 +111,7 @@ class FailureReport:
 
     def refusal(self, rank: int, why: str) -> RankError:
         """The error for a rank that sent an invalid message."""
-        text = (
-            f"{self._name(rank)} sent an impossible message: {why}. All ranks were ended. The next prompt starts new ones."
-        )
+        text = f"{self._name(rank)} sent an invalid message: {why}. All ranks were ended. The next prompt starts new ones."
         return self._error(text, "", self._ranks.log_tail(rank))
 
     def cut_short(self, error: BaseException) -> RankError:

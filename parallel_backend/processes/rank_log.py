@@ -39,7 +39,7 @@ def _new_folder(parent: Path, name: str) -> Path:
         with contextlib.suppress(FileExistsError):
             path.mkdir()
             return path
-    raise AssertionError("there are numbers without end")
+    raise AssertionError("the message has numbers without end")
 
 
 def tail(path: Path) -> str:

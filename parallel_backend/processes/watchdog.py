@@ -23,10 +23,10 @@ STALL_SECONDS, STALL_FACTOR = 60.0, 20.0
 """Time without progress that is allowed in micro-steps no larger than a finished one: the larger of these seconds and this
 multiple of the longest pause seen in micro-steps. Each block and transfer is progress."""
 UNANSWERED_SECONDS = 5.0
-"""Time without an answer from which a driver is named. In work, minutes are no fault: a thread of the rank that launches a
-kernel for the first time holds the driver until the queue has room."""
+"""Time without an answer from which a driver is named. A working rank may not answer for minutes: a thread of the rank that
+launches a kernel for the first time holds the driver until the queue has room."""
 STEPS_REMEMBERED = 256
-"""Micro-steps whose sizes are kept; far more than can be under way."""
+"""Micro-steps whose sizes are kept; far more than can be in progress."""
 SLOW_REPLIES = (m.Probed, m.LinksProbed, m.Loaded, m.Adapted, m.Residency, m.VAEBegun, m.VAEOutput)
 """Replies to requests that are work of unknown length."""
 

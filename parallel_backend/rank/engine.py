@@ -68,18 +68,18 @@ class Engine:
             self._graphs.drop(which)
 
     def rest(self) -> None:
-        """Wait for all transfers that are under way, before micro-steps of another model."""
+        """Wait for all transfers that are in progress, before micro-steps of another model."""
         self._link.await_sends()
         self.runs.wait_pending()
 
     def end_transfers(self) -> None:
-        """Wait for all transfers that are under way, and drop the K/V buffers."""
+        """Wait for all transfers that are in progress, and drop the K/V buffers."""
         self._link.await_sends()
         self.drop_graphs()
         self.runs.clear()
 
     def close(self) -> None:
-        """Wait for all transfers that are under way, and end the mesh's groups. Collective over all ranks."""
+        """Wait for all transfers that are in progress, and end the mesh's groups. Collective over all ranks."""
         self.end_transfers()
         self.stage.close()
 
@@ -167,7 +167,7 @@ class Engine:
         return Output(self.rank, step.seq, output)
 
     def begin_timeline(self) -> None:
-        """Forget earlier spans, as a run begins. Waits for sends under way, whose spans would end in this run."""
+        """Forget earlier spans, as a run begins. Waits for sends in progress, whose spans would end in this run."""
         self._link.await_sends()
         self._traffic.recorder.restart()
 

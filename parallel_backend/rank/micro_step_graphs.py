@@ -41,7 +41,7 @@ from .conditioning_store import RankConditioning
 log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 256
-"""Most graphs of a model on a rank, as many as 32 bands of four prompts have with two each. More are not captured."""
+"""Maximum graphs of a model on a rank, as many as 32 bands of four prompts have with two each. More are not captured."""
 ROUNDING = 16
 """Most distance of a replay's output from the micro-step's own, over the output's norm: so many times the dtype's epsilon.
 Most kernels give the same bits again, a product that adds up in no fixed order does not."""
@@ -106,7 +106,7 @@ class MicroStepState:
     buffer: KVBuffer | None
 
     def pattern(self) -> Hashable:
-        """State that the forward decides by on the host, in addition to Kind."""
+        """Host state that the forward's branches depend on, in addition to Kind."""
         return self.cache.pattern(), None if self.buffer is None else self.buffer.pattern()
 
     def addresses(self) -> tuple[int, ...]:
@@ -174,7 +174,7 @@ class CudaCaptures:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 # Work that makes the host wait for the device raises before it does. A wait would invalidate the capture,
-                # and most versions of torch never end an invalid one: the allocator counts it as under way for ever.
+                # and most versions of torch never end an invalid one: the allocator counts it as in progress for ever.
                 torch.cuda.set_sync_debug_mode("error")
                 try:
                     outputs = work()
@@ -309,7 +309,7 @@ class MicroStepGraphs:
         if all(map(_is_same, output, replayed)):
             state.cache.follow(now)
             return output
-        self._refuse("a replay gave another output than the micro-step that it repeats")
+        self._refuse("a replay gave a different output from the micro-step that it repeats")
         state.cache.again(found)  # keys, and outputs that bands share, are what the replay has made of them
         return work(inputs)
 
@@ -348,7 +348,7 @@ class MicroStepGraphs:
         """No graphs from now on."""
         self.refused = why
         self.drop()
-        log.warning("Parallel DiT: cuda_graphs: the model runs without, because %s", why)
+        log.warning("Parallel DiT: cuda_graphs: the model runs without them, because %s", why)
 
 
 def _is_same(output: torch.Tensor, replayed: torch.Tensor) -> bool:

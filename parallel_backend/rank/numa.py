@@ -26,7 +26,7 @@ NO_NODE = -1
 def bind_to_gpu(device: str, devices: Sequence[str], threads: int) -> int:
     """Bind this thread, and those that it starts, to the cores of the GPU's node. Returns the CPU threads for the rank.
 
-    Does nothing on one node, and if this process may not use all of those cores: then somebody has chosen others. `device`:
+    Does nothing on one node, or if this process may use only some of those cores, because a user has chosen them. `device`:
     the rank's, by torch's name. `devices`: of all ranks. `threads`: for the rank if it is not bound.
     """
     nodes = list((SYSTEM / "devices/system/node").glob("node*"))

@@ -36,7 +36,7 @@ class RunBuffers:
         self._drop(lambda key: key[1] == conditioning)
 
     def wait_pending(self) -> None:
-        """Wait until no transfer to a buffer is under way. Received rows are written at the buffer's next call."""
+        """Wait until no transfer to a buffer is in progress. Received rows are written at the buffer's next call."""
         for buffer in self.buffers.values():
             buffer.wait_pending()
 

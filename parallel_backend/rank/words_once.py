@@ -41,7 +41,7 @@ class WordsOnce:
         self._drop(lambda key: key[1] == conditioning)
 
     def forget(self) -> None:
-        """All words run again: weights have changed."""
+        """All text runs again, because weights have changed."""
         self._drop(lambda _key: True)
 
     def _drop(self, which: Callable[[tuple[int, int]], bool]) -> None:

@@ -65,13 +65,13 @@ DOING = {
     m.ProbeLinks: "timing transfers",
     m.CloseRun: "closing a run",
     m.Unload: "unloading",
-    m.FindNotFinite: "looking for what is not finite",
+    m.FindNotFinite: "looking for NaN and infinite values",
 }
 """What the rank does at a message, in the words of an error. Micro-steps are named by number."""
 BETWEEN = "between micro-steps"
 READING = "reading what the client sent"
 LONGEST_TEXT = 1 << 16
-"""Most characters of an error's summary or traceback that are sent, since the size of a message's header is limited."""
+"""Maximum characters of an error's summary or traceback that are sent, since the size of a message's header is limited."""
 
 
 class Worker:
@@ -250,7 +250,7 @@ class Worker:
 
     def _turn_to(self, engine: Engine | None) -> None:
         """Let the transfers of another model end. Call before transfers of `engine`'s groups, or, with None, of others."""
-        # NCCL may deadlock if transfers of two groups are under way and ranks' devices begin them in different orders.
+        # NCCL may deadlock if transfers of two groups are in progress and ranks' devices begin them in different orders.
         if self._newest is not None and self._newest is not engine:
             self._newest.rest()
         self._newest = engine

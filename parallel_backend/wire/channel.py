@@ -167,7 +167,7 @@ class Channel:
         return self._sending.locked()
 
     def close(self) -> None:
-        """Close the connection. If the other end is gone, a `send` under way fails at once, and is waited for."""
+        """Close the connection. If the other end is gone, a `send` in progress fails at once, and is waited for."""
         idle = self._sending.acquire(timeout=CLOSE_SECONDS)
         self.connection.close()
         if idle:

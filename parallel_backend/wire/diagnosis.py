@@ -95,7 +95,7 @@ class DeviceMemoryReport:
     copy_rate: float = 0.0
     """Bytes a second from host memory to the device. 0: unknown, or without `host`."""
     vae_bytes: int = 0
-    """Bytes of VAE weights on a GPU, which make way for a model (DropVAE)."""
+    """Bytes of VAE weights on a GPU, which are freed for a model (DropVAE)."""
     working_bytes: int = 0
     """The largest temporary memory of a micro-step of the rank's model since the last report. 0: none was computed, or it is
     unknown."""

@@ -107,7 +107,7 @@ class _Arriving(list[Pending]):
         try:
             return self.borrowed[number].tensor(dtype, shape, offset)
         except (ValueError, RuntimeError) as error:  # RuntimeError: an axis of length 0 and others too long for torch
-            raise BadMessage(f"a tensor that is not in its segment of shared memory: {error}") from error
+            raise BadMessage(f"a tensor outside of its segment of shared memory: {error}") from error
 
 
 class _Kind(NamedTuple):
@@ -158,7 +158,7 @@ class Encoding:
             numbers.append(_read_int(value.pop(0), arriving))
         request_id, model = (number or None for number in (*numbers, 0, 0)[:2])
         if type(value) is not list or not value or type(value[0]) is not str or value[0] not in self._types:
-            raise BadMessage(f"a header of no known type: {_short(value)}")
+            raise BadMessage(f"a header of an unknown type: {_short(value)}")
         name, *fields = value
         try:
             return Envelope(self._types[name][1].read(fields, arriving), request_id, model), arriving
@@ -199,7 +199,7 @@ class Encoding:
 
         def read(value: Any, arriving: _Arriving) -> Any:
             if type(value) is not list or len(value) != len(reads):
-                raise BadMessage(f"{_short(value)} in the place of the {len(reads)} fields of {cls.__name__}")
+                raise BadMessage(f"{_short(value)} instead of the {len(reads)} fields of {cls.__name__}")
             items = {name: each(item, arriving) for (name, each), item in zip(reads, value, strict=True)}
             try:
                 return cls(**items)
@@ -260,7 +260,7 @@ def _dict(keys: _Kind, values: _Kind) -> _Kind:
 
 def _fixed(value: Any, length: int) -> list[Any]:
     if type(value) is not list or len(value) != length:
-        raise BadMessage(f"{_short(value)} in the place of {length} values")
+        raise BadMessage(f"{_short(value)} instead of {length} values")
     return value
 
 

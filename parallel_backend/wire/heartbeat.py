@@ -23,7 +23,7 @@ from .lifecycle import START_UP, HeartbeatMessage
 ASKING_THREAD = "device"
 """Name of the thread that asks the driver."""
 MARKS = 1 << 14
-"""Most marks that are kept. The host is a few micro-steps ahead at most, with some marks for each of their transfers."""
+"""Maximum marks that are kept. The host is a few micro-steps ahead at most, with some marks for each of their transfers."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Heartbeat:
     """Marks that the device has not passed yet."""
     _seen: Seen = Seen()
     _asked: float | None = None
-    """When the question under way began, by time.monotonic. None: there is none."""
+    """When the question in progress began, by time.monotonic. None: there is none."""
     _asking: threading.Lock = field(default_factory=threading.Lock)
     """Held while the driver is asked, and while it may not be."""
 
@@ -110,7 +110,7 @@ class Heartbeat:
         return HeartbeatMessage(rank, seen.at.doing, progress, seen.at.waiting, *rest)
 
     def unasked(self) -> AbstractContextManager[Any]:
-        """Context in which the driver is not asked; beats go on. Waits for a question under way.
+        """Context in which the driver is not asked; beats go on. Waits for a question in progress.
 
         On ROCm a query from another thread makes a capture invalid in every mode (pytorch issue 177309).
         """

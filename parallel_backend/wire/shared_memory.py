@@ -20,7 +20,7 @@ from parallel_backend.core.device_copies import copy_to_host
 ALIGNMENT = 64
 """A tensor in a segment starts at a multiple of this many bytes."""
 MAX_SEGMENTS = 256
-"""Most segments that a rank has open at a time."""
+"""Maximum number of segments that a rank has open at a time."""
 MAX_SEGMENT_BYTES = 1 << 33
 
 

@@ -21,7 +21,7 @@ HELLO = struct.Struct("!II")
 """A rank's first frame after the proof: its rank number and process id."""
 HANDSHAKE_SECONDS = 10.0
 MAX_UNAUTHENTICATED = 32
-"""Most callers without a proof at a time. Further callers wait."""
+"""Maximum callers without a proof at a time. Further callers wait."""
 LOOK_SECONDS = 0.1
 
 

@@ -31,7 +31,7 @@ the CPU that hold half of the model each.
 
 - **Your own GPUs**: set `devices` to `auto` and `pipefusion_degree` to the number of GPUs. The product of all degrees \
 is the number of devices.
-- **Your own model**: open this pack's template for it, such as flux_schnell_pipefusion.
+- **Your own model**: open this pack's template for it.
 - **Prompt**: up to four digits, `_` for an empty cell.
 """
 

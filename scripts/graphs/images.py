@@ -7,6 +7,7 @@ from .nodes import (
     LATENT,
     LIGHTHOUSE,
     apply_pipefusion_node,
+    checkpoint_node,
     clip_node,
     files_note,
     given_image_node,
@@ -24,45 +25,36 @@ from .nodes import (
     zero_out_node,
 )
 
-SD3_ENCODERS = ("clip_l", "clip_g", "t5xxl_fp8_e4m3fn")
+SD3 = "sd3.5_large_fp8_scaled.safetensors"
 
 
 def sd3_split_batch() -> Graph:
-    """Stable Diffusion 3.5 large on two GPUs, one for each prompt, by KSampler."""
-    loader = loader_node("sd3.5_large.safetensors", split_batch_degree=2)
-    names = {f"clip_name{place}": f"{name}.safetensors" for place, name in enumerate(SD3_ENCODERS, 1)}
-    clip = Node("TripleCLIPLoader", (320, 106), names, (("CLIP", "CLIP"),))
-    vae = vae_node("sd3.5_vae.safetensors")
-    positive = text_node(clip, LIGHTHOUSE)
-    negative = text_node(clip, "blurry, low quality, text, watermark", "Negative prompt", 100)
+    """Stable Diffusion 3.5 large, from an all-in-one file, on two GPUs, one for each prompt, by KSampler."""
+    loader = checkpoint_node(SD3, split_batch_degree=2)
+    positive = text_node(loader, LIGHTHOUSE)
+    negative = text_node(loader, "blurry, low quality, text, watermark", "Negative prompt", 100)
     latent = latent_node(1024, 1024)
     shifted = shift_node("ModelSamplingSD3", loader["MODEL"], 3.0)
     inputs = sampling_inputs(
         shifted["MODEL"], positive["CONDITIONING"], negative["CONDITIONING"], latent, cfg=4.0, scheduler="sgm_uniform"
     )
     sampler = ksampler_node(inputs)
-    of_files = (
-        "- `models/text_encoders/`: `clip_l`, `clip_g`, `t5xxl_fp8_e4m3fn` (`.safetensors`)\n"
-        "- `models/vae/sd3.5_vae.safetensors`: from the model's own `vae` folder, renamed\n"
-    )
     text = (
-        "Made for **2 GPUs** of 24 GB: each holds the whole model, one runs the prompt, the other the negative "
+        "Made for **2 GPUs** of 16 GB: each holds the whole model, one runs the prompt, the other the negative "
         "prompt. Exact, and next to nothing moves between them.\n"
-        "- **16 GB GPUs**: `weight_dtype` fp8_e4m3fn.\n"
         "- **4 GPUs**: also `pipefusion_degree` 2, and Apply PipeFusion in front of ModelSamplingSD3.\n"
         "- **Several images**: `batch_size` is split over the GPUs too.\n"
         "- **1 GPU**: `split_batch_degree` 1.\n"
         "- It needs `cfg` above 1: at 1 there is no negative prompt.\n"
     )
-    of_prompt = positive, negative, latent
-    return image_graph(
-        (files_note(("diffusion_models/sd3.5_large.safetensors",), text, more=of_files),),
-        (loader, clip),
-        of_prompt,
-        (shifted, sampler),
-        vae,
-        "sd3",
-        height=440,
+    return Graph(
+        (
+            (files_note((f"checkpoints/{SD3}",), text),),
+            (Group("Model, text encoders, VAE", ((loader,),)),),
+            (Group("Prompt and size", ((positive, negative, latent),)),),
+            (Group("Sampling", ((shifted, sampler),)),),
+            (image_group(sampler["LATENT"], loader, "sd3"),),
+        )
     )
 
 

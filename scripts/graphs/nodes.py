@@ -27,6 +27,13 @@ def loader_node(model_name: str, config: Node | None = None, **widgets: Any) -> 
     return Node("ParallelDiTLoader", (320, 302), inputs | widgets, (MODEL,))
 
 
+def checkpoint_node(ckpt_name: str, **widgets: Any) -> Node:
+    """The loader of all-in-one files, with loader_node's widgets."""
+    others = loader_node("", **widgets).inputs
+    inputs = {"ckpt_name": ckpt_name} | {name: value for name, value in others.items() if name != "model_name"}
+    return Node("ParallelCheckpointLoader", (340, 338), inputs, (MODEL, ("CLIP", "CLIP"), ("VAE", "VAE")))
+
+
 def parallelize_node(model: Link, gpus: int, mode: str) -> Node:
     inputs = {"model": model, "gpus": gpus, "mode": mode, "parallel_config": Unconnected("PARALLEL_CONFIG")}
     inputs["offload"] = "auto"

@@ -1,25 +1,30 @@
 """Where the model files of the bundled workflows are published: ComfyUI offers what is missing for download."""
 
 _HF = "https://huggingface.co"
-_WAN, _QWEN_21, _H3 = (
-    f"{_HF}/Comfy-Org/{name}/resolve/main" for name in ("Wan_2.2_ComfyUI_Repackaged", "Qwen-Image-2.1", "MiniMax-H3")
+_WAN, _ANIMATE, _QWEN_21, _H3 = (
+    f"{_HF}/Comfy-Org/{name}/resolve/main"
+    for name in ("Wan_2.2_ComfyUI_Repackaged", "Wan-Animate-2", "Qwen-Image-2.1", "MiniMax-H3")
 )
 _FLUX_2, _Z_IMAGE = (f"{_HF}/Comfy-Org/{name}/resolve/main/split_files" for name in ("flux2-dev", "z_image_turbo"))
 _QWEN_EDIT = f"{_HF}/Comfy-Org/Qwen-Image-Edit_ComfyUI/resolve/main"
 _FLUX_TEXT = f"{_HF}/comfyanonymous/flux_text_encoders/resolve/main"
 _FOLDERS = {
-    "checkpoints": {"ltx-2.3-22b-distilled-fp8": f"{_HF}/Lightricks/LTX-2.3-fp8/resolve/main"},
+    "checkpoints": {
+        "ltx-2.3-22b-distilled-fp8": f"{_HF}/Lightricks/LTX-2.3-fp8/resolve/main",
+        "sd3.5_large_fp8_scaled": f"{_HF}/Comfy-Org/stable-diffusion-3.5-fp8/resolve/main",
+    },
+    "clip_vision": {"clip_vision_h": f"{_ANIMATE}/clip_vision"},
     "diffusion_models": {
         "flux1-dev": f"{_HF}/Comfy-Org/flux1-dev/resolve/main",
         "flux1-schnell": f"{_HF}/Comfy-Org/flux1-schnell/resolve/main",
         "flux2_dev_fp8mixed": f"{_FLUX_2}/diffusion_models",
         "z_image_turbo_bf16": f"{_Z_IMAGE}/diffusion_models",
-        "sd3.5_large": f"{_HF}/stabilityai/stable-diffusion-3.5-large/resolve/main",
         "krea2_turbo_fp8_scaled": f"{_HF}/Comfy-Org/Krea-2/resolve/main/diffusion_models",
         "qwen_image_edit_2511_fp8mixed": f"{_QWEN_EDIT}/split_files/diffusion_models",
         "qwen_image_2.1_int8_convrot": f"{_QWEN_21}/diffusion_models",
         "wan2.2_t2v_high_noise_14B_fp8_scaled": f"{_WAN}/split_files/diffusion_models",
         "wan2.2_t2v_low_noise_14B_fp8_scaled": f"{_WAN}/split_files/diffusion_models",
+        "wan_animate_2_distill_int8_convrot": f"{_ANIMATE}/diffusion_models",
         "minimax_h3_fl2va_pruned_int8_convrot": f"{_H3}/diffusion_models",
         "fastvideo_fasth3_8step_v2_pruned_int8_convrot": (
             f"{_HF}/FastVideo/FastVideo-FastH3-Comfy/resolve/main/diffusion_models"
@@ -28,7 +33,6 @@ _FOLDERS = {
     "text_encoders": {
         "clip_l": _FLUX_TEXT,
         "t5xxl_fp8_e4m3fn": _FLUX_TEXT,
-        "clip_g": f"{_HF}/Comfy-Org/stable-diffusion-3.5-fp8/resolve/main/text_encoders",
         "mistral_3_small_flux2_fp8": f"{_FLUX_2}/text_encoders",
         "qwen_3_4b": f"{_Z_IMAGE}/text_encoders",
         "qwen3vl_4b_fp8_scaled": f"{_HF}/Comfy-Org/Krea-2/resolve/main/text_encoders",
@@ -55,5 +59,5 @@ PUBLISHED = {
     for name, place in files.items()
 }
 """File -> its entry in a loader's `properties.models`, in the form of ComfyUI's own templates."""
-NOT_PUBLISHED = ("PixArt-Sigma-XL-2-2K-MS.safetensors", "flux_style.safetensors", "sd3.5_vae.safetensors")
+NOT_PUBLISHED = ("PixArt-Sigma-XL-2-2K-MS.safetensors", "flux_style.safetensors")
 """Files of the user's own choice, and files that users rename."""

@@ -6,11 +6,15 @@ from .nodes import (
     LATENT,
     MODEL,
     apply_pipefusion_node,
+    checkpoint_node,
     clip_node,
     custom_sampling_nodes,
     files_note,
+    given_image_node,
     guider_node,
+    ksampler_node,
     loader_node,
+    sampling_inputs,
     scheduler_node,
     shift_node,
     text_node,
@@ -21,6 +25,7 @@ from .nodes import (
 TRAM = "a red tram comes around a corner in the rain, its bell rings, people step back, handheld camera"
 SHIFT = 5.0
 WAN_VAE, WAN_TEXT = "wan_2.1_vae.safetensors", "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
+ANIMATE, VISION = "wan_animate_2_distill_int8_convrot.safetensors", "clip_vision_h.safetensors"
 LTX, LTX_TEXT = "ltx-2.3-22b-distilled-fp8.safetensors", "gemma_3_12B_it_fp4_mixed.safetensors"
 H3, H3_TEXT = "minimax_h3_fl2va_pruned_int8_convrot.safetensors", "qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors"
 FASTH3 = "fastvideo_fasth3_8step_v2_pruned_int8_convrot.safetensors"
@@ -93,12 +98,94 @@ def wan_2_2() -> Graph:
     )
 
 
+def wan_animate_2() -> Graph:
+    """Wan Animate 2, distilled, on two GPUs that share the tokens: a character that moves as in a video."""
+    config = ulysses_node(2)
+    loader = loader_node(ANIMATE, config)
+    clip, vae = clip_node(WAN_TEXT, "wan"), vae_node(WAN_VAE)
+    vision = Node("CLIPVisionLoader", (320, 58), {"clip_name": VISION}, (("CLIP_VISION", "CLIP_VISION"),))
+    character = given_image_node()
+    video = Node("LoadVideo", (320, 314), {"file": "example.mp4"}, (("VIDEO", "VIDEO"),))
+    parts = (("images", "IMAGE"), ("audio", "AUDIO"), ("fps", "FLOAT"))
+    moves = Node("GetVideoComponents", (320, 106), {"video": video["VIDEO"]}, parts)
+    first = {"image": moves["images"], "batch_index": 0, "length": 1}
+    first_frame = Node("ImageFromBatch", (320, 82), first, (("IMAGE", "IMAGE"),), "First frame")
+    seen = [
+        Node(
+            "CLIPVisionEncode",
+            (320, 78),
+            {"clip_vision": vision["CLIP_VISION"], "image": image, "crop": "none"},
+            (("CLIP_VISION_OUTPUT", "CLIP_VISION_OUTPUT"),),
+        )
+        for image in (character["IMAGE"], first_frame["IMAGE"])
+    ]
+    looks = "a woman with short red hair in a green coat, in an empty white room"
+    positive, motion = (
+        text_node(clip, looks, "Character and background", 100),
+        text_node(clip, "a person dances", "Motion", 88),
+    )
+    negative = text_node(clip, "blurry, static, low quality", "Negative prompt", 88)
+    asked = {
+        "positive": positive["CONDITIONING"],
+        "negative": negative["CONDITIONING"],
+        "vae": vae["VAE"],
+        "width": 480,
+        "height": 832,
+        "length": 81,
+        "batch_size": 1,
+        "reference_image": character["IMAGE"],
+        "pose_video": moves["images"],
+        "clip_vision_output": seen[0]["CLIP_VISION_OUTPUT"],
+        "positive_pose": motion["CONDITIONING"],
+        "clip_vision_output_pose": seen[1]["CLIP_VISION_OUTPUT"],
+        "continue_motion": Unconnected("IMAGE"),
+        "video_frame_offset": 0,
+        "pose_strength": 1.0,
+        "pose_start_percent": 0.0,
+        "pose_end_percent": 1.0,
+        "reference_image_strength": 1.0,
+    }
+    outputs = (("positive", "CONDITIONING"), ("negative", "CONDITIONING"), ("latent", "LATENT"), ("trim_latent", "INT"))
+    animate = Node("WanAnimate2ToVideo", (320, 410), asked, outputs)
+    shifted = shift_node("ModelSamplingSD3", loader["MODEL"], SHIFT)
+    inputs = sampling_inputs(
+        shifted["MODEL"],
+        animate["positive"],
+        animate["negative"],
+        animate["latent"],
+        steps=10,
+        cfg=1.0,
+        sampler_name="lcm",
+    )
+    sampler = ksampler_node(inputs)
+    cut = {"samples": sampler["LATENT"], "trim_amount": animate["trim_latent"]}
+    trimmed = Node("TrimVideoLatent", (320, 58), cut, (LATENT,))
+    decode = Node("VAEDecode", (320, 46), {"samples": trimmed["LATENT"], "vae": vae["VAE"]}, (("IMAGE", "IMAGE"),))
+    files = (f"diffusion_models/{ANIMATE}", f"text_encoders/{WAN_TEXT}", f"clip_vision/{VISION}", f"vae/{WAN_VAE}")
+    text = (
+        "Also needs an image of a character, and a video of a movement with the same framing.\n\n"
+        "Made for **2 GPUs** of 24 GB with NVLink or P2P: both hold the whole int8 file. Exact.\n"
+        "- **2 GPUs without P2P**: `ulysses_degree` 1 and `ring_degree` 2.\n"
+        "- **2 GPUs of 12 GB**: no Ulysses Config and `tensor_parallel_degree` 2: each holds half of the model. Exact.\n"
+        "- **4 GPUs**: `ulysses_degree` 4. **1 GPU**: no Ulysses Config.\n"
+        "- WanAnimate2Cache changes nothing here: the GPUs compute the pose at every step.\n"
+    )
+    shown = (trimmed, decode, *_video(decode["IMAGE"], moves["audio"], 16.0, "wan-animate-2"))
+    return Graph(
+        (
+            (files_note(files, text),),
+            (Group("GPUs that share the video", ((config,),)), Group("Model", ((loader,),))),
+            (Group("Text encoder, image encoder, VAE", ((clip, vision, vae),)), Group("Character", ((character,),))),
+            (Group("Movement", ((video, moves, first_frame),)), Group("Image encoder", (tuple(seen),))),
+            (Group("Prompts", ((positive, motion, negative),)), Group("Size", ((animate,),))),
+            (Group("Sampling", ((shifted, sampler),)), Group("Video", (shown,))),
+        )
+    )
+
+
 def ltx_2_3() -> Graph:
     """LTX-2.3, video with audio from an all-in-one file, on two GPUs that hold half of it each."""
-    widgets = loader_node("", pipefusion_degree=2).inputs
-    outputs = (MODEL, ("CLIP", "CLIP"), ("VAE", "VAE"))
-    inputs = {"ckpt_name": LTX} | {name: value for name, value in widgets.items() if name != "model_name"}
-    loader = Node("ParallelCheckpointLoader", (340, 338), inputs, outputs)
+    loader = checkpoint_node(LTX, pipefusion_degree=2)
     clip = Node(
         "LTXAVTextEncoderLoader",
         (340, 106),

@@ -176,7 +176,10 @@ def test_a_mode_that_fails_or_cannot_be_leaves_the_others_to_be_looked_at(monkey
 
 @pytest.mark.parametrize(
     ("other", "why"),
-    [({True: 1 + 1e-7}, "transfers beside computing give other bits"), ({True: 1.5, False: 1.5}, "a run is 0.5")],
+    [
+        ({True: 1 + 1e-7}, "transfers that overlap with computation change the result"),
+        ({True: 1.5, False: 1.5}, "a run is 0.5"),
+    ],
 )
 def test_a_run_that_differs_with_its_transfers_or_from_one_rank_is_found(monkeypatch, modes_session, other, why):
     whole = modes_session.load(Degrees(), "fp32").output

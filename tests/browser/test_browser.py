@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scripts.comfyui_server import PACK
-from scripts.make_workflows import GRAPHS
+from scripts.make_workflows import FILES, GRAPHS
 from tests.browser.editor import READY, RUN_SECONDS, Editor
 from tests.comfyui.conftest import FOLDER
 from tests.support.requirements import missing_nodes
@@ -24,7 +24,7 @@ OURS = json.loads((PACK / "locales" / "en" / "nodeDefs.json").read_text()).keys(
 
 
 def workflow(name: str) -> dict[str, Any]:
-    return json.loads((PACK / "workflows" / f"{name}.json").read_text())
+    return json.loads((PACK / "workflows" / f"{FILES[name]}.json").read_text())
 
 
 def first_sentence(page: Path) -> str:
@@ -54,7 +54,7 @@ def from_templates(editor, shoot) -> Editor:
     for name in ("flux_dev_ulysses_pipefusion", "quickstart"):
         page.get_by_role("button", name="Templates", exact=True).click()
         page.get_by_role("dialog").get_by_text(FOLDER, exact=True).click()
-        card = page.get_by_test_id(f"template-workflow-{name}")
+        card = page.get_by_test_id(f"template-workflow-{FILES[name]}")
         card.wait_for()
         page.wait_for_function(
             """([count, seen]) => {
@@ -65,6 +65,8 @@ def from_templates(editor, shoot) -> Editor:
             }""",
             arg=[len(GRAPHS), IN_VIEW],
         )
+        cards = page.locator("[data-testid^=template-workflow-]").evaluate_all("all => all.map(card => card.dataset.testid)")
+        assert cards == [f"template-workflow-{file}" for file in FILES.values()]
         shoot("templates")
         card.click()
         for _ in range(20):  # on a busy machine the page may lose a click while the dialog is still being built

@@ -27,7 +27,7 @@ def sampling(seed: int) -> dict:
 
 
 def doctor(size: int = 128, **widgets) -> dict:
-    """Its loader, prompt and latent, and the doctor in the place of the sampler."""
+    """Its loader, prompt and latent, and the doctor instead of the sampler."""
     prompt = {name: copy.deepcopy(QUICKSTART[name]) for name in (LOADER, PROMPT, LATENT)}
     prompt[LATENT]["inputs"] |= {"width": size, "height": size}
     inputs = {"steps": 20, "cfg": 3.0, "text_tokens": 1, "devices": "auto"} | widgets
@@ -36,6 +36,7 @@ def doctor(size: int = 128, **widgets) -> dict:
     return prompt
 
 
+@pytest.mark.full
 def test_it_advises_feeds_another_loader_and_the_next_run_loads_again(server):
     """Before, between and after it, the bundled workflow gives the same picture."""
     configured, asked = sampling(3), doctor()

@@ -72,7 +72,7 @@ def refusal(name: str, mode: str, with_sound: bool) -> str:
     if name == "wan_dancer" and with_sound and "exact" in mode:
         return "it does not run in a trial of cut tokens"
     if name == "wan-vace-two" and "exact" in mode:  # a block runs for each control
-        return "attends to other values if its tokens are cut"
+        return "attends to different values if its tokens are cut"
     if name == "chroma_radiance" and "exact" in mode:
         return "patches"
     return ""

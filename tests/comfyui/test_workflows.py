@@ -25,6 +25,7 @@ STAND_INS = {  # workflow -> the small model that each of its diffusion models i
     "qwen_image_2_1": "qwen-image-2.1-edit",
     "qwen_image_2_1_edit": "qwen-image-2.1-edit",
     "wan_2_2": "wan-2.1-t2v",
+    "wan_animate_2": "wan-animate-2",
     "ltx_2_3": "ltx-2.3",
     "minimax_h3": "minimax-h3-pruned",
     "fasth3": "minimax-h3-pruned",
@@ -35,7 +36,7 @@ STAND_INS = {  # workflow -> the small model that each of its diffusion models i
 
 
 def ui(name):
-    return json.loads((WORKFLOWS / f"{name}.json").read_text())
+    return json.loads((WORKFLOWS / f"{make_workflows.FILES[name]}.json").read_text())
 
 
 def api(name):
@@ -45,7 +46,7 @@ def api(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_model_files_can_be_downloaded(name):
     """Every loader says where its files are published, as ComfyUI's own templates do."""
-    for node in json.loads((WORKFLOWS / f"{name}.json").read_text())["nodes"]:
+    for node in ui(name)["nodes"]:
         values = node["widgets_values"] if node["type"] != "MarkdownNote" else []
         files = [value for value in values if str(value).endswith(".safetensors") and value not in NOT_PUBLISHED]
         models = node["properties"].get("models", [])

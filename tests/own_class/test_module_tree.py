@@ -46,11 +46,11 @@ def test_classes_of_other_packages_are_refused():
     class Foreign(nn.Module):
         pass
 
-    with pytest.raises(ValueError, match="ranks build no class"):
+    with pytest.raises(ValueError, match="ranks do not build the class"):
         described(nn.Sequential(Foreign()))
     tree = {"class": ["subprocess", "Popen"], "values": {}, "children": {}, "parameters": [], "buffers": []}
     for module, name in (("subprocess", "Popen"), ("testing.vae_class", "one_head")):
-        with pytest.raises(ValueError, match=r"ranks build no class|has no model"):
+        with pytest.raises(ValueError, match=r"ranks do not build the class|has no model"):
             built(tree | {"class": [module, name]}, HERE, {}, attention)
     with pytest.raises(ValueError, match="ranks set nothing in os"):
         set_constants([("os", "environ", {})])

@@ -56,24 +56,24 @@ def test_long_skips_go_to_the_stages_that_read_them():
 @pytest.mark.parametrize("name", ["PoolsBatch", "PoolsBatchLate"])
 def test_entries_that_look_at_each_other_stay_together(name):
     proof = trial(own(name), call(), TIMES)
-    assert proof.batch.startswith("a single entry of a batch gives another result")
+    assert proof.batch.startswith("a single entry of a batch gives a different result")
     assert proof.stages == ""
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("HiddenSkipLate", "stages give another result"),
-        ("ScaledSkips", "stages give another result"),
+        ("HiddenSkipLate", "stages give a different result"),
+        ("ScaledSkips", "stages give a different result"),
         ("SkipsBlockLate", "blocks.2 ran as block 2, and as 3 in the trial"),
         ("OtherOrder", "its blocks do not run list by list"),
         ("Twice", "a block runs more than once in a call"),
         ("KeepsFirst", "it keeps results of earlier calls, which another LoRA would make wrong"),
         ("CountsToTen", "it keeps calls from call to call"),
-        ("CountsCalls", "the same call gives another result the second time"),
+        ("CountsCalls", "the same call gives a different result the second time"),
         ("WritesArgument", "it writes into its argument x, but a rank has only a copy"),
         ("WritesTime", "it writes into its argument context, but a rank has only a copy"),
-        ("ReturnsKeys", "its block blocks.0 returns a value that is like none of its arguments"),
+        ("ReturnsKeys", "its block blocks.0 returns a value whose shape matches none of its arguments"),
     ],
 )
 def test_what_stages_would_get_wrong_is_not_proven(name, why):
@@ -95,16 +95,16 @@ def test_tokens_that_can_be_cut_are_proven(name, batch):
     ("name", "why"),
     [
         ("PlainAttention", "its attention cannot be reached"),
-        ("PoolsTokens", "blocks.1 attends to other values if its tokens are cut"),
-        ("NumbersTokens", "blocks.0 attends to other values if its tokens are cut"),
+        ("PoolsTokens", "blocks.1 attends to different values if its tokens are cut"),
+        ("NumbersTokens", "blocks.0 attends to different values if its tokens are cut"),
         ("Masked", "its attention has a mask that is not a mask of keys"),
-        ("Biased", "blocks.0 attends with a mask that adds other values"),
+        ("Biased", "blocks.0 attends with a mask whose values"),
         ("TwiceInBlockLate", "blocks.0 attends more often than in the trial"),
-        ("ReadsAllTokens", "cut tokens give another result"),
-        ("PoolsEachFrame", "blocks.1 attends to other values if its tokens are cut"),
+        ("ReadsAllTokens", "cut tokens give a different result"),
+        ("PoolsEachFrame", "blocks.1 attends to different values if its tokens are cut"),
         ("SharesKeysEarly", "blocks.0 attends with heads that share no keys"),
         ("PrefixAsItIs", "transformer_blocks.0 attends"),
-        ("CountsRows", "blocks.0 attends by rows in another way where its tokens are cut"),
+        ("CountsRows", "blocks.0 attends by rows in a different way if its tokens are cut"),
     ],
 )
 def test_what_sequence_ranks_would_get_wrong_is_not_proven(name, why):
@@ -172,7 +172,7 @@ def test_what_is_kept_in_the_options_is_seen():
 def test_an_option_that_ranks_do_not_get_is_seen():
     proof = trial(own("ReadsOption"), call(factor=1.5), TIMES)
     assert proof.stages == proof.batch
-    assert proof.stages.startswith("it gives another result without ComfyUI's transformer_options")
+    assert proof.stages.startswith("it gives a different result without ComfyUI's transformer_options")
     assert trial(own("ReadsOption"), call(), TIMES).stages == ""
 
 
@@ -191,7 +191,7 @@ def test_the_runs_sigmas_are_told_to_a_class_that_reads_them():
 
 
 def test_a_long_skip_in_the_last_step_is_seen():
-    assert trial(own("SkipsInLastStep"), call(**SIGMAS), TIMES).stages.startswith("stages give another result")
+    assert trial(own("SkipsInLastStep"), call(**SIGMAS), TIMES).stages.startswith("stages give a different result")
 
 
 def test_a_class_that_does_not_run_is_refused_with_its_error():
@@ -254,7 +254,7 @@ def test_a_stand_in_that_does_not_copy_would_be_wrong(monkeypatch):
     whole, out = two_stages("InPlace", "", call())
     assert torch.equal(whole, out)
     monkeypatch.setattr(stages.torch, "full_like", lambda like, _value: like)
-    assert "stages give another result" in trial(own("InPlace"), call(), ()).stages
+    assert "stages give a different result" in trial(own("InPlace"), call(), ()).stages
 
 
 def test_arguments_survive_the_way_to_the_ranks():

@@ -84,17 +84,16 @@ def test_layers_of_words_are_idle_in_bands_without_words(name, idle):
     assert (found.bands, found.latent.idle) == ("", idle)
 
 
-MIXED = "its latent's tokens are not in raster order, or are mixed before its blocks"
-UNEQUAL = "its tokens have unequal parts of the latent, or are mixed before its blocks"
-ATTENDS = "in a band blocks.0 attends to other values if its tokens are cut"
-OTHER = "a band gives another result"
+MIXED = "its latent's tokens are not equal parts in raster order, or are mixed before its blocks"
+ATTENDS = "in a band blocks.0 attends to different values if its tokens are cut"
+OTHER = "a band gives a different result"
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
         ("PoolsInFront", ATTENDS),
-        ("ScalesLatent", UNEQUAL),
+        ("ScalesLatent", MIXED),
         ("CountsTokens", ATTENDS),
         ("RowsMixed", MIXED),
         ("RowsMixedLate", ATTENDS),
@@ -108,10 +107,10 @@ OTHER = "a band gives another result"
         ("PoolsRefined", MIXED),
         ("PoolsRefinedLate", ATTENDS),
         ("PoolsRefinedBehind", MIXED),
-        ("WordsAtTime", "transformer_blocks.0 has other keys of words in another call"),
+        ("WordsAtTime", "transformer_blocks.0 has different keys for the text in another call"),
         # Not of bands alone: a cut of tokens, or stages, are wrong too.
         ("KeepsLatent", "it was not tried"),
-        ("NumbersTokens", "blocks.0 attends to other values if its tokens are cut"),
+        ("NumbersTokens", "blocks.0 attends to different values if its tokens are cut"),
         ("Right", "its attention cannot be reached"),
     ],
 )

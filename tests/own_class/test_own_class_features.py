@@ -10,7 +10,7 @@ from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.tried_calls import draw_weights
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.plans.plan import ListPlan, lists_of, of_json, to_json
-from parallel_backend.own_class.trials.feature_trial import TensorShares, check_shared
+from parallel_backend.own_class.trials.feature_trial import check_shared
 from parallel_backend.own_class.trials.trial import trial
 from tests.own_class.planted_tokens import HEADS, SIZE, WIDTH, rows
 from tests.own_class.test_own_class import TIMES, call
@@ -105,10 +105,10 @@ def test_heads_that_ranks_cannot_share_evenly(name, ranks):
         ("PacksQueries", 5, "its 4 heads cannot be shared by 5 ranks"),
         ("SharedKeys", 4, "neither its heads nor its features"),
         ("CentresAllHeads", 2, "neither its heads nor its features"),
-        ("ReadsTablesLate", 2, "ranks that share its layers give another result"),
-        ("CountsHeadsItself", 2, "the ranks' values of proj do not add up to the whole's"),
-        ("ReadsWeight", 2, "ranks that share its layers give another result"),
-        ("ReadsHeadsOutside", 2, "ranks that share its layers give another result"),
+        ("ReadsTablesLate", 2, "ranks that share its layers give a different result"),
+        ("CountsHeadsItself", 2, "the ranks' values of proj do not add up to the whole model's"),
+        ("ReadsWeight", 2, "ranks that share its layers give a different result"),
+        ("ReadsHeadsOutside", 2, "ranks that share its layers give a different result"),
     ],
 )
 def test_what_ranks_would_get_wrong_is_not_proven(name, ranks, why):
@@ -127,7 +127,7 @@ def test_ranks_that_share_layers_and_tokens_or_bands_are_proven_together(sequenc
     for proof in (right, alone):
         assert (proof.sequence, proof.latent is None) == ("", sequence)
     assert (wrong.tensor, wrong.latent) == ("", None)
-    assert (wrong.sequence or wrong.bands) == "the ranks' values of blocks.0.proj do not add up to the whole's"
+    assert (wrong.sequence or wrong.bands) == "the ranks' values of blocks.0.proj do not add up to the whole model's"
 
 
 WRONG = {
@@ -156,8 +156,7 @@ def test_the_proof_sees_a_wrong_cut_whoever_has_found_it(fault):
         with torch.no_grad():
             return model.blocks[0](x.clone(), emb, rows(6, x))
 
-    units = block.units or (0,) * len(block.divided)
-    divided = tuple((*each, count) for each, count in zip(block.divided, units, strict=True))
-    check_shared(model.blocks[0], TensorShares(block.cuts, divided), run, 2)
+    block = replace(block, name="")
+    check_shared(model.blocks[0], [block], run, 2)
     with pytest.raises(Unproven):
-        check_shared(model.blocks[0], TensorShares(tuple(filter(None, cuts)), divided), run, 2)
+        check_shared(model.blocks[0], [replace(block, cuts=tuple(filter(None, cuts)))], run, 2)

@@ -39,17 +39,17 @@ def test_a_class_that_hands_over_nothing_needs_no_guidance():
     assert guided("HandsOverNothing") == Shown()
 
 
-GIVES = "ranks that guide it give another result"
-RANKS = "ranks give another result if it is guided"
+GIVES = "ranks that guide it give a different result"
+RANKS = "ranks give a different result if it is guided"
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("ReadsFunctions", "it gives another result with a function, but does not call it"),
+        ("ReadsFunctions", "it gives a different result with a function, but does not call it"),
         ("LeavesPromptsOut", GIVES),
         ("PartOfPicture", RANKS),
-        ("KeepsGuided", "it keeps something from a guided call"),
+        ("KeepsGuided", "a guided call changes later calls"),
     ],
 )
 def test_guidance_that_ranks_would_get_wrong_is_not_proven(name, why):

@@ -27,7 +27,7 @@ BETWEEN = [
     "blocks.7",
 ]
 
-BEHIND_HINTS = "in a band blocks.1 attends to other values if its tokens are cut"
+BEHIND_HINTS = "in a band blocks.1 attends to different values if its tokens are cut"
 
 
 def hinted():

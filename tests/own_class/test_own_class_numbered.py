@@ -29,7 +29,7 @@ def test_blocks_that_attend_wherever_they_are_told_are_proven():
     ("name", "why"),
     [
         ("LeavesCallOut", "blocks.1 attends less often than in the trial"),
-        ("PoolsWhereTold", "blocks.2 attends to other values if its tokens are cut"),
+        ("PoolsWhereTold", "blocks.2 attends to different values if its tokens are cut"),
     ],
 )
 def test_what_told_blocks_would_get_wrong_is_not_proven(name, why):

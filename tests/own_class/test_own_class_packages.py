@@ -24,7 +24,7 @@ COMFYUI = replace(TINY, module="comfy.ldm.flux.model", folder="/nowhere", settin
     "module", ["os", "comfy.model_base", "comfy.ldmx.model", "parallel_backend.client.loading", "quickstart.mini_flux", ""]
 )
 def test_a_module_of_no_package_is_refused(module):
-    with pytest.raises(ValueError, match="ranks build no class"):
+    with pytest.raises(ValueError, match="ranks do not build the class"):
         replace(TINY, module=module)
 
 
@@ -33,7 +33,7 @@ def test_a_module_of_no_package_is_refused(module):
 )
 @pytest.mark.parametrize("own", [TINY, COMFYUI], ids=["ours", "ComfyUI's"])
 def test_what_is_imported_beside_it_is_of_the_package(own, change):
-    with pytest.raises(ValueError, match="ranks build no class"):
+    with pytest.raises(ValueError, match="ranks do not build the class"):
         replace(own, **change)
 
 
@@ -41,7 +41,7 @@ def test_a_message_cannot_name_another_module():
     encoding = Encoding((OwnClass,))
     text = encoding.encode(TINY)[0].decode()
     assert encoding.decode(text.encode())[0].message == TINY
-    with pytest.raises(ValueError, match="ranks build no class"):
+    with pytest.raises(ValueError, match="ranks do not build the class"):
         encoding.decode(text.replace(json.dumps(TINY.module), '"subprocess"').encode())
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("comfyui")
 
 AHEAD = 1, 2, 3
 """Size of the picture that one class has before its latent."""
-NOT_APART = "references before and behind its latent are not arguments of their own"
+NOT_APART = "references before and after its latent are not separate arguments"
 ROWS, WORDS = 3 * 4 + 2 * 2, 5
 """Tokens of both references, and of the text."""
 
@@ -88,7 +88,7 @@ def test_references_beside_words_and_sound_are_proven():
         ("Interleaved", MIXED),
         ("AheadTwice", NOT_APART),
         ("AheadBehindLate", ATTENDS),
-        ("RegisterBetween", "other tokens come before and behind its latent's"),
+        ("RegisterBetween", "other tokens come both before and after its latent's"),
     ],
 )
 def test_what_goes_wrong_with_references_is_not_proven(name, why):
@@ -116,7 +116,7 @@ def test_a_picture_beside_the_latent_is_cut_with_its_rows():
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("BesideLeft", "other tokens than references' stand beside its latent's rows"),
+        ("BesideLeft", "tokens that are not references are between its latent's rows"),
         ("LatentBeside", MIXED),
         ("LatentBesideLate", ATTENDS),
     ],

@@ -40,7 +40,7 @@ def test_residuals_that_ranks_get_right_are_proven(name):
     assert (found.stages, found.batch, found.sequence, found.bands) == ("", "", "", "")
 
 
-OTHER = "attends to other values if its tokens are cut"
+OTHER = "attends to different values if its tokens are cut"
 
 
 @pytest.mark.parametrize(

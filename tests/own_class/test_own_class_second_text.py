@@ -41,7 +41,7 @@ def test_a_second_text_that_ranks_look_at_as_the_node_does_is_proven():
     assert led_away("Looks", tensor=2) == Shown(has_effect=True)
 
 
-GIVES = "ranks that guide it give another result"
+GIVES = "ranks that guide it give a different result"
 
 
 @pytest.mark.parametrize(

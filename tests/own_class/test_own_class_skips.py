@@ -24,8 +24,8 @@ def test_blocks_that_ranks_skip_as_the_class_does_are_proven():
     assert skips("OneList") == Shown(lists={"double_block": "streams"}), "of the others the class asks for none"
 
 
-GIVES = "blocks that return their arguments give another result"
-ORDER = "the blocks that it skips are not a list in its order"
+GIVES = "blocks that return their arguments give a different result"
+ORDER = "the skipped blocks are not one list of blocks in order"
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ ORDER = "the blocks that it skips are not a list in its order"
     [
         ("AddsWorkLate", GIVES),
         ("Backwards", ORDER),
-        ("KeepsSkips", "it keeps something from a call with skipped blocks"),
+        ("KeepsSkips", "a call with skipped blocks changes later calls"),
     ],
 )
 def test_skipped_blocks_that_ranks_would_get_wrong_are_not_proven(name, why):

@@ -43,8 +43,8 @@ def test_what_is_found_narrower_holds_for_the_class(tensor):
 @pytest.mark.parametrize(
     ("name", "way", "why"),
     [
-        ("SkipsIfWideLate", "stages", "stages give another result"),
-        ("PoolsTokensIfWide", "sequence", "blocks.1 attends to other values if its tokens are cut"),
+        ("SkipsIfWideLate", "stages", "stages give a different result"),
+        ("PoolsTokensIfWide", "sequence", "blocks.1 attends to different values if its tokens are cut"),
         ("MixesHeadsIfWide", "tensor", ""),
     ],
 )

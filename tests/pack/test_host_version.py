@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from host_version import DIFFUSERS, OLDEST, check_comfyui, check_diffusers, warn_of_folder
+from host_version import DIFFUSERS, OLDEST, check_backend, check_comfyui, check_diffusers, warn_of_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,10 +68,13 @@ def test_a_newer_diffusers_is_warned_of(monkeypatch, caplog, version):
     assert f"tested with diffusers 0.38 to 0.42, and {version} is installed" in record.getMessage()
 
 
-def test_pip_is_told_the_same_diffusers():
+def test_pip_and_the_readme_have_the_same_diffusers():
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (major, oldest), (_, newest) = DIFFUSERS
     assert f"diffusers>={major}.{oldest},<{major}.{newest + 1}" in required
+    for readme in ("README.md", "README.zh.md"):
+        assert f"diffusers {major}.{oldest} " in (ROOT / readme).read_text(encoding="utf-8")
+        assert f" {major}.{newest}" in (ROOT / readme).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -82,3 +85,9 @@ def test_a_folder_that_comfyui_cannot_serve_is_warned_of(caplog, name, lost):
     warn_of_folder(name)
     assert len(caplog.records) == bool(lost)
     assert not lost or (f"Parallel DiT's {lost}" in caplog.text and f"'{name}'. Rename it to parallel-dit" in caplog.text)
+
+
+def test_an_installed_copy_of_the_backend_is_refused(tmp_path):
+    check_backend(ROOT)
+    with pytest.raises(RuntimeError, match=re.escape(f"also installed in {ROOT}. Remove it")):
+        check_backend(tmp_path)

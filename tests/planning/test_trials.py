@@ -42,7 +42,7 @@ def test_tensor_degrees_are_proven_one_by_one_and_with_products():
     guessed = replace(trials, guesses=True)
     assert guessed.lacks(both) == ""
     assert guessed.with_tensor(2, "too little memory").lacks(both).endswith("too little memory.")
-    alone = replace(ALL, tensor="", sequence="both together give another result")
+    alone = replace(ALL, tensor="", sequence="both together give a different result")
     tried = guessed.with_tensor(2, alone)
     assert (tried.lacks(Degrees(tensor=2)), tried.lacks(Degrees(ulysses=4))) == ("", "")
     assert "ulysses_degree is 2" in tried.lacks(both)

@@ -210,7 +210,7 @@ def copying(forward, state, inputs):
 ATTENTION = (torch.nn.functional, "scaled_dot_product_attention", elsewhere)
 ENDS = {
     "the driver says no": lambda patch: patch.setattr(CudaCaptures, "capture", failing),
-    "a replay gave another output than the micro-step that it repeats": lambda patch: patch.setattr(*ATTENTION),
+    "a replay gave a different output from the micro-step that it repeats": lambda patch: patch.setattr(*ATTENTION),
     "torch SDPA cannot be captured": lambda patch: patch.setitem(KERNELS, "sdpa", replace(KERNELS["sdpa"], graphs=False)),
     "a copy from the host": lambda patch: patch.setattr(StageForward, "_forward", copying),
 }
@@ -224,7 +224,9 @@ def test_what_ends_the_graphs_costs_a_warning(why, pools, mini_file, monkeypatch
         stats = both(pools(2), mini_file, Degrees(pipe=2))
     assert counts(stats) == {(0, 0)}
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and all("cuda_graphs: the model runs without, because " in each and why in each for each in said)
+    assert len(said) == 2 and all(
+        "cuda_graphs: the model runs without them, because " in each and why in each for each in said
+    )
     assert all(why in each.without_graphs for each in stats)
 
 

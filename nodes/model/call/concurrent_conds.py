@@ -109,14 +109,14 @@ def why_sequential(model, entries: list[dict], model_options: dict) -> str | Non
     if "multigpu_clones" in model_options:
         return "ComfyUI's own multi-GPU node distributes them"
     if "model_function_wrapper" in model_options:
-        return "another node's model_function_wrapper may keep a state from one to the next"
+        return "another node's model_function_wrapper may keep a state from one call to the next"
     if extension.get_all_wrappers(extension.WrappersMP.APPLY_MODEL, model_options, is_model_options=True):
-        return "another node's apply_model wrapper may keep a state from one to the next"
+        return "another node's apply_model wrapper may keep a state from one call to the next"
     if model.diffusion_model.wrappers(model_options, is_model_options=True):
-        return "another node's wrapper around the diffusion model may keep a state from one to the next"
+        return "another node's wrapper around the diffusion model may keep a state from one call to the next"
     callbacks = model.current_patcher.get_all_callbacks(extension.CallbacksMP.ON_PREPARE_STATE)
     if not all(is_known(PREPARE, callback) for callback in callbacks):
-        return "another node is notified of each one"
+        return "another node is notified of each call"
     return None
 
 

@@ -321,7 +321,7 @@ class RemoteDiffusionModel(torch.nn.Module):
     def _forward(self, *arguments: Any, **named: Any) -> torch.Tensor | list[torch.Tensor]:
         """The call inside wrappers, with the arguments of the native class's `_forward`.
 
-        The native `forward` has already done to the latents what it does around its `_forward`.
+        The native `forward` has already changed the latents, as it does before its `_forward`.
         """
         return answered(self, **by_name(self.native, arguments, named), is_carried=False)
 

@@ -63,7 +63,7 @@ def returned(latents: Latents) -> torch.Tensor | list[torch.Tensor]:
 
 
 def by_entry(x: Any, timestep: Any, named: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arguments of a call for each of its batch entries: of tensors, and of lists of latents and timesteps."""
+    """Splits a call's arguments by batch entry: tensors, and lists of latents and timesteps."""
     entries = len(x if isinstance(x, torch.Tensor) else x[0])
 
     def one(value: Any, entry: int) -> Any:
@@ -110,7 +110,7 @@ class NodeChanges:
 
     @property
     def of_batch(self) -> bool:
-        """Entries of a call have their parts in it."""
+        """Whether parts of it belong to single batch entries."""
         return self.guidance is not None or self.text is not None
 
     def __bool__(self) -> bool:

@@ -28,7 +28,7 @@ from ..patches.reach import Unread, refuse_unread
 from ..patches.text_guidance import forward_of_node, tried_guidance
 from .own_calls import NodeChanges, form, on_host, structure
 
-OTHER_CALL = "a patch calls the model in another way than the whole latent did in the trial"
+OTHER_CALL = "a patch calls the model differently from the whole latent in the trial"
 CLOSE = 1e-5
 """Largest difference of two functions, as a share of the largest value."""
 
@@ -68,7 +68,7 @@ class OwnChanges:
             prompts = guidance.positive, guidance.negative
             guided = partial(TrialOfGuidance, prompts=prompts, tensor=tensor)
             shown = self._found((of_call, prompts, tensor), guided, "NAG", *given)
-            why = shown.why or ("" if computes(asked.nag, guidance, call) else "its function computes something else")
+            why = shown.why or ("" if computes(asked.nag, guidance, call) else "its function computes something different")
             if why or asked.skipped:
                 refuse_unread([Unread(f"guided attention: {why or 'blocks are skipped, too'}", asked.nag)])
             fields["guidance"] = guidance if shown.has_effect else None
@@ -105,7 +105,7 @@ class OwnChanges:
 
 
 def whole_call(call: Call, known: Call | None, sizes: tuple[int, ...], proof: Proof, asked: NodeChanges) -> Call:
-    """The whole latent's call for that of a band. `known`: the one that was tried, if any. NotLocal if it is another one."""
+    """The whole latent's call for that of a band. `known`: the one that was tried, if any. NotLocal if it differs."""
     if known is None or form(known, sizes) != form(call, sizes) or (asked.of_batch and len(known.x) != len(call.x)):
         raise NotLocal(OTHER_CALL)
     return known if proof.batch or asked.of_batch else entry_of(known, 0)

@@ -67,7 +67,7 @@ class RankCall:
         return to_tensors({**self.named, OPTIONS: told, **more}, self.timestep, self.latent)[STRUCTURE]
 
     def likeness(self) -> Hashable:
-        """Equal for calls for which one PreparedCall holds."""
+        """Key of the PreparedCall that the call can use."""
         options = {
             name: None if name in OF_EACH_CALL else value
             for name, value in self.given.options.items()
@@ -134,7 +134,7 @@ def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
         shape=CallShape(tuple(call.latents[0].shape), 1 if context is None else context.shape[1]),
     )
     if band is not None and shapes(made.tensors(call)) not in (stub.run.whole_calls or ()):
-        raise NotLocal("a patch has other conditioning than the whole latent")
+        raise NotLocal("a patch has different conditioning from the whole latent")
     return made
 
 

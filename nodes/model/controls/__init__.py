@@ -1,4 +1,4 @@
 """ControlNets and other networks that add to the model's blocks.
 
-Those networks run in ComfyUI's process, and the ranks get what they add.
+Those networks run in ComfyUI's process, and the ranks get their residuals.
 """

@@ -1,9 +1,9 @@
 """Controls of VACE's kind (Fun control of Qwen-Image 2.1 and MiniMax H3), run in ComfyUI's process. Ranks get residuals.
 
-The node puts a patch around some blocks of the native model. A branch of copies of such blocks starts from the first block's
-input, and each copy adds to the output of one block, for all tokens. The branch reads times and positions, but no block's
-output. So the native model runs here without its blocks. Each patch is called around a block that gives zeros, and what it
-adds to them is the residual.
+The node puts a patch around some blocks of the native model. A branch of copies of such blocks starts from the first
+block's input, and each copy adds to the output of one block, for all tokens. The branch reads times and positions, but no
+block's output. So the native model runs here without its blocks. Each patch is called around a block that returns zeros.
+The residual is what the patch adds.
 """
 
 import copy

@@ -70,7 +70,8 @@ def _file(folder: Path, module: str) -> Path | None:
 
 
 def _named(module: str, text: str, is_package: bool) -> Iterator[str]:
-    """Modules of PACKAGE that the code imports, or names in full and leaves it to others to import. Some may be none."""
+    """Modules of PACKAGE that the code imports, or uses by their full names without an import. Some names may not be
+    modules."""
     for statement in ast.walk(ast.parse(text)):
         if isinstance(statement, ast.ImportFrom):
             # Of a package's own file the first level is the package itself.

@@ -117,9 +117,9 @@ def give_back_memory(model: comfy.model_patcher.ModelPatcher, path: Path) -> Non
     """Replaces the native model's copies of the file's weights by views of the mapped file, which need no memory.
 
     ComfyUI keeps the loader's output as long as the workflow is open. The MODEL can still be sampled without ranks: weights
-    that the loader has widened to fp32 are then widened at each use by ComfyUI's layers. Weights that it has rounded (to
-    fp8) stay copies. With ComfyUI's dynamic loading, and of GGUF files, all weights are views already. ValueError for
-    weights that differ from the file's, because a node has written into them.
+    that the loader has widened to fp32 are then widened at each use by ComfyUI's layers. Weights that ComfyUI has rounded
+    (to fp8) stay as copies. With ComfyUI's dynamic loading, and of GGUF files, all weights are views already. ValueError
+    for weights that differ from the file's, because a node has written into them.
     """
     if model.is_dynamic() or comfy.utils.DISABLE_MMAP or path.suffix.lower() in GGUF:
         return

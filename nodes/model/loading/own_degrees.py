@@ -14,7 +14,7 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
         return
     runs = f"{name} runs by split_batch_degree alone"
     if planned:
-        raise ValueError(f"degrees: {runs}, which auto does not know. Set degrees to 'as set'.")
+        raise ValueError(f"degrees: {runs}, which auto cannot choose. Set degrees to 'as set'.")
     for axis, widget in WIDGETS.items():
         if axis != "batch" and getattr(degrees, axis) > 1:
             raise ValueError(f"{widget} is {getattr(degrees, axis)}: {runs}. Set it to 1.")

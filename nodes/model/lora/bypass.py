@@ -32,7 +32,7 @@ def check_injections(weights: NativeWeights, key: str, injections: Iterable[Any]
     """ValueError unless each injection is a LoRA in bypass mode, of a kind that is added to a layer's output."""
     for injection in injections:
         if (manager := _manager(injection)) is None:
-            refuse(f"what another node injects into the model ('{key}')", "Remove that node.")
+            refuse(f"another node's injection into the model ('{key}')", "Remove that node.")
         if missed := [layer for layer in _not_placed(manager) if f"{layer}.weight".removeprefix(PREFIX) in weights.tensors]:
             refuse(f"a LoRA in bypass mode for {missed[0]}", "Use a plain LoRA loader for it.")
     for target, patches in bypass_patches({key: injections}).items():
@@ -43,7 +43,7 @@ def check_injections(weights: NativeWeights, key: str, injections: Iterable[Any]
                 refuse(f"{kind} in bypass mode", "Use a plain LoRA loader for it.")
             if not weights.check(target, patch):
                 refuse(
-                    f"a LoRA in bypass mode for {target.removeprefix(PREFIX)}, which is of another size here,",
+                    f"a LoRA in bypass mode for {target.removeprefix(PREFIX)}, which has a different size here,",
                     "Use a plain LoRA loader. It leaves such layers out.",
                 )
 

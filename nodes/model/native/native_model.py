@@ -37,7 +37,7 @@ def native_model(checkpoint: Checkpoint) -> Iterator[Predict]:
         try:
             output = patcher.model.diffusion_model(x.to(device, dtype), timestep.to(device).float(), **conditioning)
         except (TypeError, RuntimeError) as error:  # the model needs other arguments, or memory is short
-            raise NotLookedAt(f"ComfyUI's model cannot be called so ({error})") from error
+            raise NotLookedAt(f"ComfyUI's model cannot be called in this way ({error})") from error
         return output.float().cpu()
 
     try:

@@ -46,7 +46,7 @@ NATIVE = {
 
 
 def chosen_attention(override: Any, loaded: str) -> str | None:
-    """`BlockChanges.attention` for an override of ComfyUI's attention. None: it is of no kernel that is known.
+    """`BlockChanges.attention` for an override of ComfyUI's attention. None: the kernel is unknown.
 
     `loaded`: the `attention` that the ranks' model was loaded with. It stays where both kernels are exact.
     """

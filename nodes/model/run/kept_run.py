@@ -1,6 +1,6 @@
 """A sampling run that outlives its ranks: the failed call is made again, on the devices that are left.
 
-ComfyUI's process has the sampler's state, so a lost rank costs the calls that were under way and a load.
+ComfyUI's process has the sampler's state, so a lost rank costs the calls that were in progress and a load.
 """
 
 from collections.abc import Callable

@@ -94,7 +94,7 @@ class SamplingRun:
     proof: Proof | None = None
     """Proof of the last whole call."""
     prepared: dict[Hashable, Any] = field(default_factory=dict)
-    """By likeness of calls, what holds for all of them (call/prepared_call.py)."""
+    """By key of calls, the PreparedCall of those calls (call/prepared_call.py)."""
     lines: list[str] = field(default_factory=list)
     """What the user was told in the run and finds below its time: texts on a node replace each other."""
     tries: FurtherTries = field(init=False)

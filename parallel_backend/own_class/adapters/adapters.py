@@ -81,6 +81,9 @@ class Adapter:
     """This pack's entries of transformer_options that `model` reads."""
     steady: bool = False
     """See OwnLatent. A trial proves it."""
+    of_prompt: tuple[str, ...] = ()
+    """Modules that get the prompt alone, as the class's code says. A rank looks whether their outputs are the same at two
+    timesteps (rank/stage/module_cache.py), and then computes them once for a prompt."""
 
 
 def adapter_of(kind: str) -> Adapter:
@@ -142,7 +145,7 @@ class Krea2Block(Form):
 
 
 def rows_at_zero(first: int | None, options: Mapping[str, Any], device: torch.device) -> torch.Tensor | None:
-    """[S] bool: whether a token has the number `first`, or comes behind it. None: there are no references."""
+    """[S] bool: whether a token's number is `first` or higher. None: there are no references."""
     if first is None:
         return None
     return torch.arange(first + sum(options["reference_image_num_tokens"]), device=device) >= first
@@ -249,7 +252,7 @@ ADAPTERS: Mapping[str, Adapter] = {
     ),
     "QwenImage": Adapter("transformer_blocks", {"": QwenImageBlock}),
     "QwenImage21": Adapter("transformer_blocks", {"": QwenImage21Block}, model=QwenImage21Model, steady=True),
-    "Krea2": Adapter("blocks", {"": Krea2Block}),
+    "Krea2": Adapter("blocks", {"": Krea2Block}, of_prompt=("txtfusion", "txtmlp")),
     **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", {"": CosmosPredict2Block})),
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), PIXART),
 }

@@ -28,8 +28,7 @@ def seedvr2_arguments(arguments: Mapping[str, Any], _native: Any, sizes: tuple[i
     given = arguments.get(CONDITION)
     if given is None:
         raise ValueError(
-            "positive, negative: SeedVR2 needs the video that it is to make sharper. Connect an Apply SeedVR2 Conditioning "
-            "node."
+            "positive, negative: SeedVR2 needs the video to upscale. Connect an Apply SeedVR2 Conditioning node."
         )
     if tuple(given.shape[2:]) != sizes:
         raise ValueError(
@@ -64,8 +63,8 @@ class Grouped(NamedTuple):
 
 @dataclass(frozen=True)
 class InWindows:
-    """RowRule: a token of the video sees its window and the text. A token of the text, which comes behind the video, attends
-    in every window; its output is their mean."""
+    """RowRule: a token of the video sees its window and the text. A text token, after the video's tokens, attends in every
+    window; its output is the mean."""
 
     sides: tuple[tuple[int, ...], ...]
     """Lengths of the windows along frames, rows and columns, in tokens."""

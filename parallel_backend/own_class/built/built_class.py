@@ -18,7 +18,7 @@ from parallel_backend.own_class.calls.call_arguments import (
     LATENTS,
     structure_of,
 )
-from parallel_backend.own_class.calls.patching import Companion, Latents, Patching, latents_of
+from parallel_backend.own_class.calls.patching import Companion, Latents, Patching
 from parallel_backend.own_class.calls.tried_calls import Call, conditioning, one_entry, smaller, with_whole_axes
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, LayerCuts
 from parallel_backend.own_class.cuts.token_cut import entries_of
@@ -103,7 +103,7 @@ class BuiltClass:
         return [block.name for block in self.own.blocks]
 
     def place(self, target: str) -> tuple[str, int] | None:
-        """(list, number in the list) of the block that the parameter `target` is in. None: it is in no block."""
+        """(list, number in the list) of the block that the parameter `target` is in. None: it is not in a block."""
         parts = target.split(".")
         names = (".".join(parts[:count]) for count in range(2, len(parts)))
         return next((self._places[name] for name in names if name in self._places), None)
@@ -215,7 +215,7 @@ class BuiltClass:
         """Random latents of a model call, the first with this shape. Nested latents without proven bands are packed."""
         if self.call is not None and LATENTS in self.call.named and self.patching.companion is None:
             return (torch.randn(shape[0], *self.call.x.shape[1:]),)
-        return latents_of(self.patching.alongside(torch.randn(shape)))
+        return tuple(map(torch.randn, self.patching.usual(shape)))
 
     def words(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Tokens of the text that runs through the blocks, see OwnLatent.words."""
@@ -227,8 +227,8 @@ class BuiltClass:
         return companion_tokens + self.words(tensors)
 
     def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
-        """A call's tokens, those that the class itself makes included. `text`: see text_tokens. Without proven bands all
-        tokens are along the grid's first axis."""
+        """Numbers of a call's tokens, including those that the class adds. `text`: see text_tokens. Without proven bands
+        all tokens are along the grid's first axis."""
         counts = counts_of(self.own, tensors)
         if counts is None:
             return Counted(grid, text)

@@ -34,9 +34,9 @@ LATENTS = "parallel_dit_latents"
 LISTED = "parallel_dit_listed"
 """Argument of a call whose one latent is in a list."""
 TIMES = "parallel_dit_times"
-"""Argument of a call with several timesteps, one for each latent. A number: so many, all
-equal to the call's timestep. Shapes without the batch: the call's timestep [B, n] has their values side by side, because
-bands take arguments that change from step to step for another prompt."""
+"""Argument of a call with several timesteps, one for each latent. A number: that many timesteps, all equal to the call's.
+Shapes without the batch: the call's timestep [B, n] has their values side by side, because bands take arguments that change
+from step to step for another prompt."""
 
 
 def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Sequence[int] = ()) -> dict[str, torch.Tensor]:

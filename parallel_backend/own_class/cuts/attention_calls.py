@@ -19,7 +19,7 @@ from parallel_backend.own_class.calls.unproven import Unproven
 FUNCTIONS = {package.attention: package.functions for package in PACKAGES}
 """Module -> beginning of the names of its attention functions."""
 REPLACES = "parallel_dit_replaces"
-"""Attribute of a function that stands in for an attention function: the latter."""
+"""Attribute of a function that replaces an attention function: the original function."""
 KEPT = "parallel_dit_kept"
 """Attribute of a tensor of row numbers with the cache of `kept_with`."""
 Kept = TypeVar("Kept")
@@ -223,7 +223,7 @@ class AttentionCall:
     arguments: Mapping[str, Any]
     """Others, by name."""
     shares_keys: bool = False
-    """Several heads of queries share one of keys, which is repeated here."""
+    """Several query heads may share one head of keys, which is repeated here."""
     rule: RowRule | None = None
     """Says which queries see which keys. None: all see all."""
 

@@ -147,7 +147,7 @@ class BandTokens:
         left = iter(of_references)
         counts = [next(left) if kind == REFERENCES else lengths[kind] for kind in self.latent.layout]
         if others < self.companion or not all(each > 0 for each in of_references) or sum(counts) != tokens[stream]:
-            raise Unproven("it has other tokens than in the trial")
+            raise Unproven("its tokens differ from those in the trial")
         runs, row = [], 0
         for kind, count in zip(self.latent.layout, counts, strict=True):
             rows = Span(row, row + count)

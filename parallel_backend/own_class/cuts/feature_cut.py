@@ -224,8 +224,8 @@ def has_heads(needed: torch.Tensor) -> bool:
 
 
 def units_of_heads(run: BlockRun, ranks: int) -> list[int]:
-    """Choices for the number of units that a block's heads are shared in: even shares first, then as many units as possible,
-    then fewer, since several heads may share keys. Empty: there are fewer heads than ranks."""
+    """Numbers of units to try when a block's heads are split over `ranks`: equal shares first, then as many units as
+    possible, then fewer, because several heads may share keys. Empty: there are fewer heads than ranks."""
     heads = math.gcd(*(tensors[0].shape[2] for tensors in run.heads.values()))
     even = [ranks] if heads % ranks == 0 else []
     return even + [units for units in range(heads, ranks, -1) if heads % units == 0 and units % ranks]

@@ -1,8 +1,8 @@
 """The arithmetic between a block's products, in as few operations as possible: rotary embeddings, norms, modulation, gates.
 
-Plain code does each of these in two to eight operations, some in float32. They are most of a step's memory traffic on
-a GPU. In 16 bits on a CUDA device comfy-kitchen's kernels do what ComfyUI's own classes have them do. Elsewhere, and
-where a block is compiled, torch's operations do it.
+Plain code does each of these in two to eight operations, some in float32. They are most of a step's memory traffic on a
+GPU. In 16 bits on a CUDA device comfy-kitchen's kernels do what ComfyUI's own classes have them do. Otherwise, and in
+compiled blocks, torch's operations do it.
 """
 
 from collections.abc import Sequence

@@ -85,7 +85,7 @@ class Guide:
         assert guidance is not None, "the class calls it within a call that is guided"
         positive, negative = guidance.positive.slice, guidance.negative.slice
         if out_BSC.ndim != 3 or len(out_BSC) < max(guidance.positive.stop, guidance.negative.stop):
-            raise Unproven("its attention gives another shape than [B, S, C] if it is guided")
+            raise Unproven("its guided attention does not return [B, S, C]")
         image = options.get(IMAGE)
         rows, mask_s1 = (slice(None), None) if image is None else self._rows(Span(*image), out_BSC)
         both = [out_BSC[entries, rows] for entries in (positive, negative)]

@@ -170,7 +170,7 @@ class StageBlocks:
         values = (out,) if isinstance(out, torch.Tensor) else out
         shapes = [None if value is None else value.shape for value in values]
         if shapes != [_argument(place, args, kwargs).shape if place else None for place in block.returns]:
-            raise Unproven(f"{block.name} returns other values than in the trial")
+            raise Unproven(f"{block.name} returns different values from those in the trial")
         if number in self._sent:
             self._values[number] = [value for value in values if value is not None]
         if number == self._span.stop - 1 and self._span.stop < len(self.blocks):

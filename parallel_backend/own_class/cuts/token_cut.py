@@ -79,7 +79,7 @@ class TokenCut(ABC):
 
     @property
     def cuts(self) -> bool:
-        """Whether it has anything to do in the present call."""
+        """Whether the present call uses it."""
         return True
 
     @property
@@ -116,8 +116,7 @@ class TokenCut(ABC):
         return pytree.tree_unflatten(leaves, structure)
 
     def _keys_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str] | None:
-        """Positions and names of the arguments that are cut. None: not all of them are tensors themselves. Found once, since
-        the search takes longer than to cut them."""
+        """Positions and names of the arguments that are cut. None: some are not tensors. Found once: the search is slow."""
         form = tuple(map(type, args)), tuple((name, type(value)) for name, value in kwargs.items())
         known, keys = self._keys.get(number, (None, None))
         if known != form:
@@ -196,8 +195,7 @@ class TokenCut(ABC):
         return whole
 
     def residual_of_all(self, residual_BSD: torch.Tensor) -> torch.Tensor:
-        """Rows, for this rank's tokens, of a residual for all tokens of the latest block. Unproven if those are of several
-        streams."""
+        """This rank's rows of a residual for all tokens of the latest block. Unproven if they are of several streams."""
         left = max((number for number in range(self.number) if self.blocks[number].leaving), default=-1)
         blocks = self.blocks[left + 1 : self.number + 1]
         streams = tuple({cut.streams[0] for block in blocks for cut in block.slices if cut.enters})
@@ -223,8 +221,7 @@ class TokenCut(ABC):
             self._coming = self._latest = None
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attention with this rank's tokens, called in place of the class's function. Unproven for other tokens than in the
-        trial."""
+        """Attention with this rank's tokens, in place of the class's function. Unproven for other tokens than tried."""
         if self._coming is None:  # outside of blocks
             return self.attend_whole(function, *args, **kwargs)
         spec = next(self._coming, None)
@@ -263,7 +260,7 @@ class TokenCut(ABC):
             return None
         streams = self._latest.queries
         if tokens.stop != sum(self.tokens[stream] for stream in streams):
-            raise Unproven(f"{self.block.name} counts the tokens of its image in another way than in the trial")
+            raise Unproven(f"{self.block.name} counts the tokens of its image differently from the trial")
         numbers_s = torch.cat([numbers(pick, device) for pick in self._computed(streams)])
         return (numbers_s >= tokens.start) & (numbers_s < tokens.stop)
 
@@ -350,7 +347,7 @@ class TokenCut(ABC):
         return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
 
     def left(self, _number: int, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """All tokens in place of this rank's in `value`, the block's returned value of this number."""
+        """`value`, the block's returned value of this number, with all tokens instead of only this rank's."""
         return self.at_places(value, streams) if self.block.placed else self.whole(value, streams)
 
     def _unknown(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:

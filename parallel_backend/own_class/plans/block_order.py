@@ -20,7 +20,7 @@ from parallel_backend.own_class.calls.unproven import Unproven
 KEPT_BLOCKS = 3
 """Blocks of a model's only list that are tried: the first two and the last."""
 FIRST, LATER = 4, 2
-"""Fewest tried blocks of both kinds, in a list with two kinds."""
+"""Minimum number of tried blocks of both kinds, in a list with two kinds."""
 FEWEST_BLOCKS = 2
 """Fewest tried blocks of a list: the first and the last."""
 NO_LIST = "it has no list of blocks"
@@ -106,9 +106,8 @@ def _parameters(block: nn.Module) -> frozenset[tuple[str, torch.Size]]:
 
 
 def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Representatives) -> dict[str, list[str]]:
-    """Take the blocks that are not tried out of the model's lists. The names of those that it still has.
-
-    Numbers of blocks that the model notes become those that it has."""
+    """Remove the blocks that are not tried from the model's lists, and correct the numbers of blocks that the model stores.
+    Returns the names of the remaining blocks."""
     kept = {}
     for name, blocks in lists.items():
         module = model.get_submodule(name)
@@ -163,30 +162,13 @@ Recorded = tuple[list[list[RecordedBlock]], dict[str, str]]
 def recorded_blocks(model: nn.Module, lists: Mapping[str, Sequence[str]], calls: Sequence[Call]) -> Recorded:
     """Records the blocks of these lists in these calls. `calls`: two, of different sizes."""
     odd: dict[str, str] = {}
-    orders = []
-    for call in calls:
-        recorder = _Recorder(odd)
-        with ExitStack() as hooks:
-            for name in itertools.chain.from_iterable(lists.values()):
-                hook = functools.partial(recorder.note, name)
-                hooks.enter_context(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
-            call.run(model)
-        orders.append(recorder.order)
-    return orders, odd
+    orders: list[list[RecordedBlock]] = []
+    outputs: list[tuple[str, Any]] = []  # (block, tensor that it has returned), to keep the tensors alive
 
-
-class _Recorder:
-    """Notes the blocks of a call in `order`. `odd`: see Recorded."""
-
-    def __init__(self, odd: dict[str, str]):
-        self.order: list[RecordedBlock] = []
-        self._odd = odd
-        self._outputs: list[tuple[str, Any]] = []  # (block, tensor that it has returned), to keep the tensors alive
-
-    def note(self, name: str, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Forward hook of a block. A value with the shape and dtype of no argument makes its list odd."""
+    def note(name: str, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Forward hook of a block. If a value has the shape and dtype of none of the arguments, its list is odd."""
         given, own_list = by_place(args, kwargs), name.rpartition(".")[0]
-        of_block = {id(value): other for other, value in self._outputs}
+        of_block = {id(value): other for other, value in outputs}
         read = {of_block[id(value)] for value in given.values() if id(value) in of_block}
         returns: list[frozenset[str] | None] = []
         for value in (out,) if isinstance(out, torch.Tensor) else out:
@@ -195,12 +177,22 @@ class _Recorder:
                 continue
             like = frozenset(place for place, each in given.items() if _alike(value, each))
             if not like:
-                self._odd.setdefault(own_list, f"its block {name} returns a value that is like none of its arguments")
+                odd.setdefault(own_list, f"its block {name} returns a value whose shape matches none of its arguments")
                 return
             returns.append(like)
-            self._outputs.append((name, value))
+            outputs.append((name, value))
         reads = frozenset(other for other in read if other.rpartition(".")[0] == own_list)
-        self.order.append(RecordedBlock(name, tuple(returns), isinstance(out, torch.Tensor), reads))
+        orders[-1].append(RecordedBlock(name, tuple(returns), isinstance(out, torch.Tensor), reads))
+
+    with ExitStack() as hooks:
+        for name in itertools.chain.from_iterable(lists.values()):
+            hook = functools.partial(note, name)
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+        for call in calls:
+            outputs.clear()
+            orders.append([])
+            call.run(model)
+    return orders, odd
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -226,7 +218,9 @@ def order_of(
     until = last_readers(orders[0])
     for one, two in zip(*orders, strict=True):
         if (block := one.with_another(two)) is None:
-            raise Unproven(f"its block {one.name} returns values that are like none of its arguments in calls of two sizes")
+            raise Unproven(
+                f"its block {one.name} returns values whose shapes match none of its arguments in calls of two sizes"
+            )
         found.append(dataclasses.replace(block, until=until.get(one.name, "")))
     if not found:
         raise Unproven(next(iter(odd.values()), NO_LIST))

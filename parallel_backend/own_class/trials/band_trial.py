@@ -25,7 +25,7 @@ from parallel_backend.own_class.calls.residuals import AROUND, CONTROL
 from parallel_backend.own_class.calls.tried_calls import Call, distance, drawn, smaller
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.band_tokens import ONE, BandTokens, Part, class_numbers
-from parallel_backend.own_class.cuts.shared_outputs import IdleLayers, SharedOutputs, WatchedOutputs
+from parallel_backend.own_class.cuts.shared_outputs import SharedOutputs, WatchedOutputs, put_idle_layers
 from parallel_backend.own_class.cuts.token_cut import HOST
 from parallel_backend.own_class.trials.comparison import (
     ALL_LAYERS,
@@ -48,7 +48,7 @@ from parallel_backend.own_class.trials.latent_tokens import (
 from parallel_backend.own_class.trials.token_trial import WORDS, Runs
 
 ROWS = 3, 3, 5
-"""Most frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""
+"""Maximum frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""
 FEW_ROWS = 3, 3, 3
 """The same for a call with which only two bands are tried."""
 AXES = {"rows": -2, "frames": -3}
@@ -120,7 +120,8 @@ def _even(runs: Runs, call: Call) -> Call:
 
 
 def _odd(runs: Runs, actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS) -> Call:
-    """With an odd number of the latent's tokens and other text. `most` by axis, or as many as the class needs to run."""
+    """A call with an odd number of latent tokens and a different text length. `most` by axis, or as many as the class needs
+    to run."""
     sides = actual.latents[0].shape[2:]
     by = latent.patch[-len(sides) :]
     limits = [most[-len(sides) :]]
@@ -146,12 +147,12 @@ def _first_that_runs(runs: Runs, calls: Iterable[Call]) -> Call:
 def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
     """The OwnLatent that holds for calls of two sizes. Unproven if the tokens are in other places."""
     if replace(another, words=latent.words, pads=latent.pads, shared=latent.shared, idle=latent.idle) != latent:
-        raise Unproven("its latent's tokens are in other places in calls of two sizes")
+        raise Unproven("the places of its latent's tokens differ in calls of two sizes")
     return replace(latent, words=latent.words or another.words)
 
 
 def _check_words(runs: Runs, latent: OwnLatent, call: Call) -> None:
-    """Unproven unless the words have the same keys and values with another latent at another time."""
+    """Unproven unless the text has the same keys and values with another latent at another timestep."""
     another = drawn(call, OUTSIDE)
     first, second = (runs.noted(each) for each in (call, replace(call, x=another.x, timestep=another.timestep)))
     tokens = {stream: value.shape[1] for stream, value in streams_entering(runs, call).items()}
@@ -161,7 +162,7 @@ def _check_words(runs: Runs, latent: OwnLatent, call: Call) -> None:
             words = band.in_buffer(spec.keys, tokens, HOST)[: band.words(spec.keys, tokens)]
             both = zip(one.tensors[1:], other.tensors[1:], strict=True)
             if not all(torch.equal(a[:, words], b[:, words]) for a, b in both):
-                raise Unproven(f"{block.name} has other keys of words in another call")
+                raise Unproven(f"{block.name} has different keys for the text in another call")
 
 
 def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
@@ -201,14 +202,13 @@ def _check(
         whole = runs.noted(call)
         outside = [drawn(call, OUTSIDE).x, *(() if watched is None else [torch.full_like(call.x, math.nan)])]
         if not isinstance(whole.result, torch.Tensor) or whole.result.shape[2:] != call.x.shape[2:]:
-            raise Unproven("its output has another size than its latent")
+            raise Unproven("its output and its latent differ in size")
         bands = list(_bands(runs, latent, call))
         bands = bands[:: max(1, len(bands) - 1)] if few else bands
         for band in bands if call is calls[-1] else ():
             if not band.has_words:
                 replace(band, alone=True).check(whole, outside[0])
-        idle = IdleLayers(runs.model, latent.idle, lambda: shared.has_words, math.nan)
-        with idle.put(), shared.of_call():
+        with put_idle_layers(runs.model, latent.idle, lambda: shared.has_words, math.nan), shared.of_call():
             for band, each in itertools.product(bands, outside):
                 shared.begin(band.has_words)
                 with nullcontext() if watched is None else watched.run(shared.has_words):
@@ -250,10 +250,10 @@ class _Band:
 
     def check(self, whole: WholeRun, outside: torch.Tensor, watched: WatchedOutputs | None = None) -> None:
         """Unproven if the band's run is wrong, with another latent outside of the band."""
-        with as_unproven("it does not run in a band", "in a band "):
+        with as_unproven("it does not run on a band of the latent", "in a band "):
             parts = self.output(whole, outside, ALL_LAYERS, watched)
         for part, own in zip(parts, self._own(whole.result), strict=True):
-            check_equal("a band gives another result", part, own)
+            check_equal("a band gives a different result", part, own)
 
     def output(
         self, whole: WholeRun, outside: torch.Tensor, tensor_rank: TensorRank, watched: WatchedOutputs | None = None
@@ -265,7 +265,7 @@ class _Band:
         call, cut = replace(self.call, x=x, named=self._named()), self.tokens
         out = self.runs.run(call, _InBand(self.runs.blocks, whole, cut, tensor_rank, watched), tensor_rank.add_up)
         if out.shape != whole.result.shape:
-            raise Unproven("it has an output of another size")
+            raise Unproven("an output differs in size from its latent")
         return self._own(out)
 
     def _named(self) -> Mapping[str, Any]:
@@ -336,5 +336,5 @@ class _InBand(ComparedRank):
         assert self.band is not None
         return self.band.parts(stream, self.tokens, ONE)[0]
 
-    def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        return self.among_all(value, streams) if streams else of_whole
+    def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        return value

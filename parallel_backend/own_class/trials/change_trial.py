@@ -8,7 +8,6 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -29,7 +28,7 @@ from parallel_backend.own_class.cuts.forwards import put_forwards
 from parallel_backend.own_class.cuts.guided_attention import GUIDED, LAYERS, OUTPUT, SECOND, TEXT, Guide, prompt_attention
 from parallel_backend.own_class.cuts.guided_attention import SETTINGS as TEXT_SETTINGS
 from parallel_backend.own_class.cuts.stages import pass_through
-from parallel_backend.own_class.plans.block_order import list_of, tried_blocks
+from parallel_backend.own_class.plans.block_order import list_of, recorded_blocks, tried_blocks
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 from parallel_backend.own_class.trials.band_trial import runs_of_bands
 from parallel_backend.own_class.trials.comparison import TensorRank, as_unproven, check_equal
@@ -143,7 +142,7 @@ class TrialOfSkips(ChangeTrial):
             names = [self._skipped_block(calls[0], (kind, number)) for number in numbers]
             own = next((at for at, of_list in kept.items() if list(of_list) == names), None)
             if own is None or numbers != list(range(len(names))):
-                raise Unproven(f"the blocks that it skips are not a list in its order ({kind})")
+                raise Unproven(f"the skipped blocks are not one list of blocks in order ({kind})")
             if not {block.name for block in self.blocks}.issuperset(names):
                 raise Unproven(f"its blocks in {own} are not shared out")
             lists[kind] = own
@@ -152,7 +151,7 @@ class TrialOfSkips(ChangeTrial):
             names = [kept[lists[kind]][number] for kind, number in together]
             self._check_passed(names, [(call, _with_skipped(call, together)) for call in calls])
         if module_state(model) != before:
-            raise Unproven("it keeps something from a call with skipped blocks")
+            raise Unproven("a call with skipped blocks changes later calls")
         return Shown(lists=lists)
 
     def _asked_for(self, call: Call) -> dict[str, list[int]]:
@@ -170,22 +169,12 @@ class TrialOfSkips(ChangeTrial):
 
     def _skipped_block(self, call: Call, key: Key) -> str:
         """Name of the block that does not run if `key` is replaced. Empty: none, or several."""
-        skipping = self._ran(_with_skipped(call, [key]))
-        missing = [name for name in self._ran(call) if name not in skipping]
-        return missing[0] if len(missing) == 1 else ""
-
-    def _ran(self, call: Call) -> list[str]:
-        """Names of the blocks that run in the call."""
-        ran: list[str] = []
-        with ExitStack() as hooks:
-            for name in (name for of_list in self.short.kept.values() for name in of_list):
-                block = self.short.model.get_submodule(name)
-                hooks.enter_context(block.register_forward_pre_hook(lambda *_, name=name: ran.append(name)))
-            call.run(self.short.model)
-        return ran
+        orders, _ = recorded_blocks(self.short.model, self.short.kept, [call, _with_skipped(call, [key])])
+        ran, skipping = ({block.name for block in order} for order in orders)
+        return min(ran - skipping) if len(ran - skipping) == 1 else ""
 
     def _check_passed(self, names: Sequence[str], calls: Sequence[tuple[Call, Call]]) -> None:
-        """Unproven if ranks whose blocks `names` return their arguments give another result.
+        """Unproven if ranks whose blocks `names` return their arguments give a different result.
 
         `calls`: each without and with skipped blocks."""
         model, actual = self.short.model, self.short.actual
@@ -195,11 +184,11 @@ class TrialOfSkips(ChangeTrial):
         with pass_through(model, passed):
             for number, (call, whole) in enumerate(wholes):
                 out = call.run(model, options=False)
-                check_equal("blocks that return their arguments give another result", out, whole)
+                check_equal("blocks that return their arguments give a different result", out, whole)
                 are_cut = not number and not self.proof.sequence  # once: it takes long
                 tried = self.proof, cut if are_cut else without_token_cut(self.blocks)
                 tokens = self.calls_of_tokens(actual) if are_cut else []
-                with as_unproven(self.fails, "ranks give another result with a skipped block: "):
+                with as_unproven(self.fails, "ranks give a different result with a skipped block: "):
                     check_proven(model, tried, (call, whole), actual, None, tokens)
 
 
@@ -236,20 +225,20 @@ class _Guiding(ChangeTrial):
             guided = self.on_ranks(call)
             alone = () if proof.batch else range(len(call.x))
             for each, out in [(guided, whole), *((entry_of(guided, at), whole[at : at + 1]) for at in alone)]:
-                check_equal("ranks that guide it give another result", run_in_one(model, self.blocks, each), out)
-            with as_unproven(self.fails, "ranks give another result if it is guided: "):
+                check_equal("ranks that guide it give a different result", run_in_one(model, self.blocks, each), out)
+            with as_unproven(self.fails, "ranks give a different result if it is guided: "):
                 check_proven(model, tried, (guided, whole), actual, None, self.calls_of_tokens(actual, time), time)
         if self.tensor > 1 and not proof.tensor:
             self._check_shared([call for call, _ in wholes])
         return Shown(has_effect=True)
 
     def _check_shared(self, calls: Sequence[Call]) -> None:
-        """Unproven if ranks that share layers give another result, alone or with a part of the tokens each."""
+        """Unproven if ranks that share layers give a different result, alone or with a part of the tokens each."""
         model, blocks, latent = self.short.model, self.blocks, self.proof.latent
         sharing = TensorSharing(model, blocks, calls[:1], self.tensor)
         numbers = {name: range(count) for name, count in Counter(map(list_of, blocks)).items()}
         if any(_layers(a) != _layers(b) for a, b in zip(sharing.of_all(tuple(blocks), numbers), blocks, strict=True)):
-            raise Unproven("its layers are shared in another way than in the trial")
+            raise Unproven("its layers are cut differently from the trial")
         actual = self.on_ranks(self.short.actual)
         runs: list[Iterable[Run]] = [(partial(_run_of_rank, model, blocks, self.on_ranks(call)) for call in calls)]
         if not self.proof.sequence:
@@ -271,7 +260,7 @@ class TrialOfGuidance(_Guiding):
     """The trial of ComfyUI's NAGuidance, for any settings. `prompts`: positive and negative entries of the call, which
     has PROMPTS among its options."""
 
-    fails = "it does not run guided"
+    fails = "it does not run with guided attention"
 
     def __init__(self, *given: Any, prompts: tuple[Span, Span], **named: Any):
         super().__init__(*given, **named)
@@ -284,11 +273,11 @@ class TrialOfGuidance(_Guiding):
         functions = {PATCHES: {OUTPUT: [native]}}
         wholes = [(each, replace(each, options={**each.options, **functions}).run(model)) for each in calls]
         if module_state(model) != before:
-            raise Unproven("it keeps something from a guided call")
+            raise Unproven("a guided call changes later calls")
         if native.calls:
             return self.compared(wholes)
         for each, whole in wholes:
-            differ = "it gives another result with a function, but does not call it"
+            differ = "it gives a different result with a function, but does not call it"
             check_equal(differ, each.run(model, options=False), whole)
         return Shown()
 

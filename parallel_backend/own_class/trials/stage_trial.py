@@ -58,7 +58,7 @@ def check_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: WholeOutp
                     out = call.run(stage.call, options=False)
             if out is None:
                 raise Unproven("stages return nothing")
-            check_equal("stages give another result", out, whole)
+            check_equal("stages give a different result", out, whole)
 
 
 def check_by_entry(model: nn.Module, wholes: WholeOutputs) -> None:
@@ -67,7 +67,7 @@ def check_by_entry(model: nn.Module, wholes: WholeOutputs) -> None:
         for entry in range(len(call.x)):
             with as_unproven("a single entry of a batch does not run"):
                 out = entry_of(call, entry).run(model, options=False)
-                check_equal("a single entry of a batch gives another result", out, whole[entry : entry + 1])
+                check_equal("a single entry of a batch gives a different result", out, whole[entry : entry + 1])
 
 
 def run_in_one(
@@ -81,7 +81,7 @@ def run_in_one(
 
 
 MOST_DEPTH = 4
-"""Most levels of containers in a module's attribute that are compared."""
+"""Maximum levels of containers in a module's attribute that are compared."""
 
 
 def check_without_options(model: nn.Module, wholes: WholeOutputs) -> None:
@@ -89,7 +89,7 @@ def check_without_options(model: nn.Module, wholes: WholeOutputs) -> None:
     without = "without ComfyUI's transformer_options"
     for call, whole in wholes:
         with as_unproven(f"it does not run {without}"):
-            check_equal(f"it gives another result {without}", call.run(model, options=False), whole)
+            check_equal(f"it gives a different result {without}", call.run(model, options=False), whole)
 
 
 def check_calls_apart(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) -> None:
@@ -110,7 +110,7 @@ def check_calls_apart(model: nn.Module, fresh: nn.Module, calls: Sequence[Call])
         if others := [name for name in changed if name not in rewritten]:
             raise Unproven(f"it writes into its argument {others[0]}, but a rank has only a copy")
     if distance(outputs[-1], outputs[0]) > 0:
-        raise Unproven("the same call gives another result the second time")
+        raise Unproven("the same call gives a different result the second time")
     if rewritten and not _stay_alike(model, calls):
         raise Unproven(f"it writes into its argument {min(rewritten)}, but a rank has only a copy")
     for parameter in model.parameters():

@@ -83,7 +83,7 @@ class Learning(ComparedRank):
         tensors = [leaves[at] for at in tensor_places(leaves)]
         shapes, others = self._noted.shapes[number], self._another.shapes[number]
         if not len(tensors) == len(shapes) == len(others):
-            raise Unproven(f"{block.name} gets other arguments in calls of two sizes")
+            raise Unproven(f"{block.name} gets different arguments in calls of two sizes")
         of_streams = {id(given[place]) for place in block.returns if place}
         entering: list[OwnSlice] = []
         coming_back: list[OwnSlice] = []
@@ -131,7 +131,7 @@ class Learning(ComparedRank):
             for own, of_whole in zip((call.q_BQHD, call.k_BKHD, call.v_BKHD), whole.tensors, strict=True)
         )
         if q is None or k is None or k != v:
-            raise Unproven(f"{self.block.name} attends to other values if its tokens are cut")
+            raise Unproven(f"{self.block.name} attends to different values if its tokens are cut")
         if k and whole.masked != (call.mask is not None):
             raise Unproven(f"{self.block.name} {OTHER_MASK}")
         if k and call.mask is not None and call.key_mask is not None:
@@ -150,7 +150,7 @@ class Learning(ComparedRank):
 
     def _check_values(self, mask: torch.Tensor) -> None:
         if mask.is_floating_point() and not bool(((mask == 0) | (mask <= HIDDEN)).all()):
-            raise Unproven(f"{self.block.name} attends with a mask that adds other values than none and very negative ones")
+            raise Unproven(f"{self.block.name} attends with a mask whose values are neither zero nor very negative")
 
     def _streams(self, own: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...] | None:
         """The streams whose tokens these rows of the whole are, in order. Empty: all rows. None: they are not a part of
@@ -178,7 +178,7 @@ class Learning(ComparedRank):
             for value, of_whole in zip(values, self._noted.outputs[self.number], strict=True)
         ]
         if any(streams is None for streams in leaving):
-            raise Unproven(f"{self.block.name} returns other values if its tokens are cut")
+            raise Unproven(f"{self.block.name} returns different values if its tokens are cut")
         found = tuple(streams for streams in leaving if streams is not None)
         if self.number not in self._ends:
             self.blocks[self.number] = replace(self.block, placed=found)
@@ -192,7 +192,7 @@ class Learning(ComparedRank):
 
 ENDS = 0, RANKS - 1
 SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
-"""Most latent rows, columns and frames of a call: the first with which there are enough tokens. Most tokens of text."""
+"""Maximum rows, columns and frames of a call: the first with which there are enough tokens. Maximum tokens of text."""
 Size = tuple[int, int]
 """Size of a call: see SIDES and WORDS."""
 
@@ -276,7 +276,7 @@ class Runs:
         return next(iter(told_apart or itertools.compress(sizes, counts)), (side, WORDS))
 
     def _most_tokens(self, call: Call) -> int:
-        """The most tokens of a tensor that the first block gets. 0 if the class does not run with the call."""
+        """Maximum number of tokens of a tensor that the first block gets. 0 if the class does not run with the call."""
         size = call.x.shape, words_of(call)
         if size not in self._counted:
             try:
@@ -301,7 +301,7 @@ class Runs:
     def check(self, cut: TokenCut, call: Call, whole: WholeRun) -> None:
         """Unproven if a rank's run of the call is wrong."""
         with as_unproven("it does not run if its tokens are cut"):
-            check_equal("cut tokens give another result", self.run(call, cut), whole.result)
+            check_equal("cut tokens give a different result", self.run(call, cut), whole.result)
 
     def check_cut(self, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: Sequence[int] = range(RANKS)) -> None:
         """Unproven if these blocks' cut is wrong on one of these ranks in one of the calls."""

@@ -189,6 +189,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _for_each_head(q_BQHD: torch.Tensor, *shared_BKhD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Keys and values [B, K, H, D]: each of the h heads, which several query heads share, once for each of them."""
+    """Keys and values [B, K, H, D]: each of their h heads repeated for the query heads that share it."""
     times = q_BQHD.shape[2] // shared_BKhD[0].shape[2]
     return shared_BKhD if times == 1 else tuple(x.repeat_interleave(times, dim=2) for x in shared_BKhD)

@@ -23,7 +23,7 @@ Piece = tuple[Span, Span]
 
 @dataclass
 class Arriving:
-    """Keys and values of other ranks' tokens whose transfer is under way."""
+    """Keys and values of other ranks' tokens whose transfer is in progress."""
 
     gathering: Gathering | ChangeGathering
     """Gathers [2, b, s, h, D] of each rank."""
@@ -127,7 +127,7 @@ class KVBuffer:
         return sum(layer.nbytes for layer in self.layers.values())
 
     def wait_pending(self) -> None:
-        """Wait until no transfer to this buffer is under way."""
+        """Wait until no transfer to this buffer is in progress."""
         for layer in self.layers.values():
             for arrival in layer.arriving:
                 arrival.gathering.wait_pending()

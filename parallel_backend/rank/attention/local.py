@@ -111,7 +111,9 @@ class StageAttention:
         call = attention_call(function, *args, **kwargs)
         others = call.q_BQHD.shape[2:] != call.v_BKHD.shape[2:]
         if not by_rows and (others or call.mask is not None or call.arguments.get("is_causal")):
-            step.kernel.leave(call.q_BQHD.dtype, "calls with values of another size" if others else "calls with a mask")
+            step.kernel.leave(
+                call.q_BQHD.dtype, "calls with values of a different head size" if others else "calls with a mask"
+            )
             return function(*args, **kwargs)
         gate = None if by_rows else step.take_gate(call.q_BQHD)
         at = LayerCall(call, step, self.kernel_of(call, step), self, gate, Span(0, call.q_BQHD.shape[2]))

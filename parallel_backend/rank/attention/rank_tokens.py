@@ -81,7 +81,7 @@ class RankTokens(TokenCut):
         step = self._step
         if not step.in_bands and not self.alone:
             self.band = None
-        assert not (step.in_bands or self.alone) or self.band is not None, "bands are refused where no trial has proven them"
+        assert not (step.in_bands or self.alone) or self.band is not None, "bands are refused if no trial has proven them"
         if self.band is not None and step.words_have_run:
             self.band = replace(self.band, words_have_run=True)
         outside = self._whole if step.words is None else self._words_once

@@ -32,7 +32,7 @@ class Ring:
             source = (axis.index - step) % axis.size
             shift = None
             if step < axis.size - 1:
-                # May be under way during attention: both only read the block, and the next block has other memory.
+                # May be in progress during attention: both only read the block, and the next block has other memory.
                 shift = start_shift(block_2BsHD, lengths[(source - 1) % axis.size], 2, axis, self._traffic)
                 if not overlap:
                     next_2BsHD = shift.wait()

@@ -24,7 +24,7 @@ One on a CPU: the cores that would compute also move the data, so nothing overla
 """
 
 LEAST_WORK = 1 << 14
-"""Least batch entries x query tokens x heads of a head group, to fill a large GPU: 128 multiprocessors, tiles of 128."""
+"""Minimum batch entries x query tokens x heads of a head group, to fill a large GPU: 128 multiprocessors, tiles of 128."""
 
 
 class HeadGroup(NamedTuple):

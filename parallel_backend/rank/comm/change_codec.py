@@ -129,7 +129,7 @@ class ChangeGathering:
     """This rank's index on the axis."""
 
     def wait_pending(self) -> None:
-        """Wait until no transfer is under way any more."""
+        """Wait until no transfer is in progress any more."""
         self.gathering.wait_pending()
 
     def wait(self) -> list[torch.Tensor]:

@@ -33,7 +33,7 @@ def _start_swap(receives: Parts, sends: Parts, axis: Axis, traffic: Traffic) -> 
 
 @dataclass
 class Exchange:
-    """A transfer under way to this rank's `target`. `wait` returns it on `device`."""
+    """A transfer in progress to this rank's `target`. `wait` returns it on `device`."""
 
     source: torch.Tensor  # kept alive: the transfer reads it until `wait`
     target: torch.Tensor
@@ -80,7 +80,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:
 
 @dataclass
 class Gathering:
-    """An all-gather under way: `wait` returns every rank's part, by index on the axis."""
+    """An all-gather in progress: `wait` returns every rank's part, by index on the axis."""
 
     parts: list[torch.Tensor]
     source: torch.Tensor  # kept alive: the transfer reads it until `wait`
@@ -88,7 +88,7 @@ class Gathering:
     transfer: Transfer | None
 
     def wait_pending(self) -> None:
-        """Wait until no transfer is under way any more."""
+        """Wait until no transfer is in progress any more."""
         if self.transfer is not None:
             self.transfer.wait()
             self.transfer = None

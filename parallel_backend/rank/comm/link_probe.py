@@ -1,4 +1,4 @@
-"""Measures the links between ranks: every two ranks send to and fro while the others wait."""
+"""Measures the links between ranks: each pair of ranks sends messages back and forth while the others wait."""
 
 import platform
 import time

@@ -1,4 +1,4 @@
-"""A rank's dealings with the other ranks of its pool: joins them, and makes and tries process groups."""
+"""A rank's connection to the other ranks of its pool: joins them, and makes and tests process groups."""
 
 import contextlib
 from collections import Counter

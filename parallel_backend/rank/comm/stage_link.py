@@ -40,7 +40,7 @@ class StageLink:
         return from_staging(buffer, self.device)
 
     def send(self, tensor: torch.Tensor, overlap: bool) -> None:
-        """Start sending to the next stage. At most two sends are under way, which bounds the memory of their tensors."""
+        """Start sending to the next stage. At most two sends are in progress, which bounds the memory of their tensors."""
         self.await_sends(keep=1)
         link = self.after
         assert link is not None

@@ -1,7 +1,7 @@
 """Copies in host memory, on both sides, for transfers of CUDA tensors by Gloo, which reads and writes host memory only.
 
 Copies are page-locked where that is safe, which makes them several times as fast. torch keeps page-locked memory for the
-next copy of about the same size, so the memory taken is that of the most transfers ever under way at once.
+next copy of about the same size, so the memory taken is that of the most transfers ever in progress at once.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Accounts of a rank's transfers: bytes, time under way, and time that the rank waited."""
+"""Accounts of a rank's transfers: bytes, time in progress, and time that the rank waited."""
 
 import functools
 import re
@@ -64,7 +64,7 @@ class Clock:
 class Traffic:
     """Counts from one report to the next. Bytes are payload that left this rank, by mesh axis.
 
-    A transfer is under way from its start until the rank has waited for it. `heartbeat`: of the rank, told of every wait.
+    A transfer is in progress from its start until the rank has waited for it. `heartbeat`: of the rank, told of every wait.
     """
 
     def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None):
@@ -91,14 +91,14 @@ class Traffic:
         self.start(operation).wait(at_once=True)
 
     def report(self) -> tuple[dict[str, int], float, float]:
-        """(bytes by axis, seconds under way, seconds waited) since the last report."""
+        """(bytes by axis, seconds in progress, seconds waited) since the last report."""
         bytes_sent = dict(self.bytes_sent)
         self.bytes_sent.clear()
         return bytes_sent, self.recorder.drain(TRANSFER), self.recorder.drain(WAIT)
 
 
 class Transfer:
-    """One or several operations under way. Must be waited for; until then the caller keeps the tensors alive."""
+    """One or several operations in progress. Must be waited for; until then the caller keeps the tensors alive."""
 
     def __init__(self, traffic: Traffic, works: list[dist.Work], started):
         self._traffic, self._works, self._started = traffic, works, started

@@ -143,7 +143,7 @@ def shared_arena(layout: Layout, process: int, handle: int) -> SharedArena:
         if new:
             digest.fill_(layout.digest)
         elif int(digest) != layout.digest:
-            raise ValueError("it is for weights in another form")
+            raise ValueError("it is for weights in a different form")
         fcntl.flock(lock, fcntl.LOCK_UN)
         return SharedArena(layout, segment, lock)
     except BaseException:

@@ -156,17 +156,17 @@ class HostStore:
         room = room_for_weights(self._device)
         if self._sizes[name] <= room:
             return True
-        self._short(f"{max(0, room) / 1e9:.1f} GB may still be taken by weights")
+        self._warn_of_short_memory(f"{max(0, room) / 1e9:.1f} GB may still be taken by weights")
         return False
 
     def _claim(self, name: str) -> bool:
         try:
             return self._arena.claim(name)
         except MemoryError as error:
-            self._short(str(error))
+            self._warn_of_short_memory(str(error))
             return False
 
-    def _short(self, why: str) -> None:
+    def _warn_of_short_memory(self, why: str) -> None:
         if not self._warned:
             log.warning(
                 "host memory is short (%s): blocks that do not fit are read from disk at each use, which is slow. To "

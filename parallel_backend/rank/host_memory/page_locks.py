@@ -14,7 +14,7 @@ RESERVE = 1 << 28
 
 
 class PageLocks:
-    """Page-locks blocks until the driver refuses one, and from then on no more.
+    """Page-locks blocks until the driver refuses one, and then stops.
 
     The driver does not tell its limit, which under WSL 2 is 0.5 to 1 GiB for all blocks and copies together. Blocks that are
     not page-locked are copied at a lower rate, during which the host may wait. To be used by the computing thread alone.

@@ -133,7 +133,7 @@ def arithmetic(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Ar
         format, full_precision = packing.layer.format, packing.layer.full_precision
     else:
         return Arithmetic(None, "")
-    reason = _obstacle(format, packed, packing, dtype) or ("the file wants it" if full_precision else "")
+    reason = _obstacle(format, packed, packing, dtype) or ("the file asks for it" if full_precision else "")
     expanded = f"{format} expanded to {str(dtype).removeprefix('torch.')}"
     if reason and isinstance(packing, Fp8):
         return Arithmetic(None, f"{expanded}: {reason}")

@@ -71,7 +71,7 @@ def _built_for_rocm() -> bool:
 
 
 def only_gpu(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which a process sees `device`, such as cuda:1, as its only GPU, cuda:0.
+    """The environment variables with which a process sees only `device`, such as cuda:1, as cuda:0.
 
     For Windows, where copies to a GPU fail once a process has looked at a second one (ComfyUI issue 15255).
     """

@@ -50,7 +50,7 @@ class Bands(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if banded is None else banded(func, *args, **(kwargs or {}))
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """One head over all pixels of each batch entry, [B, C, ...] each, in the place of the VAE's own function."""
+        """One head over all pixels of each batch entry, [B, C, ...] each, instead of the VAE's own function."""
         if self.sizes:
             k, v = self.gather(torch.cat((k, v), dim=1)).chunk(2, dim=1)
         shape = q.shape
@@ -188,7 +188,7 @@ class OwnNeighbour(Bands):
 
 def _each(value: Any, weight: torch.Tensor) -> tuple[int, ...]:
     """A convolution's argument by dimension."""
-    assert not isinstance(value, str), "a band is padded by numbers"
+    assert not isinstance(value, str), "the padding of a band is given as numbers"
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * (weight.ndim - 2) if len(values) == 1 else values
 

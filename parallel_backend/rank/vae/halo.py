@@ -13,7 +13,7 @@ from parallel_backend.rank.comm.transfers import Traffic, Transfer
 
 @dataclass
 class Halo:
-    """An exchange under way."""
+    """An exchange in progress."""
 
     sent: list[torch.Tensor]  # kept alive until the transfer is over
     received: list[torch.Tensor | None]

@@ -77,7 +77,7 @@ def into_client(examples: list[Any]):
                 return "goes on"
             except RankError as error:
                 assert "rank 0 (cpu)" in str(error), error
-                return "refused" if "sent an impossible message" in str(error) else "ended"
+                return "refused" if "sent an invalid message" in str(error) else "ended"
             finally:
                 pool.close(politely=False)
 

@@ -137,7 +137,7 @@ def _dispatch(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def run(func: OpOverload, args: tuple, kwargs: dict[str, Any], work: Callable[..., Any] | None = None) -> Any:
-    """An operator on the current stream of its tensors' device. `work`: computes it, in the place of the CPU's kernel."""
+    """An operator on the current stream of its tensors' device. `work`: computes it, instead of the CPU's kernel."""
     about = operator_of(func)
     tensors = [*leaves(args), *leaves(kwargs.values())]
     index = _device_of(about.name, tensors)

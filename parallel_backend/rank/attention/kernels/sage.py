@@ -27,7 +27,7 @@ def attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
 
 
 class Variant:
-    """One way of release 2 in the place of the package's own choice: this module's functions."""
+    """One way of release 2 instead of the package's own choice: this module's functions."""
 
     def __init__(self, variant: str):
         """`variant`: a key of SAGE_VARIANTS."""

@@ -48,7 +48,7 @@ class DeviceCopies:
 
     @property
     def working_bytes(self) -> int:
-        """The most bytes beside what was there before and is there now. 0: not known."""
+        """The largest number of bytes beyond those that were there before and are there now. 0: unknown."""
         return 0
 
     def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:

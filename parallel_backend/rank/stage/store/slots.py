@@ -42,7 +42,7 @@ class Slots:
         self._slot_of: dict[str, _Slot] = {}
         self._order: list[str] = []  # streamed blocks in the order in which the last micro-step ran them
         self._next = 0  # index in the order of the block that is expected next
-        self._seen: list[str] = []  # streamed blocks that ran in the micro-step under way
+        self._seen: list[str] = []  # streamed blocks that ran in the micro-step in progress
         self.bytes_copied = 0
 
     def __contains__(self, name: str) -> bool:
@@ -65,7 +65,7 @@ class Slots:
         self._take_turns(list(self._groups))
 
     def close(self) -> None:
-        """Wait for copies under way and release the slots. Groups whose parameters are still in a slot keep its memory."""
+        """Wait for copies in progress and release the slots. Groups whose parameters are still in a slot keep its memory."""
         self._empty()
         for slot in self._slots:
             self._copies.release(slot.memory)
@@ -118,7 +118,7 @@ class Slots:
                 slot.group = None
 
     def settle(self) -> None:
-        """Wait for copies under way."""
+        """Wait for copies in progress."""
         for slot in self._slots:
             slot.ticket.finish()
 
@@ -159,7 +159,7 @@ class Slots:
         self.bytes_copied += group.nbytes
 
     def _empty(self) -> None:
-        """Wait for copies under way, and forget what is in the slots."""
+        """Wait for copies in progress, and forget what is in the slots."""
         self.settle()
         for slot in self._slots:
             slot.group = None

@@ -120,7 +120,7 @@ class WeightStore:
         return self._slots.report()
 
     def close(self) -> None:
-        """Wait for copies under way, and release the memory. The model cannot be used any more."""
+        """Wait for copies in progress, and release the memory. The model cannot be used any more."""
         self._slots.close()
         for memory in self._on_device.values():
             self._copies.release(memory)
@@ -146,7 +146,7 @@ class WeightStore:
         """Replace the values of a parameter that is not packed, on this rank alone. Works for parked weights too."""
         group = self._group_of(target)
         if group.name in self._away or group.name in self._slots:
-            self._slots.settle()  # a copy under way may read the memory that is written to below
+            self._slots.settle()  # a copy in progress may read the memory that is written to below
             memory = self._host.private(group.name)
             self._slots.forget(group.name)
         elif self._copies.unified and self._host.holds(group.name):
@@ -182,7 +182,7 @@ class WeightStore:
     def _source(self, name: str) -> torch.Tensor:
         """The group's bytes, to be copied from."""
         if not self._host.holds(name):
-            self._slots.settle()  # `source` overwrites the buffer from which a copy under way may read
+            self._slots.settle()  # `source` overwrites the buffer from which a copy in progress may read
         return self._host.source(name)
 
     def _allocate(self, name: str) -> torch.Tensor:
