@@ -120,6 +120,7 @@ PUBLISHED = {
     "wan-2.1-i2v-14b-without-clip": video("WAN21_I2V", WORDS, 16, WAN_14B | {"in_dim": 36}, **CHANNELS),
     "sd3.5-large": image("SD3", (154, 4096), 16, LARGE, pooled_output=(2048,)),
     "sd3.5-medium": image("SD3", (154, 4096), 16, SD35 | X_BLOCKS, pooled_output=(2048,)),
+    "flux-fill": image("FluxInpaint", T5, 16, FLUX, **POOLED),
     "flux-schnell": image("FluxSchnell", T5, 16, FLUX, **POOLED),
     "chroma": image("Chroma", T5, 16, FLUX),
     "auraflow": image("AuraFlow", (256, 2048), 4),

@@ -58,6 +58,7 @@ CASES = (  # the first pattern that is found in the name, whatever its case
     (r"joyai", "joyimage"),
     (r"lens_", "lens"),
     (r"dancer", "wan_dancer"),
+    (r"void_pass", "cogvideox-inpaint"),
     (r"sd3\.5_large", "sd3.5-large"),
     (r"seedvr2_3b", "seedvr2-3b"),
     (r"seedvr2_7b", "seedvr2-7b-sharp"),
@@ -70,7 +71,7 @@ OTHERS = (  # what the rest is
     (r"flux3", "Flux 3 Klein: not supported yet; its keys are in diffusers' converter"),
     (r"moss_image", "MOSS-Image: no source of it has been found"),
     (r"ming_image|fibo2", "a model to come"),
-    (r"newbie|void_pass|causal_forcing", "no small model here"),
+    (r"newbie|causal_forcing", "no small model here"),
 )
 HELPERS = (r"sam3|sdpose|rt_?detr|lotus", "finds depth, poses or masks for what the diffusion model is given")
 

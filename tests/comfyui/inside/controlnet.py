@@ -112,9 +112,10 @@ def flux(latent_input: bool, config: dict) -> torch.nn.Module:
     return model
 
 
-def qwen(config: dict) -> torch.nn.Module:
+def qwen(config: dict, of_mask: int = 0) -> torch.nn.Module:
+    """`of_mask`: further channels, of an inpainting ControlNet."""
     model = comfy.ldm.qwen_image.controlnet.QwenImageControlNetModel(
-        operations=comfy.ops.disable_weight_init, dtype=torch.float32, **config | {"num_layers": 2}
+        of_mask, operations=comfy.ops.disable_weight_init, dtype=torch.float32, **config | {"num_layers": 2}
     )
     model.main_model_double = 2
     return model

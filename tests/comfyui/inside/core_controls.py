@@ -1,9 +1,9 @@
-"""A small network of ComfyUI's own Fun ControlNet of MiniMax H3, as ModelPatchLoader gives it."""
+"""Small networks of ComfyUI's own ControlNets, as its loaders give them."""
 
 from typing import Any
 
 from boot import comfy, torch
-from controlnet import randomise
+from controlnet import qwen, randomise
 
 KEPT = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.manual_cast}
 
@@ -18,6 +18,16 @@ def of_h3(config: dict[str, Any]) -> Any:
     curves = "adaln_curve_grid" in config
     sizes = {each: config[each] for each in names}
     return patcher(MiniMaxH3FunControl(49, (0, 2), **sizes, use_adaln_curves=curves, **KEPT))
+
+
+def of_qwen(config: dict[str, Any], is_inpainting: bool) -> comfy.controlnet.ControlNet:
+    """InstantX's for a Qwen-Image of these arguments."""
+    network = randomise(qwen(config, of_mask=4 * is_inpainting), seed=6)
+    cpu = torch.device("cpu")
+    format = comfy.latent_formats.Wan21()
+    return comfy.controlnet.ControlNet(
+        network, compression_ratio=1, latent_format=format, concat_mask=is_inpainting, load_device=cpu, extra_conds=[]
+    )
 
 
 def patcher(network: torch.nn.Module) -> comfy.model_patcher.ModelPatcher:

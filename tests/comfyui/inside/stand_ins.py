@@ -283,6 +283,12 @@ def upsampled(samples: dict[str, Any], **_named: Any) -> tuple[dict[str, Any]]:
     return ({**samples, "samples": F.interpolate(latent, (latent.shape[2], *(2 * side for side in latent.shape[3:])))},)
 
 
+def warped_noise(width: int, height: int, length: int, **_inputs: Any) -> tuple[dict[str, Any]]:
+    """A latent of CogVideoX 1.5, which has an even number of frames."""
+    frames = (math.ceil((length - 1) / 4) + 1) // 2 * 2
+    return ({"samples": random("warped", 1, 16, frames, height // 8, width // 8)},)
+
+
 def replace(name: str, run: Callable[..., tuple]) -> None:
     """This function, with the node's inputs by name, in place of a node of ComfyUI."""
     if (kind := nodes.NODE_CLASS_MAPPINGS.get(name)) is None:
@@ -321,6 +327,8 @@ def install(case: Case, latent_format: Any) -> Vae:
     )
     replace("LoadMoGeModel", lambda **_inputs: (None,))
     replace("MoGeInference", lambda image, **_inputs: (image,))
+    replace("OpticalFlowLoader", lambda **_inputs: (None,))
+    replace("VOIDWarpedNoise", warped_noise)
     replace("MoGeRender", lambda moge_geometry, **_inputs: (moge_geometry,))
     replace("RTDETR_detect", lambda **_inputs: ([],))
     replace("SDPoseKeypointExtractor", lambda image, **_inputs: (image,))

@@ -224,6 +224,12 @@ def prepared(files: dict[str, str], loras: dict[str, str]) -> Iterator[tuple[sta
         if case.name.startswith("minimax-h3"):
             branch = core_controls.of_h3(native.model_config.unet_config)
             stand_ins.replace("ModelPatchLoader", lambda name: (branch,))
+        if case.name == "qwen-image":
+            config = {name: value for name, value in native.model_config.unet_config.items() if name != "dtype"}
+            stand_ins.replace(
+                "ControlNetLoader",
+                lambda control_net_name: (core_controls.of_qwen(config, "Inpainting" in control_net_name),),
+            )
         attending = masking if has_boolean_masks(case) else lambda model: model
         install_loaders(lambda name: attending(load_native(name)), files, case, vae)
         for name, file in loras.items():
