@@ -9,7 +9,6 @@ from typing import Any
 import folder_paths
 
 from parallel_backend.checkpoints.tensor_files import GGUF, SAFETENSORS
-from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.degrees import DTYPES, Degrees
 from parallel_backend.core.devices import device_kind, names_ray
 from parallel_backend.core.dtypes import resolve_dtype
@@ -160,7 +159,6 @@ def check_widgets(
     tensor_parallel_degree: int | None = 1,
     split_batch_degree: int | None = 1,
     stage_split: str | None = "even",
-    compile: bool | None = False,
     degrees: str | None = AS_SET,
     offload: str | None = "auto",
     parallel_config: object = ParallelConfig(),
@@ -170,15 +168,12 @@ def check_widgets(
         offload_of(offload)
     sizes: dict[str, Any] = {"batch": split_batch_degree, "pipe": pipefusion_degree, "tensor": tensor_parallel_degree}
     known = Degrees(**{axis: size for axis, size in sizes.items() if size is not None})
-    chosen = None
     if degrees is None or devices is None:
         check_devices(devices)
     elif degrees == AUTO:
-        chosen = _to_plan(devices)[1]
+        _to_plan(devices)
     else:
-        chosen = choose_devices(devices, known, None not in (*sizes.values(), parallel_config))
-    if compile and chosen is not None:
-        check_compile(chosen)
+        choose_devices(devices, known, None not in (*sizes.values(), parallel_config))
     if stage_split is not None and degrees == AUTO:
         check_no_stages(stage_split)
     elif stage_split is not None and degrees is not None and pipefusion_degree is not None:
@@ -243,8 +238,6 @@ def model_of(
     if lines := [line for line in (file.left_over, options and f"Parallel DiT: {options}") if line]:
         say("\n".join(lines))
     attention = attention_for(config.attention, devices, dtype)
-    if values["compile"]:
-        check_compile(devices)
     setup = Setup(
         path=checkpoint.path,
         dtype=dtype,

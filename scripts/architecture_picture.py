@@ -182,7 +182,7 @@ def route(arrow: Arrow, rows: Sequence[Sequence[str]], boxes: Mapping[str, Box])
 def apart(routes: Mapping[Arrow, list[tuple[int, int]]], boxes: Mapping[str, Box]) -> dict[Arrow, list[tuple[int, int]]]:
     """The same routes with LANE pixels between arrows that share a gap."""
     sharing: dict[tuple[int, int], list[Arrow]] = {}
-    for arrow in sorted(routes, key=lambda arrow: (boxes[arrow[1]].centre, boxes[arrow[0]].centre)):
+    for arrow in sorted(routes, key=lambda arrow: (boxes[arrow[1]].centre, boxes[arrow[0]].centre, arrow)):
         for point in routes[arrow]:
             sharing.setdefault(point, []).append(arrow)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 
-def write_header(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
+def write_header(path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str] = {}) -> Path:
     """A bf16 file of tensors with these names and shapes. The values are a hole that takes no disk: all read as 0."""
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for name, shape in shapes.items():
         stop = start + 2 * math.prod(shape)

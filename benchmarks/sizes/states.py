@@ -1,4 +1,4 @@
-"""The memory model's ratios of several ranks to one (placement/memory_model.BY_RANKS), from a result of table.py.
+"""Ratios of several ranks to one, which the memory model is fitted to (states_by_ranks), from a result of table.py.
 
 python -m benchmarks.sizes.states benchmarks/results/real_sizes_DATE.json
 """
@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.placement.memory_model import BY_RANKS, RANKS
 
 from .trace import mode_name
+
+RANKS = (1, 2, 4, 8)
+
+
+def on_axis(axis: str, count: int) -> Degrees:
+    named = {"patch_mode": "displaced"} if axis == "patch" and count > 1 else {}
+    return Degrees(**{axis: count}, **named)
 
 
 def ratios(cases: dict[str, Any]) -> dict[str, tuple[float, ...]]:
@@ -20,10 +26,9 @@ def ratios(cases: dict[str, Any]) -> dict[str, tuple[float, ...]]:
     most that it can have: no more bytes than half as many ranks."""
 
     def along(name: str, axis: str) -> list[float]:
-        named, found = {"patch_mode": "displaced"} if axis == "patch" else {}, []
+        found: list[float] = []
         for count in RANKS:
-            degrees = Degrees(**{axis: count}, **named) if count > 1 else Degrees()
-            ranks = cases.get(f"{name}, {mode_name(degrees)}", {"ranks": ()})["ranks"]
+            ranks = cases.get(f"{name}, {mode_name(on_axis(axis, count))}", {"ranks": ()})["ranks"]
             states = [(rank["peak"] - rank["kept"]) / rank["state"] for rank in ranks]
             # A rank's tokens halve with each doubling, but for tensor ranks, which have all of them.
             found.append(max(states) if states else found[-1] * (1 if axis == "tensor" else 2))
@@ -32,7 +37,7 @@ def ratios(cases: dict[str, Any]) -> dict[str, tuple[float, ...]]:
     names = {key.partition(",")[0] for key in cases}
     return {
         axis: tuple(round(statistics.median(each), 2) for each in zip(*(along(name, axis) for name in names), strict=True))
-        for axis in BY_RANKS
+        for axis in ("tensor", "ulysses", "ring", "patch")
     }
 
 

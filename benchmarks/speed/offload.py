@@ -9,8 +9,8 @@ emulation cannot have beside compute is the copying itself: the thread that stan
 of the cores that compute.
 
 Predicted: in each micro-step the longer of compute and copies, and at most their sum. Compute is that of the run with all
-weights on the devices, and the bytes are those that were copied. `block_by_block` is the planner's simulation of it
-(placement/streaming_model.py): blocks compute alike, as Flux's do, and are of their own sizes.
+weights on the devices, and the bytes are those that were copied. `block_by_block` simulates it: blocks compute
+alike, as Flux's do, and are of their own sizes.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from benchmarks.harness.measuring import Outcome
 from benchmarks.harness.subjects import Subject
 from benchmarks.predictions.presets import BF16, HARDWARE, MODELS, PCIE_4
 from benchmarks.speed.loading import large
+from parallel_backend.core.block_residency import SLOTS
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.model_sizes import RankWeights
-from parallel_backend.placement.streaming_model import streamed_seconds
 from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded
@@ -54,6 +54,36 @@ MODES = {
 STEPS, TEXT = 3, 64
 TOKENS = 64 * 64 + 512
 """Of Flux at 1024 x 1024 pixels, with its text."""
+
+
+ROUNDS = 4
+"""Micro-steps until a micro-step takes as long as the one before it: copies are at most SLOTS blocks ahead."""
+
+
+def streamed_seconds(compute: Sequence[float], copies: Sequence[float], gap: float = 0.0) -> float:
+    """Seconds from a micro-step's first block to the end of its last block, if micro-steps follow one another.
+
+    `compute`: seconds of a rank's blocks, in their order. `copies`: seconds of each block's copy to the device; 0 for a
+    block that stays there. `gap`: seconds between two micro-steps, in which copies go on.
+
+    Blocks are copied one after the other. A copy begins when a slot is free: after the block that is SLOTS before it among
+    the streamed ones. So a micro-step takes about max(sum of compute, sum of copies), by groups of blocks.
+    """
+    if not any(copies):
+        return sum(compute)
+    now = copied = began = 0.0
+    slots = [0.0] * SLOTS  # when each was last computed with, in the order of use
+    for _ in range(ROUNDS):
+        began = now
+        for computing, copying in zip(compute, copies, strict=True):
+            if copying:
+                copied = max(copied, slots.pop(0)) + copying
+                now = max(now, copied)
+            now += computing
+            if copying:
+                slots.append(now)
+        now += gap
+    return now - gap - began
 
 
 def copies_over_compute() -> float:

@@ -59,7 +59,7 @@ class OnePool:
 
 def step(seq: int, added: list[torch.Tensor]) -> m.Step:
     span = Span(0, 1)
-    return m.Step(seq, 0, 1, span, True, False, True, span, torch.ones(1), {}, tuple(added), None)
+    return m.Step(seq, 0, 1, span, True, False, True, span, torch.ones(1), (), tuple(added), None)
 
 
 def seconds(lends: bool, outputs: list[torch.Tensor], rounds: int) -> list[float]:

@@ -26,11 +26,11 @@ DEVICES = text(
     "auto (the loaded model's GPUs, or all GPUs), or a list such as cuda:0,cuda:1. A list that mixes some of the loaded "
     "model's GPUs with others ends that model's processes.",
 )
-WAYS: dict[str, tuple[Callable[..., str | None], Callable[..., torch.Tensor]]] = {
-    "Decoded": (too_small, decode_on_ranks),
-    "Encoded": (pixels_too_small, encode_on_ranks),
+WAYS: dict[str, tuple[Callable[..., str | None], Callable[..., torch.Tensor], str]] = {
+    "Decoded": (too_small, decode_on_ranks, "Decoded whole by ComfyUI, because %s."),
+    "Encoded": (pixels_too_small, encode_on_ranks, "Encoded whole by ComfyUI, because %s."),
 }
-"""Participle -> (why ranks cannot do it, function with which they do)."""
+"""Participle -> (why ranks cannot do it, function with which they do, text if ComfyUI does)."""
 
 
 @validate(early=check_devices)
@@ -100,15 +100,15 @@ def computed_on_ranks(did: str, vae: Any, cut: Cut | str, x: torch.Tensor, devic
     """x decoded or encoded (`did`) on the ranks of the widget `devices`. None: ComfyUI has to compute it whole. Tells the
     user."""
     result, how = _computed(did, vae, cut, x, devices)
-    if result is None:
-        log.info("Parallel DiT: %s whole by ComfyUI, because %s", did, how)
-    say(f"{did} in {how}." if result is not None else f"{did} whole by ComfyUI, because {how}.")
+    text = f"{did} in {how}." if result is not None else WAYS[did][2] % how
+    log.info("Parallel DiT: %s", text)
+    say(text)
     return result
 
 
 def _computed(did: str, vae: Any, cut: Cut | str, x: torch.Tensor, devices: str) -> tuple[torch.Tensor | None, str]:
     """(the result, how), or (None, reason why ComfyUI has to compute it whole)."""
-    why_too_small, compute = WAYS[did]
+    why_too_small, compute, _ = WAYS[did]
     if isinstance(cut, str):
         return None, cut
     pool = find_ranks(devices)

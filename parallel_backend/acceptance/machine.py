@@ -142,7 +142,7 @@ def look_at_links(session: SelfTestSession, findings: Findings) -> None:
     """Every two ranks send messages back and forth, then all at once: the transfers that planning times."""
     if session.world == 1:
         raise NotLookedAt("there is one rank; name more devices, or one device several times")
-    pool = session.ranks(session.world)
+    pool = session.ranks()
     for note in pool.notes:  # such as P2P switched off: runs work, but their links are slower than they could be
         findings.wrong.append(note)
     findings.note("links", links(pool, session))

@@ -2,7 +2,8 @@
 
 import torch
 
-from parallel_backend.client.proven_class import prompt_for_class
+from parallel_backend.client.call import ModelCall
+from parallel_backend.client.proven_class import prompt_for_class, tensors_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
@@ -71,7 +72,9 @@ def _one_rank(session: SelfTestSession, findings: Findings) -> dict[str, torch.T
         return _output(session, session.load(Degrees(), dtype))
 
     outputs = {"fp32": output_in("fp32")}
-    expected = tiny_model.reference(session.tiny_model, *tiny_model.call())
+    x, timestep, tensors = tiny_model.call()
+    with torch.inference_mode():
+        expected = session.tiny_model(x, timestep, **tensors)
     error = tiny_model.relative(outputs["fp32"], expected)
     findings.at_most("one rank in fp32 from the class on a CPU", error, OTHER_KERNELS if on_gpus else SAME_KERNELS)
     for dtype, limit in HALF.items():
@@ -103,7 +106,8 @@ def _look_at_run(
 
 
 def _output(session: SelfTestSession, model: RemoteTransformer) -> torch.Tensor:
-    return tiny_model.as_one(model.predict(tiny_model.on_ranks(*tiny_model.call()), session.poll)).float()
+    x, timestep, tensors = tiny_model.call()
+    return tiny_model.as_one(model.predict(ModelCall(x, timestep, tensors_of(tensors)), session.poll)).float()
 
 
 def _run_arguments() -> tuple[torch.Tensor, torch.Tensor, Prompt]:

@@ -156,30 +156,25 @@ class SelfTestSession:
             self.stopped = error
             raise
 
-    def ranks(self, world: int) -> Pool:
-        """A pool on just the first `world` devices, started now unless it runs."""
-        pool = self._registry.pool_for(self.settings.devices[:world], self.poll, alone=True)
+    def ranks(self) -> Pool:
+        """A pool on the devices, started now unless it runs."""
+        pool = self._registry.pool_for(self.settings.devices, self.poll, alone=True)
         assert pool is not None  # as devices are named
         return pool.whole
 
     def load(self, degrees: Degrees, dtype: str, path: Path | None = None, own: OwnClass | None = None) -> RemoteTransformer:
-        """A model on the first ranks, which replaces their present one: the file `path` by its class `own`, or the tiny
-        model.
+        """A model on the first ranks, cut evenly, which replaces their present one: the file `path` by its class `own`, or
+        the tiny model.
 
         ValueError if the model does not allow the degrees, or does not fit.
         """
-        setup = self.setup(degrees, dtype, path, own)
+        devices, own = self.settings.devices[: degrees.world], own or tiny_model.tried(degrees.tensor)
+        setup = Setup(path or self.tiny_file, dtype, devices, degrees, "auto", "even", own_class=own)
         open_setup(setup).check_degrees(degrees)  # a refusal by the ranks would end them
         if setup != self._loaded:
             self._registry.unload()
             self._loaded = setup
         return self._registry.model(setup, self.poll)
-
-    def setup(self, degrees: Degrees, dtype: str = "fp32", path: Path | None = None, own: OwnClass | None = None) -> Setup:
-        """The setup of `load`, cut evenly. ValueError if tensor ranks cannot share the tiny model's layers."""
-        own = own or tiny_model.tried(degrees.tensor)
-        devices = self.settings.devices[: degrees.world]
-        return Setup(path or self.tiny_file, dtype, devices, degrees, "auto", "even", own_class=own)
 
     def end_ranks(self) -> None:
         self._registry.close()

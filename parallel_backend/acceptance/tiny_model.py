@@ -1,4 +1,4 @@
-"""A tiny random model of the bundled one's class (quickstart/mini_flux.py), its inputs, and its forward in this process.
+"""A tiny random model of the bundled one's class (quickstart/mini_flux.py), and its inputs.
 
 8 heads, so that up to 8 ranks can share them; the bundled model has 2. Its file is also one of a tiny Flux,
 whose class takes the same conditioning.
@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from parallel_backend.client.call import ModelCall
 from parallel_backend.client.pipefusion.band_cut import packed
-from parallel_backend.client.proven_class import call_of, proven, tensors_of
+from parallel_backend.client.proven_class import call_of, proven
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.built.building import build
@@ -57,19 +56,6 @@ def call(batch: int = 2, rows: int = 15, columns: int = 11) -> Call:
         "guidance": torch.full((batch,), 4.0),
     }
     return torch.randn(batch, 16, rows, columns, generator=g), torch.full((batch,), 0.7), tensors
-
-
-def on_ranks(x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]) -> ModelCall:
-    """The call of ranks that run the class."""
-    return ModelCall(x, timestep, tensors_of(tensors))
-
-
-@torch.inference_mode()
-def reference(
-    model: torch.nn.Module, x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]
-) -> torch.Tensor:
-    """Output of the model, computed in this process, to compare with the ranks' output."""
-    return model(x, timestep, **tensors)
 
 
 def relative(a: torch.Tensor | Latents, b: torch.Tensor | Latents) -> float:

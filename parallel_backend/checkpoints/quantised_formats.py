@@ -288,27 +288,6 @@ def int8_layer(columns: int) -> Layer:
     return Layer("int8_tensorwise", next((size for size in (256, 64, 16) if columns % size == 0), 0))
 
 
-def blank(layer: Layer, rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, Quantised]:
-    """A weight of zeros, for timing products: [rows, n] uint8, and its packing with scales of one."""
-    blocks = rows, columns // layer.block
-    shapes = {
-        ScalePlace.WHOLE: (1, 1),
-        ScalePlace.ROW: (rows, 1),
-        ScalePlace.ROW_OR_WHOLE: (rows, 1),
-        ScalePlace.BLOCK: blocks,
-        ScalePlace.GROUP: blocks[::-1],
-        ScalePlace.TILED: tiled_shape(*blocks),
-    }
-    scales = {}
-    dtypes = {ScalePlace.BLOCK: torch.float8_e4m3fn, ScalePlace.TILED: torch.uint8, ScalePlace.GROUP: torch.bfloat16}
-    for leaf, layout in FORMATS[layer.format].scales.items():
-        if layout.needed:
-            ones = torch.ones(shapes[layout.place], device=device)
-            scales[leaf] = ones.to(dtypes.get(layout.place, torch.float32))
-    packed = torch.zeros(rows, columns * layer.bits // 8, dtype=torch.uint8, device=device)
-    return packed, Quantised(layer, scales)
-
-
 def quantise_int8(values: torch.Tensor) -> tuple[torch.Tensor, Quantised]:
     """A weight [rows, columns] -> int8_tensorwise with a scale by row: [rows, columns] uint8, and its packing."""
     layer = int8_layer(values.shape[1])

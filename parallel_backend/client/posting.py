@@ -250,7 +250,7 @@ class Posting:
                 overlap=call.overlap,
                 entries=step.local,
                 timestep=call.timestep[entries],
-                residuals={name: numbers[id(tensor)] for name, tensor in call.residuals.items()},
+                residuals=tuple((name, numbers[id(tensor)]) for name, tensor in call.residuals.items()),
                 added=of_rank,
                 x=x,
             )

@@ -8,13 +8,10 @@ from typing import Literal
 
 import torch
 
-from parallel_backend.core.devices import device_kind
 from parallel_backend.core.spans import Span, in_proportion, split
 from parallel_backend.processes.pool import Poll, RankError, wait_for
 from parallel_backend.processes.pool_part import SomeRanks
 from parallel_backend.wire import messages as m
-
-from .shared_tensors import shared_weights
 
 Part = Literal["decoder", "encoder"]
 IN_FLIGHT = 2
@@ -155,8 +152,7 @@ class RemoteVAE:
             self.make_room(weight_bytes + bytes_needed)
             self._check_room(self._asked(held_as, bytes_needed, weight_bytes, poll), weight_bytes + bytes_needed)
             # Without a look at Cancel between ranks: ranks without weights would not take part in the others' transfers.
-            with shared_weights(self.pool, made.tensors) as tensors:
-                self.pool.tell(m.PutVAE(held_as, made.recipe, tensors, trial, self.pool.part_ranks))
+            self.pool.tell(m.PutVAE(held_as, made.recipe, made.tensors, trial, self.pool.part_ranks))
             replies = self._asked(held_as, bytes_needed, 0, poll)
         self._check_room(replies, bytes_needed)
         if why := next(filter(None, (reply.wrong for reply in replies)), ""):
@@ -172,11 +168,8 @@ class RemoteVAE:
 
     def _asked(self, held_as: str, bytes_needed: int, weight_bytes: int, poll: Poll) -> list[m.VAEBegun]:
         """The ranks' replies to BeginVAE. `bytes_needed`: for a rank's band. `weight_bytes`: for one copy of the weights."""
-        messages = []
-        for rank, device in enumerate(self.pool.devices):
-            ranks = self.pool.devices.count(device)
-            copies = 1 if device_kind(device) == "cpu" and self.pool.lends_to(rank) else ranks  # see shared_weights
-            messages.append(m.BeginVAE(held_as, ranks * bytes_needed, copies * weight_bytes))
+        ranks = map(self.pool.devices.count, self.pool.devices)
+        messages = [m.BeginVAE(held_as, count * bytes_needed, count * weight_bytes) for count in ranks]
         return wait_for(self.pool.ask_each(messages, m.VAEBegun), poll)
 
     def _check_room(self, replies: Sequence[m.VAEBegun], bytes_needed: int) -> None:

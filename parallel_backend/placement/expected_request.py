@@ -17,7 +17,7 @@ def expected_request(
     built = checkpoint.built
     image_grid = built.patching.grid(shape)
     example = built.example(prompt)
-    text = built.text_tokens(built.patching.usual_companion_tokens(shape), example)
+    text = built.text_tokens(built.patching.companion_tokens(built.patching.usual(shape)), example)
     counted = built.counted(image_grid, text, example)
     return Request(
         grid=counted.grid,

@@ -8,7 +8,6 @@ libraries take is not counted: they have most of it when free memory is asked fo
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from parallel_backend.core.degrees import Coordinate, Degrees
 from parallel_backend.core.packed_values import change_bits, change_bytes
@@ -31,16 +30,9 @@ queries, keys and values, attention's result, 4 hidden sizes of the feed-forward
 Measured, 1,024 to 1,152 wide, fp32 and bf16, a whole call and a band: Flux 15 to 18, Qwen-Image 15 to 16, SD3 13 to 14,
 Z-Image 17 to 21, Lumina 2 19 to 20 (in bf16 28 to 30, as its rotary embedding is complex); PixArt 12 to 13, Wan 13 to 15,
 LTX-Video 12 to 17."""
-RANKS = (1, 2, 4, 8)
-BY_RANKS = {
-    "tensor": (1.0, 0.66, 0.49, 0.43),
-    "ulysses": (1.0, 1.09, 1.14, 1.35),
-    "ring": (1.0, 1.24, 1.47, 1.58),
-    "patch": (1.0, 1.01, 1.24, 1.91),
-}
-"""Axis -> hidden states of a rank's tokens at the peak with RANKS ranks on it, over those of one rank: the medians of eleven
-models that were traced with real sizes (benchmarks/sizes/states.py). The part that each rank computes for the whole image
-grows."""
+WHOLE_ON_TENSOR_RANKS, MORE_ON_SEQUENCE_RANKS = 0.35, 0.085
+"""Part of the hidden states at the peak that tensor ranks do not share, and what each further sequence rank adds. The ratios
+are within a fifth of the medians of eleven models that were traced with real sizes (benchmarks/sizes/states.py)."""
 TIMED = {True: 3, False: 18}
 """Further hidden states where each token has a timestep, as with a given first frame: the modulation of each token.
 Measured, fp32 and bf16: Cosmos Predict2 11 and 11, LTX-Video 13 and 13, Wan 19 and 27; LTX-2, whose text runs through the
@@ -229,19 +221,9 @@ def _text(sizes: ModelSizes, request: Request) -> int:
 
 
 def states_by_ranks(degrees: Degrees) -> float:
-    """Hidden states of a rank's tokens at the peak, over those of one rank. Products of axes add what each axis adds."""
-    axes = (("ulysses", degrees.ulysses), ("ring", degrees.ring), ("patch", degrees.patch))
-    return _between("tensor", degrees.tensor) + sum(max(0.0, _between(axis, ranks) - 1) for axis, ranks in axes)
-
-
-def _between(axis: str, ranks: int) -> float:
-    """For any number of ranks. A part that all of the axis share falls with 1 / ranks, so that is what is linear between."""
-    states = BY_RANKS[axis]
-    for (fewer, more), (before, after) in zip(pairwise(RANKS), pairwise(states), strict=True):
-        if ranks <= more:
-            return before + (1 / fewer - 1 / ranks) / (1 / fewer - 1 / more) * (after - before)
-    # What grows for the whole image's sake grows as the ranks do.
-    return states[-1] * (ranks / RANKS[-1] if states[-1] > states[-2] else 1.0)
+    """Hidden states of a rank's tokens at the peak, over those of one rank."""
+    of_tensor_ranks = WHOLE_ON_TENSOR_RANKS + (1 - WHOLE_ON_TENSOR_RANKS) / degrees.tensor
+    return of_tensor_ranks + MORE_ON_SEQUENCE_RANKS * (degrees.sequence - 1)
 
 
 def _computing(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: Request) -> tuple[int, int]:

@@ -36,12 +36,9 @@ class Holding:
         """Bytes of weights in host memory, which each micro-step copies to the device."""
         return self.weights.streamed(self.resident)
 
-    def copy_seconds(self) -> list[float]:
-        """Seconds to copy each block, in their order. 0 for blocks that stay on the device."""
-        seconds = [0.0] * len(self.weights.blocks)
-        for index in self.weights.streamed_blocks(self.resident):
-            seconds[index] = self.weights.blocks[index] / self.copies
-        return seconds
+    def copy_seconds(self) -> float:
+        """Seconds to copy the streamed blocks to the device."""
+        return self.streamed / self.copies if self.streamed else 0.0
 
 
 def holdings(

@@ -11,7 +11,6 @@ from parallel_backend.placement.balance import Balance, divide, spill_seconds, s
 from parallel_backend.placement.memory_model import MemoryNeed, bytes_by_block, bytes_outside_blocks, memory_by_rank
 from parallel_backend.placement.model_sizes import weights_by_rank
 from parallel_backend.placement.pipeline_model import simulate
-from parallel_backend.placement.streaming_model import streamed_seconds
 from parallel_backend.wire.diagnosis import Probed
 
 from .calibrated_costs import CalibratedCosts, StepCost, StepKind
@@ -145,7 +144,8 @@ def _stage_seconds(
 
     def seconds(rank: int) -> float:
         around = share * cost.around[rank]
-        blocks = [cost.blocks[name][rank] for name in names]
-        return around + streamed_seconds(blocks, held[rank].copy_seconds(), around + costs.calibration.hop)
+        computing = sum(cost.blocks[name][rank] for name in names)
+        # Copies go on between micro-steps.
+        return around + max(computing, held[rank].copy_seconds() - around - costs.calibration.hop)
 
     return max(map(seconds, ranks))

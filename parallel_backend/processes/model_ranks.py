@@ -1,22 +1,22 @@
 """The ranks of a pool, as one of the models on them uses them."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
 
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.shared_memory import Segment
 
-from .pool_part import SomeRanks
+from .pool_part import PoolPart, SomeRanks
 
 
-class ModelRanks:
+class ModelRanks(PoolPart):
     """Marks one model's messages to a pool with the model's `number`, and receives the ranks' messages about the model.
 
     `keep_others`: other models on the ranks stay. Methods without a docstring: see Pool and pool.Listener.
     """
 
+    number: int
+
     def __init__(self, pool: SomeRanks, keep_others: bool = False):
+        super().__init__(pool.whole, pool.part_ranks or tuple(range(len(pool.devices))), pool.threads)
         self.loaded = [0.0] * len(pool.devices)
         """The share of its weights that each rank has loaded."""
         self._on_output: Callable[[m.Output], None] = lambda output: None
@@ -41,38 +41,10 @@ class ModelRanks:
         self._failure = error
         self._on_failure(error)
 
-    @property
-    def devices(self) -> tuple[str, ...]:
-        return self.pool.devices
-
-    def place(self, rank: int) -> int | None:
-        return self.pool.place(rank)
-
-    def send(self, rank: int, message: Any) -> None:
-        self.pool.send(rank, message, None, self.number)
-
-    def ask(self, message: Any, reply: type) -> Future:
-        return self.pool.ask(message, reply, self.number)
-
-    def tell(self, message: Any) -> None:
-        self.pool.tell(message, self.number)
-
     def leave(self) -> None:
         """The model leaves the ranks, see Pool.leave."""
-        self.pool.leave(self.number)
+        self.whole.leave(self.number)
 
     def next_segment(self) -> int:
         """A number for a segment of shared memory, unique on these ranks."""
-        return next(self.pool.segments)
-
-    def lends_to(self, rank: int) -> bool:
-        return self.pool.lends_to(rank)
-
-    def lend(self, rank: int, segment: Segment) -> None:
-        self.pool.lend(rank, segment, self.number)
-
-    def drop(self, rank: int, segment: Segment) -> None:
-        self.pool.drop(rank, segment)
-
-    def forget(self, rank: int, segment: Segment) -> None:
-        self.pool.forget(rank, segment)
+        return next(self.segments)

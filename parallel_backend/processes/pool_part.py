@@ -20,6 +20,9 @@ class PoolPart:
     its start. Members without a docstring: see Pool.
     """
 
+    number: int | None = None
+    """Of the model that these ranks' messages are about."""
+
     def __init__(self, whole: Pool, part_ranks: tuple[int, ...], threads: int | None = None):
         self.whole, self.part_ranks, self.threads = whole, part_ranks, threads or whole.threads
         self.devices = tuple(whole.devices[rank] for rank in part_ranks)
@@ -62,11 +65,8 @@ class PoolPart:
     def enter(self, model: Listener, keep_others: bool = False) -> int:
         return self.whole.enter(model, keep_others, self.part_ranks)
 
-    def leave(self, number: int) -> None:
-        self.whole.leave(number)
-
-    def send(self, rank: int, message: Any, request_id: int | None = None, model: int | None = None) -> None:
-        self.whole.send(self.part_ranks[rank], message, request_id, model)
+    def send(self, rank: int, message: Any, request_id: int | None = None) -> None:
+        self.whole.send(self.part_ranks[rank], message, request_id, self.number)
 
     def together(self) -> AbstractContextManager[None]:
         return self.whole.together()
@@ -74,8 +74,8 @@ class PoolPart:
     def lends_to(self, rank: int) -> bool:
         return self.whole.lends_to(self.part_ranks[rank])
 
-    def lend(self, rank: int, segment: Segment, model: int | None = None) -> None:
-        self.whole.lend(self.part_ranks[rank], segment, model)
+    def lend(self, rank: int, segment: Segment) -> None:
+        self.whole.lend(self.part_ranks[rank], segment, self.number)
 
     def drop(self, rank: int, segment: Segment) -> None:
         self.whole.drop(self.part_ranks[rank], segment)
@@ -83,14 +83,14 @@ class PoolPart:
     def forget(self, rank: int, segment: Segment) -> None:
         self.whole.forget(self.part_ranks[rank], segment)
 
-    def ask(self, message: Any, reply: type, model: int | None = None) -> Future:
-        return self.whole.ask(message, reply, model, self.part_ranks)
+    def ask(self, message: Any, reply: type) -> Future:
+        return self.whole.ask(message, reply, self.number, self.part_ranks)
 
-    def ask_each(self, messages: Sequence[Any], reply: type, model: int | None = None) -> Future:
-        return self.whole.ask_each(messages, reply, model, self.part_ranks)
+    def ask_each(self, messages: Sequence[Any], reply: type) -> Future:
+        return self.whole.ask_each(messages, reply, self.number, self.part_ranks)
 
-    def tell(self, message: Any, model: int | None = None) -> None:
-        self.whole.tell(message, model, self.part_ranks)
+    def tell(self, message: Any) -> None:
+        self.whole.tell(message, self.number, self.part_ranks)
 
     def refuse(self, rank: int, why: str) -> Exception:
         return self.whole.refuse(self.part_ranks[rank], why)

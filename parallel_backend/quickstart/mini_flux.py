@@ -61,11 +61,11 @@ class MiniFlux(nn.Module):
         rows, columns = x.shape[-2] // PATCH, x.shape[-1] // PATCH
         patches = x.unflatten(3, (columns, PATCH)).unflatten(2, (rows, PATCH)).permute(0, 2, 4, 1, 3, 5)
         img_BNW, txt_BTW = self.img_in(patches.flatten(3).flatten(1, 2)), self.txt_in(context.to(x.dtype))
-        vec_BW = self.time_in(sines(timestep, img_BNW)) + self.vector_in(pooled.to(x.dtype))
+        vec_BW = self.time_in(self._sines(timestep, x.dtype)) + self.vector_in(pooled.to(x.dtype))
         if self.guidance_in is not None:
-            vec_BW = vec_BW + self.guidance_in(sines(guidance, img_BNW))
+            vec_BW = vec_BW + self.guidance_in(self._sines(guidance, x.dtype))
         text = context.shape[1]
-        rope_S = rotations(rows, columns, text, self.axes, x.device)
+        rope_S = rotations(places(rows, columns, text, x.device), self.axes)
         for block in self.double_blocks:
             img_BNW, txt_BTW = block(img_BNW, txt_BTW, vec_BW, rope_S)
         both_BSW = torch.cat((txt_BTW, img_BNW), dim=1)
@@ -74,6 +74,9 @@ class MiniFlux(nn.Module):
         out = self.final_layer(both_BSW[:, text:], vec_BW)
         out = out.unflatten(2, (-1, PATCH, PATCH)).unflatten(1, (rows, columns)).permute(0, 3, 1, 4, 2, 5)
         return out.flatten(4).flatten(2, 3)[:, :, :height, :width]
+
+    def _sines(self, times_B: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return sines(TIME_FACTOR * times_B.float(), TIME_FEATURES).to(dtype)
 
 
 class DoubleBlock(nn.Module):
@@ -213,21 +216,27 @@ def fed(x_BSW: torch.Tensor, attended: torch.Tensor, feed: nn.Module, modulation
     return x_BSW + feed_gate * feed(normed(x_BSW, shift, scale))
 
 
-def sines(times_B: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Cosines and sines of the times at all frequencies: [B] -> [B, TIME_FEATURES], in the dtype of `like`."""
-    half = TIME_FEATURES // 2
+def sines(times_B: torch.Tensor, features: int) -> torch.Tensor:
+    """Cosines and sines of the times at all frequencies: [B] -> [B, features] float32."""
+    half = features // 2
     rates = torch.exp(-math.log(MAX_PERIOD) * torch.arange(half, device=times_B.device) / half)
-    angles = TIME_FACTOR * times_B.float()[:, None] * rates
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(like.dtype)
+    angles = times_B.float()[:, None] * rates
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-def rotations(rows: int, columns: int, text: int, axes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Cosines and sines [S, D / 2, 2] of tokens at (0, row, column). Text stands at (0, 0, 0)."""
-    places = torch.zeros(text + rows * columns, 3, dtype=torch.float64, device=device)
-    places[text:, 1] = torch.arange(rows, device=device).repeat_interleave(columns)
-    places[text:, 2] = torch.arange(columns, device=device).repeat(rows)
+def places(rows: int, columns: int, text: int, device: torch.device) -> torch.Tensor:
+    """[S, 3] float64: tokens at (0, row, column). Text stands at (0, 0, 0)."""
+    places_S3 = torch.zeros(text + rows * columns, 3, dtype=torch.float64, device=device)
+    places_S3[text:, 1] = torch.arange(rows, device=device).repeat_interleave(columns)
+    places_S3[text:, 2] = torch.arange(columns, device=device).repeat(rows)
+    return places_S3
+
+
+def rotations(places_S3: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    """Cosines and sines [S, D / 2, 2] of tokens at these places. `axes`: features of a head for each axis."""
+    device = places_S3.device
     rates = [THETA ** -(torch.arange(0, size, 2, dtype=torch.float64, device=device) / size) for size in axes]
-    angles = torch.cat([places[:, axis, None] * rate for axis, rate in enumerate(rates)], dim=-1)
+    angles = torch.cat([places_S3[:, axis, None] * rate for axis, rate in enumerate(rates)], dim=-1)
     return torch.stack((angles.cos(), angles.sin()), dim=-1).float()
 
 

@@ -4,7 +4,6 @@ its tensors are Wan's. Benchmarks and tests of video run it where there is no Co
 B batch, T text tokens, S tokens by frames, rows, columns, D features of a head, W width.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from .attention import attention
-from .mini_flux import EPS, MAX_PERIOD, THETA, normed, rotated
+from .mini_flux import EPS, normed, rotated, rotations, sines
 
 PATCH = 2
 """Latent rows and columns of a token."""
-HEAD = 128
-"""Features of a head."""
+HEAD, AXES = 128, (44, 42, 42)
+"""Features of a head, and for each axis of positions."""
 
 
 class MiniWan(nn.Module):
@@ -54,7 +53,8 @@ class MiniWan(nn.Module):
         grid, x_BSW = embedded.shape[2:], embedded.flatten(2).transpose(1, 2)
         time_BW = self.time_embedding(sines(timestep, self.features).to(x.dtype))
         modulation, text_BTW = self.time_projection(time_BW).unflatten(-1, (6, -1)), self.text_embedding(context.to(x.dtype))
-        rope_S = rotations(grid, x.device)
+        places = torch.cartesian_prod(*(torch.arange(count, dtype=torch.float64, device=x.device) for count in grid))
+        rope_S = rotations(places, AXES)
         for block in self.blocks:
             x_BSW = block(x_BSW, modulation, text_BTW, rope_S)
         patches = self.head(x_BSW, time_BW).unflatten(2, (PATCH, PATCH, -1)).unflatten(1, grid)
@@ -112,20 +112,3 @@ class Head(nn.Module):
 
 def gelu() -> nn.Module:
     return nn.GELU(approximate="tanh")
-
-
-def sines(times_B: torch.Tensor, features: int) -> torch.Tensor:
-    """[B] -> [B, features] float32."""
-    half = features // 2
-    angles = times_B.float()[:, None] * MAX_PERIOD ** -(torch.arange(half, device=times_B.device) / half)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-
-def rotations(grid: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Cosines and sines [S, D / 2, 2] of tokens at (frame, row, column)."""
-    side = 2 * (HEAD // 6)
-    places = torch.cartesian_prod(*(torch.arange(count, dtype=torch.float64, device=device) for count in grid))
-    sizes = (HEAD - 2 * side, side, side)
-    rates = [THETA ** -(torch.arange(0, size, 2, dtype=torch.float64, device=device) / size) for size in sizes]
-    turned = torch.cat([places[:, axis, None] * rate for axis, rate in enumerate(rates)], dim=-1)
-    return torch.stack((turned.cos(), turned.sin()), dim=-1).float()

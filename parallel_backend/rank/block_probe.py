@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half
-from parallel_backend.checkpoints.quantised_formats import KEPT, blank, int8_layer
 from parallel_backend.core.dtypes import compute_dtype
+from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.stage.build_stage import own_class_to_time, own_forward
-from parallel_backend.rank.stage.linear import RankLinear
+from parallel_backend.rank.stage.tensor_parallel import TensorPlan
+from parallel_backend.rank.stage.weights import PACKED, VALUES, StageWeights
 from parallel_backend.wire.diagnosis import OwnCall, Probed
 
 REPEATS = 5
@@ -76,14 +76,7 @@ def _measure(
     """For each call: seconds by block list, and under AROUND those of the forward without the blocks."""
     dtype = compute_dtype(dtype_name, device)
     model, blocks = own_class_to_time(checkpoint.built, dtype)
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            values = torch.empty_like(parameter, device=device).normal_(std=0.02)
-            setattr(module, name, nn.Parameter(values, requires_grad=False))
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
-    _pack(model, checkpoint, dtype_name, device)
-
+    _fill(model, checkpoint, dtype_name, device)
     watch, results = _Stopwatch(device), []
     for name, block in blocks.items():
         watch.watch(name, block)
@@ -101,29 +94,20 @@ def _measure(
     return results
 
 
-def _pack(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: torch.device) -> None:
-    """Pack weights of linear layers like the file's. Quantised blocks are zeros, since random ones may have NaN scales."""
-    RankLinear.adopt(model)
-    dtype = compute_dtype(dtype_name, device)
-    for name, module in model.named_modules():
-        target = f"{name}.weight"
-        left_out = not module._parameters  # of a block of an own class that is not timed
-        if not isinstance(module, RankLinear) or left_out or target not in checkpoint.key_map:
-            continue
-        storage = checkpoint.storage(target, dtype_name)
-        if storage is None:
-            continue
-        entry, (rows, columns) = checkpoint.entries[checkpoint.key_map[target]], module.weight.shape
-        if storage in GGUF_BLOCKS:
-            values, size = GGUF_BLOCKS[storage]
-            packed = torch.zeros(rows, columns // values * size, dtype=torch.uint8, device=device)
-            module.pack(packed, GgufBlocks(storage), dtype)
-        elif storage in KEPT:
-            module.pack(*blank(entry.layer or int8_layer(columns), rows, columns, device), dtype)
-        elif storage in HALF_KINDS:
-            module.pack(module.weight.to(HALF_KINDS[storage]).view(torch.uint8), Half(storage), dtype)
-        else:
-            scale = None if entry.scale is None else torch.ones(1, 1, device=device)
-            full_precision = entry.dtype == storage and (entry.layer is None or entry.layer.full_precision)
-            packed = module.weight.to(FP8_KINDS[storage]).view(torch.uint8)
-            module.pack(packed, Fp8(storage, scale, full_precision=full_precision), dtype)
+def _fill(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: torch.device) -> None:
+    """Give the model random weights, and tables on the device. Packed bytes are zeros: random ones may be NaN."""
+    alone = TensorPlan({}, Axis("tensor", 1, 0, (0,), None))
+    here = model.state_dict()  # blocks that are not timed have no weights
+    weights = StageWeights(
+        model, checkpoint, [name for name in checkpoint.key_map if name in here], alone, device, dtype_name
+    )
+    for target in weights.targets:
+        places = {}
+        for name, tensor in weights.tensors(target).items():
+            new = torch.zeros if name == PACKED else torch.ones
+            place = new(tensor.shape, device=device).to(tensor.dtype)
+            places[name] = place.normal_(std=0.02) if name == VALUES else place
+        weights.move(target, places)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

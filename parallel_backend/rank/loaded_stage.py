@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint, open_setup
+from parallel_backend.checkpoints.checkpoint import open_setup
 from parallel_backend.core.attention_kernels import AUTO
 from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.dtypes import compute_dtype
@@ -95,8 +95,9 @@ class LoadedStage:
         gate = "" if setup.compile else adapter_of(own.kind).gate
         context = AttentionContext.of(degrees, axes, self.traffic, setup.transfer_dtype)
         self.attention = attend_over_ranks(stage, context, self.cut if is_cut else None, gate)
-        self.module_cache = ModuleCache(self.model, () if own.latent is None else own.latent.shared, setup.cuda_graphs)
-        self.compiler = self._compile(checkpoint, stage.modules, degrees.world) if setup.compile else None
+        shared = () if own.latent is None else own.latent.shared
+        self.module_cache = ModuleCache(self.model, shared, adapter_of(own.kind).of_prompt, setup.cuda_graphs)
+        self.compiler = self._compile(stage.modules, degrees.world) if setup.compile else None
         store.watch(stage.modules)
         for block in stage.modules.values():
             block.register_forward_hook(lambda *_: heartbeat.done())
@@ -173,10 +174,7 @@ class LoadedStage:
             multiply_plain_fp8(weights.model)
         store.load(weights, blocks, progress=progress)
 
-    def _compile(self, checkpoint: Checkpoint, blocks: Mapping[str, nn.Module], ranks: int) -> "Compiler":
+    def _compile(self, blocks: Mapping[str, nn.Module], ranks: int) -> "Compiler":
         from parallel_backend.rank.stage.compile import Compiler  # takes a second
 
-        def width(layer: str) -> int:
-            return checkpoint.shape(f"{layer}.weight")[0]
-
-        return Compiler(blocks, width, self.device, ranks, self.heartbeat, self.blocks.wrap)
+        return Compiler(blocks, ranks, self.heartbeat, self.blocks.wrap)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from parallel_backend.own_class.calls.call_arguments import (
     LATENT,
     LATENTS,
     OPTIONS,
-    STRUCTURE,
     from_tensors,
     pack,
     run_call,
@@ -21,6 +20,7 @@ from parallel_backend.own_class.calls.call_arguments import (
     timestep_of,
     unpack,
 )
+from parallel_backend.own_class.calls.patching import Patching
 from parallel_backend.own_class.calls.residuals import CONTROL, by_kind
 from parallel_backend.own_class.cuts.band_tokens import BandTokens, class_numbers
 from parallel_backend.own_class.cuts.guided_attention import GUIDED
@@ -33,8 +33,21 @@ from .conditioning_store import RankConditioning, StepForm
 from .loaded_stage import LoadedStage
 from .micro_step_graphs import MicroStepGraphs, MicroStepInputs, MicroStepState, Outputs
 
-BAND = "band"
+ALIKE = "alike"
 """Key of RankConditioning.kept."""
+
+
+@dataclass(frozen=True)
+class Alike:
+    """What all calls of a conditioning with the same image tokens share."""
+
+    patching: Patching
+    structure: Mapping[str, Any]
+    """See call_arguments.STRUCTURE."""
+    sizes: tuple[int, ...]
+    """(Frames,) rows and columns of the latent that the class gets."""
+    band: BandTokens | None
+    """None: the class has not been tried in bands."""
 
 
 class StageForward:
@@ -98,13 +111,9 @@ class StageForward:
     def _call(self, conditioning: RankConditioning, form: StepForm, inputs: MicroStepInputs) -> torch.Tensor:
         """Call the class with the micro-step's inputs -> [b, m + a, c]: the m tokens of `form.pictures`, and those of the
         companion that the rank has. A stage that is not the last one returns no tokens."""
-        stage, pictures = self._stage, form.pictures
-        order, kept, companion_tokens = (
-            conditioning.token_order,
-            conditioning.kept[form.image],
-            conditioning.companion_tokens,
-        )
-        patching = stage.built.patching.cut(order.along)
+        stage, pictures, order = self._stage, form.pictures, conditioning.token_order
+        alike, companion_tokens = self._alike(conditioning, form), conditioning.companion_tokens
+        patching, structure = alike.patching, alike.structure
         x, companion = inputs.x.tensor_split((len(pictures),), dim=1)
         has_companion = companion.shape[1] > 0
         # The prologue runs whole, and what it makes of other bands' tokens is left out.
@@ -113,17 +122,10 @@ class StageForward:
             x[:, pictures.slice] = own_x
         if has_companion:
             x[:, order.image :] = companion
-        if STRUCTURE not in kept:  # once for a conditioning: the host waits for the device to read it
-            kept[STRUCTURE] = structure_of(conditioning.tensors)
-        structure = kept[STRUCTURE]
-        named = self._arguments(conditioning, form, structure)
+        named = self._arguments(conditioning, form, alike)
         timestep = timestep_of(inputs.timestep, structure)
         if not companion_tokens:
-            # A naive patch has no row of another one with which the class could fill it up.
-            sizes = () if stage.blocks.tokens is not None and stage.blocks.tokens.alone else structure[LATENT][1:]
-            out = run_call(
-                stage.blocks.call, patching.unpack(x, sizes or patching.whole(conditioning.grid)), timestep, named
-            )
+            out = run_call(stage.blocks.call, patching.unpack(x, alike.sizes), timestep, named)
             return x[:, :0] if out is None else patching.pack(out)[:, pictures.slice]
         shapes = [(len(x), *shape) for shape in structure[LATENTS]]
         out = run_call(stage.blocks.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
@@ -132,18 +134,29 @@ class StageForward:
         tokens = patching.pack_all(tuple(unpack(out, structure[LATENTS])))
         return torch.cat((tokens[:, pictures.slice], tokens[:, order.image if has_companion else tokens.shape[1] :]), dim=1)
 
-    def _arguments(self, conditioning: RankConditioning, form: StepForm, structure: Mapping[str, Any]) -> dict[str, Any]:
+    def _alike(self, conditioning: RankConditioning, form: StepForm) -> Alike:
+        """Made once: the host waits for the device to read the structure."""
+        kept = conditioning.kept[form.image]
+        if ALIKE not in kept:
+            stage, latent = self._stage, self._stage.built.own.latent
+            tokens, order, grid = stage.blocks.tokens, conditioning.token_order, conditioning.grid
+            patching, structure, band = stage.built.patching.cut(order.along), structure_of(conditioning.tensors), None
+            if tokens is not None and latent is not None:
+                numbers = class_numbers(order, grid)
+                numbers = None if numbers is None else to_device(numbers, stage.device)
+                ahead = latent.tokens_ahead(from_tensors(form.tensors, structure))
+                band = BandTokens(latent, order, form.image, numbers, conditioning.companion_tokens, ahead, tokens.alone)
+            # A naive patch has no row of another one with which the class could fill it up.
+            sizes = () if tokens is not None and tokens.alone else structure[LATENT][1:]
+            kept[ALIKE] = Alike(patching, structure, tuple(sizes or patching.whole(grid)), band)
+        return kept[ALIKE]
+
+    def _arguments(self, conditioning: RankConditioning, form: StepForm, alike: Alike) -> dict[str, Any]:
         """The call's arguments by name, without latent and timestep. Tells the blocks which band the call is for."""
-        blocks, latent = self._stage.blocks, self._stage.built.own.latent
-        named: dict[str, Any] = {OPTIONS: {}} | from_tensors(form.tensors, structure)
-        if blocks.tokens is not None and latent is not None:
-            kept = conditioning.kept[form.image]
-            if BAND not in kept:
-                numbers = class_numbers(conditioning.token_order, conditioning.grid)
-                numbers = None if numbers is None else to_device(numbers, self._stage.device)
-                of_call = conditioning.token_order, form.image, numbers, conditioning.companion_tokens
-                kept[BAND] = BandTokens(latent, *of_call, latent.tokens_ahead(named), blocks.tokens.alone)
-            blocks.tokens.band = kept[BAND]
+        blocks = self._stage.blocks
+        named: dict[str, Any] = {OPTIONS: {}} | from_tensors(form.tensors, alike.structure)
+        if alike.band is not None and blocks.tokens is not None:
+            blocks.tokens.band = alike.band
         if (guidance := conditioning.changes.guidance) is not None:
             named[OPTIONS][GUIDED] = guidance
         if residuals := blocks.residuals():
@@ -155,7 +168,7 @@ class StageForward:
         # Always copies: the client reuses the shared memory once it has the micro-step's outputs, and other tensor ranks may
         # then still compute.
         added = [to_device(tensor, self._stage.device, self._stage.dtype, copy=True) for tensor in step.added]
-        return {name: added[index] for name, index in step.residuals.items()}
+        return {name: added[index] for name, index in step.residuals}
 
     def _sparse(self, state: MicroStepState) -> SparseStep | None:
         """Block-sparse attention of the micro-step. None: it attends in full."""

@@ -58,8 +58,8 @@ class Step:
     """Batch entries, numbered within the replica's conditioning."""
     timestep: torch.Tensor
     """[entries] float32, in the sampler's units, see ModelCall.timestep."""
-    residuals: dict[str, int]
-    """Name (own_class/calls/residuals.py) -> index in `added` of the tensor that a ControlNet adds."""
+    residuals: tuple[tuple[str, int], ...]
+    """(name, see own_class/calls/residuals.py; index in `added` of the tensor that a ControlNet adds)."""
     added: tuple[torch.Tensor, ...]
     """[entries, m, hidden] each, for the rank's m image tokens, or of residuals.AROUND for all tokens."""
     x: torch.Tensor

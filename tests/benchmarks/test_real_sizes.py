@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sizes.real_models import FLUX_DEV
-from benchmarks.sizes.states import ratios
+from benchmarks.sizes.states import RANKS, on_axis, ratios
 from benchmarks.sizes.trace import trace
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.spans import Span
-from parallel_backend.placement.memory_model import BY_RANKS, Request, memory_of
+from parallel_backend.placement.memory_model import Request, memory_of, states_by_ranks
 from parallel_backend.placement.model_sizes import model_sizes
 from testing import mini
 
@@ -49,8 +49,10 @@ def test_bytes_on_each_link():
     assert piped == [{1: STATE + HIDDEN * 2}, {}]  # a token in the place of words for the second band
 
 
-def test_the_memory_models_ratios_are_the_medians_of_the_traced_models():
-    assert ratios(json.loads(OF_ALL.read_text())["cases"]) == BY_RANKS
+def test_the_memory_models_ratios_are_near_the_medians_of_the_traced_models():
+    for axis, medians in ratios(json.loads(OF_ALL.read_text())["cases"]).items():
+        predicted = [states_by_ranks(on_axis(axis, count)) for count in RANKS]
+        assert predicted == pytest.approx(list(medians), rel=0.2), axis
 
 
 def test_several_ranks_are_predicted_by_the_ratios(mini_file):
@@ -58,4 +60,4 @@ def test_several_ranks_are_predicted_by_the_ratios(mini_file):
     sizes = model_sizes(opened, "bf16", "cpu")
     whole = (Span(0, len(sizes.block_bytes)),)
     one, eight = (memory_of(sizes, Degrees(tensor=count), whole, 0, (request,)).activations for count in (1, 8))
-    assert eight / one == pytest.approx(BY_RANKS["tensor"][-1], rel=1e-3)
+    assert eight / one == pytest.approx(states_by_ranks(Degrees(tensor=8)), rel=1e-3)

@@ -118,9 +118,7 @@ def found(request, inside) -> Found:
 
 @pytest.fixture(scope="session")
 def session_server(comfyui, base) -> Iterator[ComfyUIServer]:
-    with ComfyUIServer(
-        comfyui.checkout, base, comfyui.python, packs=(standins.ENCODERS_PACK, FORKED_RANKS), folder=FOLDER
-    ) as server:
+    with ComfyUIServer(comfyui.checkout, base, comfyui.python, packs=(FORKED_RANKS,), folder=FOLDER) as server:
         yield server
         left = ranks(server)
     _, alive = psutil.wait_procs(left, timeout=10)

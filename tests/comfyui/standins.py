@@ -5,22 +5,17 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 
 from scripts.comfyui_server import PACK
 from scripts.graphs.published import NOT_PUBLISHED
 from testing import mini
 
 Tensors = dict[str, torch.Tensor]
-ENCODERS_PACK = Path(__file__).parent / "tiny_encoders"
-CLIP_WIDTH, T5_WIDTH = 64, 16
-T5_OUTPUT = 4096
-"""What `tiny_encoders` pads T5's output to."""
-FLUX = {"context_width": T5_OUTPUT, "pooled_width": CLIP_WIDTH, "double_blocks": 1, "single_blocks": 2, "guidance": True}
+CLIP_WIDTH = 64
 
 
 def write(models: Path) -> None:
-    """Every file below ComfyUI's `models` folder, which only lists most of them; those of Flux.1 dev can be run."""
+    """Every file below ComfyUI's `models` folder, which only lists them; that of Flux.1 dev can be read too."""
     for path in (PACK / "workflows").glob("*.json"):
         for node in json.loads(path.read_text())["nodes"]:
             for model in node["properties"].get("models", ()):
@@ -31,10 +26,7 @@ def write(models: Path) -> None:
         (models / folder / name).touch()
     Image.new("RGB", (64, 64), "teal").save(models.parent / "input" / "example.png")
     (models.parent / "input" / "example.mp4").touch()
-    mini.save(mini.random_model(mini.IN_COMFYUI | FLUX), models / "diffusion_models" / "flux1-dev.safetensors")
-    save_file(clip(), models / "text_encoders" / "clip_l.safetensors")
-    save_file(t5(), models / "text_encoders" / "t5xxl_fp8_e4m3fn.safetensors")
-    save_file(vae(channels=16), models / "vae" / "ae.safetensors")
+    mini.save(mini.random_model(mini.IN_COMFYUI | {"guidance": True}), models / "diffusion_models" / "flux1-dev.safetensors")
 
 
 class Random:
@@ -74,24 +66,6 @@ def clip() -> Tensors:
     random.norm("text_model.final_layer_norm", width)
     random.weight("text_projection", width, width)
     return random.tensors
-
-
-def t5() -> Tensors:
-    """T5-XXL's encoder in fp8. ComfyUI knows it by block 23 and a feed-forward of 10,240, so it has both."""
-    width, hidden, random = T5_WIDTH, 10240, Random()
-    random.weight("shared", 32128, width, scale=1.0)
-    random.weight("encoder.block.0.layer.0.SelfAttention.relative_attention_bias", 32, 1, scale=1.0)
-    for index in range(24):
-        attention, feed_forward = (f"encoder.block.{index}.layer.{part}" for part in (0, 1))
-        for name in ("q", "k", "v", "o"):
-            random.weight(f"{attention}.SelfAttention.{name}", width, width)
-        for name in ("wi_0", "wi_1"):
-            random.weight(f"{feed_forward}.DenseReluDense.{name}", hidden, width)
-        random.weight(f"{feed_forward}.DenseReluDense.wo", width, hidden)
-        random.norm(f"{attention}.layer_norm", width, bias=False)
-        random.norm(f"{feed_forward}.layer_norm", width, bias=False)
-    random.norm("encoder.final_layer_norm", width, bias=False)
-    return {name: tensor.to(torch.float8_e4m3fn) for name, tensor in random.tensors.items()}
 
 
 def vae(channels: int) -> Tensors:

@@ -4,7 +4,16 @@ import re
 
 import pytest
 
+from .conftest import asked
+
 pytestmark = pytest.mark.comfyui
+
+CASES = {"batches", "pipefusion", "for_real", "advised", "cancelled"}
+
+
+@pytest.fixture(scope="module")
+def found(request, inside):
+    return inside.run("auto_degrees", skip=CASES - asked(request, "case"))[0]
 
 
 @pytest.fixture
@@ -36,15 +45,7 @@ def test_pipefusion_is_taken_where_it_is_applied_and_nowhere_else(case):
     assert case["measured"] == 1
 
 
-@of("kept")
-def test_the_plan_is_kept_until_the_model_is_unloaded(case):
-    assert case["first"] != ["split_batch_degree 2", BOTH]
-    assert case["ours"] == [case["first"]] * 2
-    assert case["same"]
-    assert case["after"] == ["split_batch_degree 2", BOTH]  # for the two prompts of that run
-    assert case["measured"] == 1
-
-
+@pytest.mark.full
 @of("for_real")
 def test_real_ranks_are_calibrated_once_and_the_file_is_kept(case):
     gained, of = case["gained"].split(" ", 1)
@@ -65,6 +66,7 @@ def test_real_ranks_are_calibrated_once_and_the_file_is_kept(case):
     assert case["key"]["dtype"] == "fp32"
 
 
+@pytest.mark.full
 @of("advised")
 def test_another_setting_that_is_faster_is_named_once(case):
     stages, again, replicas, cached = (text.splitlines() for text in case["ended"])

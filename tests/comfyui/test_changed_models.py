@@ -1,5 +1,5 @@
-"""Models whose nodes give more than a prompt (Wan Animate, SeedVR2): changed weights and calls without some of it give what
-they give on ComfyUI's own MODEL."""
+"""Models whose nodes give more than a prompt (Wan Animate, SeedVR2): calls without some of it give what they do on ComfyUI's
+own MODEL."""
 
 import pytest
 
@@ -7,12 +7,6 @@ pytestmark = [pytest.mark.comfyui, pytest.mark.full]
 
 LIMIT = 2e-5
 """Of a difference, as a share of the native latents' largest value."""
-CHANGED = [
-    f"{name}, {change}, {mode}"
-    for name in ("wan-2.2-animate", "wan-animate-2", "seedvr2-3b")
-    for change in ("lora", "fp8")
-    for mode in ("stages", "tensor")
-]
 WITHOUT = (
     *("wan-2.2-animate, no faces", "wan-animate-2, no pose", "wan-animate-2, a pose in some steps"),
     *("wan-animate-2, the pose alone", "wan-animate-2, WanAnimate2Cache", "seedvr2-3b, texts", "seedvr2-7b, two videos"),
@@ -27,10 +21,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", [*CHANGED, *WITHOUT])
+@pytest.mark.parametrize("case", WITHOUT)
 def test_it_equals_the_native_model(found, case):
     assert found[case].get("share", 1.0) <= LIMIT, found[case]
-    assert found[case].get("moved", 1.0) > 1e-3
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -26,16 +26,6 @@ def test_two_replicas_share_the_prompts(found, measured):
     assert result["native"] <= max(LIMIT, ROUNDING * result["largest"])
 
 
-def test_a_conditioning_stays_on_its_replica_in_bands(found):
-    one, two = (found[f"PipeFusion, {replicas}"] for replicas in (1, 2))
-    assert one["same"] == two["same"] == two["one replica"] == 0.0
-    steps = 2 * (1 + 2 * (STEPS - 1))  # micro-steps of two calls, in two bands or whole
-    assert one["micro-steps"] == [steps, steps]
-    assert two["one by one"]["micro-steps"] == [steps, steps, 0, 0]
-    assert two["micro-steps"] == [steps // 2] * 4
-    assert two["shared"] > 0.0
-
-
 @pytest.mark.parametrize(("case", "calls", "apart"), SIDE_BY_SIDE)
 def test_what_is_evaluated_side_by_side(found, case, calls, apart):
     result = found[case]

@@ -36,6 +36,7 @@ def doctor(size: int = 128, **widgets) -> dict:
     return prompt
 
 
+@pytest.mark.full
 def test_it_advises_feeds_another_loader_and_the_next_run_loads_again(server):
     """Before, between and after it, the bundled workflow gives the same picture."""
     configured, asked = sampling(3), doctor()

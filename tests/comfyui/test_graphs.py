@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.comfyui.conftest import mostly_full
 from tests.comfyui.graph import NATIVE, PIPELINED, PLAIN, SEED, WARM, Graph, copy_of_bundled
 from tests.comfyui.websocket import Events
 
@@ -96,7 +97,7 @@ def difference(latents, a: str, b: str) -> float:
     return float((latents[a] - latents[b]).abs().max())
 
 
-@pytest.mark.parametrize("case", LOCAL, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", mostly_full(LOCAL, (custom_inpaint, timestep_ranges)), ids=lambda case: case.__name__)
 def test_graph_in_bands(run, measured, case):
     latents, said = run(case)
     assert latents[NATIVE].std() > 0.1

@@ -2,6 +2,8 @@
 
 import pytest
 
+from .conftest import asked, mostly_full
+
 pytestmark = pytest.mark.comfyui
 
 LIMIT = 5e-5
@@ -12,6 +14,10 @@ LIKE_NATIVE = (
     *("a hook for each", "keyframes", "hook of a region", "hooks beside a LoRA"),
     *("hooks under PipeFusion", "bypass of LoRA", "bypass of LoKr", "bypass of DoRA"),
     *("merge with LoRAs", "subtracted and added", "DoRA", "set", "factors", "merge over tensor_parallel_degree 2"),
+)
+IN_DEFAULT = (
+    *("kohya", "tensor_parallel_degree 2", "differences", "LoKr", "SD3, LoCon with a third factor", "left out"),
+    *("enlarging", "a hook for each", "hooks under PipeFusion", "bypass of LoRA", "merge with LoRAs"),
 )
 REMOVED = ("removed", "enlarging and not", "hooks gone", "bypass gone", "ranks started again", "after all")
 SAID = {
@@ -29,7 +35,12 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("case", LIKE_NATIVE)
+@pytest.fixture(scope="module")
+def found(request, inside):
+    return inside.run("lora", skip={*LIKE_NATIVE} - {*IN_DEFAULT} - asked(request, "case"))[0]
+
+
+@pytest.mark.parametrize("case", mostly_full(LIKE_NATIVE, IN_DEFAULT))
 def test_equals_the_native_model_with_the_same_file(found, measured, case):
     got = found[case]
     measured(f"LoRA, largest difference to ComfyUI's own, {case}", got["difference"])

@@ -45,16 +45,6 @@ def test_the_native_model_is_unloaded_needs_no_memory_and_is_right_afterwards(fo
     assert found["fp8"] == ["fp8_e4m3fn", "bf16", "0.0"]
 
 
-def test_degrees_of_a_mode(found):
-    assert found["degrees"] == {
-        "auto, all": ["one rank", 1],
-        "tensor": ["tensor_parallel_degree 2", 2],
-        "split batch": ["split_batch_degree 3", 3],
-        "config": ["ulysses_degree 2", 2],
-        "config and pipefusion": ["pipefusion_degree 2 x ring_degree 2", 4],
-    }
-
-
 @pytest.mark.parametrize("case", SAID)
 def test_what_cannot_be_is_refused_by_name(found, case):
     assert found.error(case).startswith("ValueError: ")

@@ -4,14 +4,11 @@ All its checks on real ranks are in tests/acceptance/test_on_ranks.py.
 """
 
 import json
-import time
 
 import jsonschema
 import pytest
 
 from parallel_backend.acceptance.report import SCHEMA
-from tests.comfyui.graph import Graph, small
-from tests.comfyui.websocket import Events
 
 pytestmark = pytest.mark.comfyui
 
@@ -51,24 +48,3 @@ def test_comfyuis_own_model_is_run_beside_the_ranks_with_its_last_call(looked, m
     measured("decibels between ComfyUI and ranks, upside down", 1 / exact)
     assert exact >= EXACT
     assert "2 ranks" in found["trace"] or "rank 0" in found["trace"], found["trace"]
-
-
-def self_test() -> dict:
-    graph = Graph()
-    graph.add("ParallelSelfTest", devices="cpu,cpu")
-    return graph.prompt
-
-
-@pytest.mark.alone
-def test_cancel_ends_it_and_the_next_prompt_runs(server, rank_processes):
-    with Events(server.port, "self-test") as events:
-        prompt_id = server.queue(self_test(), client_id="self-test")
-        events.until("progress", prompt_id, where=lambda data: data["value"] >= 2)
-        cancelled = time.monotonic()
-        server.post("/interrupt", {})
-        outcome = server.wait(prompt_id, 60)
-    assert outcome.status == "interrupted"
-    assert time.monotonic() - cancelled < 20
-    assert rank_processes() == []
-    after = server.run(small(seed=71))
-    assert after.status == "success", after.error

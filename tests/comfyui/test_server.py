@@ -112,23 +112,6 @@ def test_killed_rank_is_named_without_keep_run_and_the_next_prompt_runs(server, 
     assert after.status == "success", after.error
 
 
-def test_queued_prompts_of_different_degrees(server):
-    """Exact degrees, so that all give the same picture."""
-    exact = small("quickstart", seed=31, warmup_steps=1000)
-    sequences = ({"ulysses_degree": 2}, DISPLACED)
-    sequences = [configured(copy.deepcopy(exact), **widgets) for widgets in sequences]
-    tensor = copy.deepcopy(exact)
-    tensor[LOADER]["inputs"] |= {"pipefusion_degree": 1, "tensor_parallel_degree": 2}
-    one = copy.deepcopy(exact)
-    one[LOADER]["inputs"] |= {"pipefusion_degree": 1, "devices": "auto"}
-    ids = [server.queue(prompt) for prompt in (exact, *sequences, tensor, one)]
-    outcomes = [server.wait(prompt_id) for prompt_id in ids]
-    assert {outcome.status for outcome in outcomes} == {"success"}, [outcome.error for outcome in outcomes]
-    first, *others = (pixels(outcome.images[0]) for outcome in outcomes)
-    assert first.std() > 20
-    assert all(np.abs(first - other).max() <= 1 for other in others)
-
-
 def test_inputs_that_older_workflows_lack(server):
     old = displaced(small("native_ksampler", seed=35, steps=4))
     old[LOADER]["inputs"].pop("stage_split", None)
@@ -144,12 +127,6 @@ def test_inputs_that_older_workflows_lack(server):
 
 
 WRONG = {  # widgets of Ulysses Config, if there is one, and of the loader; the status; what is said of them
-    "more stages than blocks": (
-        {},
-        {"pipefusion_degree": 6, "devices": "cpu,cpu,cpu,cpu,cpu,cpu"},
-        "error",
-        ["pipefusion_degree is 6", "5 transformer blocks"],
-    ),
     "stages of other blocks": ({}, {"stage_split": "3,3"}, "error", ["stage_split is '3,3'", "this model's 5 blocks"]),
     "too few devices": ({}, {"devices": "cpu"}, "refused", ["devices names 1", "pipefusion_degree 2 needs 2"]),
     "no stages": ({}, {"stage_split": "a"}, "refused", ["stage_split is 'a': use auto, even, or 2 numbers of blocks"]),
@@ -164,12 +141,6 @@ WRONG = {  # widgets of Ulysses Config, if there is one, and of the loader; the 
         {"devices": "cpu,cpu,cpu,cpu", "pipefusion_degree": 2},
         "error",
         ["patch_degree is 2 and pipefusion_degree is 2: they do not combine"],
-    ),
-    "heads that do not divide": (
-        {"ulysses_degree": 3},
-        {"devices": "cpu,cpu,cpu"},
-        "error",
-        ["ulysses_degree is 3, but this model has 2 attention heads"],
     ),
 }
 

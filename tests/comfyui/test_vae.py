@@ -1,11 +1,9 @@
 """Parallel VAE Encode and Decode give what VAE Encode and VAE Decode give. What cannot be cut is computed by ComfyUI, and
 the node says so. All classes of VAEs are on ranks in threads in tests/rank/test_vae.py."""
 
-import io
-
-import numpy as np
 import pytest
-from PIL import Image
+
+from .conftest import asked, mostly_full
 
 pytestmark = pytest.mark.comfyui
 
@@ -19,6 +17,11 @@ IN_PARTS = (
     *("encode LTX-Video 0.9", "decode LTX-Video 0.9", "decode with noise", "encode MiniMax H3 in tiles"),
     "decode MiniMax H3 in tiles",
 )
+IN_DEFAULT = (
+    *("decode auto, on the model's ranks", "encode SD, odd size", "decode once room is made", "decode written into"),
+    *("decode after that", "encode Wan 2.1", "decode Wan, cancelled", "decode Qwen-Image Layered, three ranks"),
+    *("decode with noise", "decode MiniMax H3 in tiles"),
+)
 WHOLE = {
     "decode without ranks": "there is only one device for it",
     "decode too little memory": "a device has less than the",
@@ -28,6 +31,11 @@ WHOLE = {
     "decode TAESD": "a VAE of this kind (TAESD) cannot be cut",
     "encode too small": "the image has at most 8 rows or columns, too few for 2 ranks with 8 each",
 }
+
+
+@pytest.fixture(scope="module")
+def found(request, inside):
+    return inside.run("vae", skip={*IN_PARTS} - {*IN_DEFAULT} - asked(request, "case"))[0]
 
 
 def check(got, limit=LIMIT):
@@ -40,7 +48,7 @@ def check(got, limit=LIMIT):
     return text
 
 
-@pytest.mark.parametrize("case", IN_PARTS)
+@pytest.mark.parametrize("case", mostly_full(IN_PARTS, IN_DEFAULT))
 def test_parts_equal_comfyuis_node(found, measured, case):
     text = check(found[case])
     measured(f"VAE on ranks, largest difference, {case}", found[case]["difference"])
@@ -81,22 +89,3 @@ def test_wrong_inputs_are_named(found):
 
 def test_a_vae_is_not_kept_alive(found):
     assert found["dropped"] is True
-
-
-def test_in_a_running_comfyui(found, base, server):
-    """The file that the script left: Load VAE, both nodes, the same picture."""
-    decoding = {"samples": ["2", 0], "vae": ["1", 0]}
-    prompt = {
-        "1": {"class_type": "VAELoader", "inputs": {"vae_name": "random.safetensors"}},
-        "2": {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 80, "batch_size": 1}},
-        "3": {"class_type": "VAEDecode", "inputs": decoding},
-        "4": {"class_type": "ParallelVAEDecode", "inputs": decoding | {"devices": "cpu,cpu"}},
-        "5": {"class_type": "SaveImage", "inputs": {"images": ["3", 0], "filename_prefix": "whole"}},
-        "6": {"class_type": "SaveImage", "inputs": {"images": ["4", 0], "filename_prefix": "bands"}},
-    }
-    outcome = server.run(prompt)
-    assert outcome.status == "success", outcome.error
-    whole, bands = (np.asarray(Image.open(io.BytesIO(image))).astype(int) for image in outcome.images)
-    assert whole.shape == bands.shape == (80, 64, 3)
-    assert np.abs(whole - bands).max() <= 1  # one level: rounding to 8 bits
-    assert whole.std() > 5

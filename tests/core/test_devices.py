@@ -5,7 +5,6 @@ import importlib.util
 import pytest
 import torch
 
-from parallel_backend.core.compile_check import check_compile
 from parallel_backend.core.devices import device_kind, in_its_process, names_ray, on_ray, ray_devices
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.validate import check_attention
@@ -84,7 +83,6 @@ def test_what_this_machine_cannot_know_of_others_is_left_to_them():
     check_attention("flash", ("ray:cuda",), "bf16")
     with pytest.raises(ValueError, match="attention is 'flash'"):
         check_attention("flash", ("ray:cpu",), "fp32")
-    check_compile(("ray:cuda", "ray:cpu"))
 
 
 def test_a_model_is_told_from_another_of_its_kind(mini_model, tmp_path):

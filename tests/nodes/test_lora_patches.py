@@ -136,5 +136,5 @@ def test_a_lora_in_bypass_mode_beside_another(module, patcher, width):
     assert torch.allclose(delta.scale * delta.up @ delta.down, 0.5 * in_bypass.product())
     assert torch.equal(sums(patched, PROJ), plain.product()) and state(patcher) == before
     for unfit in (lora(width, width // 2), lora(width, 2 * width, reshape=[width, 2 * width])):
-        with pytest.raises(ValueError, match=r"a LoRA in bypass mode for double_blocks.*, which is of another"):
+        with pytest.raises(ValueError, match=r"a LoRA in bypass mode for double_blocks.*, which has a different"):
             patcher.clone().set_injections("bypass_lora", bypass({layer: unfit}))

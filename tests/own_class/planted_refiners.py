@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.own_class.planted_bands import Banded
 from tests.own_class.planted_classes import LATE, WIDTH
-from tests.own_class.planted_tokens import Mixing, rows
+from tests.own_class.planted_tokens import Double, Mixing, rows
 
 MULTIPLE = 8
 
@@ -53,6 +53,28 @@ class PoolsRefinedBehind(Refines):
 
     def left(self, h, refined):
         return h + 0.1 * refined.mean(1, keepdim=True)
+
+
+class ListsOfModes(Banded):
+    """As Flux 3: a dictionary has the lists of the latent's and the words' own blocks. Blocks of both come behind them."""
+
+    block = Double
+
+    def __init__(self, operations, dtype, device):
+        super().__init__(operations, dtype, device)
+        of_mode = lambda: nn.ModuleList(Mixing(operations) for _ in range(2))  # noqa: E731
+        self.modes = nn.ModuleDict({"latent": of_mode(), "words": of_mode()})
+
+    def mixed(self, h, words, emb, t):
+        table = rows(words.shape[1] + h.shape[1], h)
+        for block in self.modes["words"]:
+            words = block(words, emb, table[:, : words.shape[1]])
+        of_latent = rows(h.shape[1], h)
+        for block in self.modes["latent"]:
+            h = block(h, emb, of_latent)
+        for block in self.blocks:
+            words, h = block(words, h, emb, table)
+        return h
 
 
 class Hint(Mixing):

@@ -50,6 +50,7 @@ REFINED = replace(ALONE, words=True, again=(OwnEntry(stream=1, before=True, behi
         ("Windowed", replace(ALONE, stream=1, words=True)),
         ("Prefixed", replace(ALONE, before=True, words=True, steady=True)),
         ("Refines", REFINED),
+        ("ListsOfModes", replace(ALONE, words=True)),
     ],
 )
 def test_bands_that_are_right_are_proven(name, latent):
@@ -83,8 +84,7 @@ def test_layers_of_words_are_idle_in_bands_without_words(name, idle):
     assert (found.bands, found.latent.idle) == ("", idle)
 
 
-MIXED = "its latent's tokens are not in raster order, or are mixed before its blocks"
-UNEQUAL = "its tokens have unequal parts of the latent, or are mixed before its blocks"
+MIXED = "its latent's tokens are not equal parts in raster order, or are mixed before its blocks"
 ATTENDS = "in a band blocks.0 attends to different values if its tokens are cut"
 OTHER = "a band gives a different result"
 
@@ -93,7 +93,7 @@ OTHER = "a band gives a different result"
     ("name", "why"),
     [
         ("PoolsInFront", ATTENDS),
-        ("ScalesLatent", UNEQUAL),
+        ("ScalesLatent", MIXED),
         ("CountsTokens", ATTENDS),
         ("RowsMixed", MIXED),
         ("RowsMixedLate", ATTENDS),

@@ -10,7 +10,7 @@ from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.tried_calls import draw_weights
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.plans.plan import ListPlan, lists_of, of_json, to_json
-from parallel_backend.own_class.trials.feature_trial import TensorShares, check_shared
+from parallel_backend.own_class.trials.feature_trial import check_shared
 from parallel_backend.own_class.trials.trial import trial
 from tests.own_class.planted_tokens import HEADS, SIZE, WIDTH, rows
 from tests.own_class.test_own_class import TIMES, call
@@ -156,8 +156,7 @@ def test_the_proof_sees_a_wrong_cut_whoever_has_found_it(fault):
         with torch.no_grad():
             return model.blocks[0](x.clone(), emb, rows(6, x))
 
-    units = block.units or (0,) * len(block.divided)
-    divided = tuple((*each, count) for each, count in zip(block.divided, units, strict=True))
-    check_shared(model.blocks[0], TensorShares(block.cuts, divided), run, 2)
+    block = replace(block, name="")
+    check_shared(model.blocks[0], [block], run, 2)
     with pytest.raises(Unproven):
-        check_shared(model.blocks[0], TensorShares(tuple(filter(None, cuts)), divided), run, 2)
+        check_shared(model.blocks[0], [replace(block, cuts=tuple(filter(None, cuts)))], run, 2)

@@ -43,7 +43,7 @@ def test_a_companion_latent_goes_through_tokens_and_bands_and_comes_back(pattern
     patching = Patching(video=True, companion=Companion(pattern, sound))
     latents = torch.randn(2, 8, 3, 5, 6), torch.randn(2, *sound)
     shapes = tuple(tuple(latent.shape) for latent in latents)
-    assert patching.companion_tokens(shapes) == patching.usual_companion_tokens(shapes[0]) == tokens
+    assert patching.companion_tokens(shapes) == patching.companion_tokens(patching.usual(shapes[0])) == tokens
     whole = patching.pack_all(latents)
     assert whole.shape == (2, 3 * 3 * 3 + tokens, 32)
     assert all(torch.equal(*pair) for pair in zip(patching.unpack_all(whole, shapes), latents, strict=True))

@@ -9,7 +9,6 @@ from parallel_backend.core.setup import ALLOWED, Offload
 from parallel_backend.placement.balance import cut_blocks
 from parallel_backend.placement.model_sizes import RankWeights
 from parallel_backend.placement.residency import offload_of, share_out, shared_bytes
-from parallel_backend.placement.streaming_model import streamed_seconds
 
 SMALL, LARGE = RankWeights(10, (5,) * 10), RankWeights(10, (10,) * 20)
 
@@ -50,17 +49,6 @@ def test_replicas_on_one_machine_have_one_copy():
 
 
 # Seconds.
-
-
-def test_copies_hide_behind_computing_as_far_as_there_is_some():
-    assert streamed_seconds([1.0] * 10, [0.0] * 10) == 10
-    assert streamed_seconds([1.0] * 10, [0.5] * 10) == pytest.approx(10)  # hidden altogether
-    assert streamed_seconds([1.0] * 10, [2.0] * 10) == pytest.approx(20)  # the copies set the pace
-    spread = [0, 3.0, 0, 0, 0, 3.0, 0, 0, 3.0, 0]
-    assert streamed_seconds([1.0] * 10, spread) == pytest.approx(10)
-    together = [0] * 7 + [3.0] * 3
-    assert streamed_seconds([1.0] * 10, together) > 10.5  # only two slots: a third one's copy cannot begin before
-    assert streamed_seconds([1.0] * 10, [2.0] * 10, gap=2.0) == pytest.approx(18)  # copies go on between micro-steps
 
 
 def test_stages_are_cut_with_their_copies_in_view():

@@ -34,11 +34,10 @@ from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
 from parallel_backend.wire.tcp import shutdown
-from testing import mini
+from testing import acting_rank, mini
 from testing.fork_server import started_by
 from testing.models import nobody, on_ranks
 from tests.processes.test_failures import wait_until_gone
-from tests.support import acting_rank
 
 SETUP = Setup(Path(), "fp32", ("cpu", "cpu"), Degrees(pipe=2), "auto", own_class=mini_flux())
 NEVER = 1e9
@@ -81,7 +80,7 @@ class Played:
 
 def step(seq: int, tokens: int = 100, conditioning: int = 1) -> m.Step:
     span = Span(0, tokens)
-    return m.Step(seq, 0, conditioning, span, True, False, True, Span(0, 1), torch.ones(1), {}, (), None)
+    return m.Step(seq, 0, conditioning, span, True, False, True, Span(0, 1), torch.ones(1), (), (), None)
 
 
 def working(played: Played, seq: int, waiting: tuple[bool, bool] = (False, False), deaf: int | None = None):

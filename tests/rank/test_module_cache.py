@@ -4,12 +4,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from parallel_backend.core.spans import Span, split
-from parallel_backend.rank.stage.module_cache import CachedModule
+from parallel_backend.rank.stage.module_cache import CachedModule, ModuleCache
 from parallel_backend.wire import messages as m
 from testing import mini
 from tests.support.one_rank import OneRank
@@ -125,3 +126,42 @@ def test_outputs_of_a_prompt_that_is_gone_are_dropped(runs):
         assert runs.cache.outputs
         runs.engine.drop_conditioning(2)
         assert not runs.cache.outputs
+
+
+class Timed(torch.nn.Module):
+    """Adds `time` to its input."""
+
+    time, runs = 0.0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return x + self.time
+
+
+def test_outputs_of_a_prompt_are_kept_once_two_timesteps_gave_the_same():
+    model = torch.nn.ModuleDict({"text": Timed(), "timed": Timed()})
+    cache = ModuleCache(model, ("text", "timed"), ("text", "timed"))
+
+    def call(time: float, conditioning: int = 1, whole: bool = True) -> None:
+        prompt = torch.full((1, 3), float(conditioning))
+        model["timed"].time = time
+        cache.begin_step(
+            SimpleNamespace(conditioning=conditioning, entries=Span(0, 1), timestep=torch.tensor([time])), whole
+        )
+        assert torch.equal(model["text"](prompt), prompt)
+        assert torch.equal(model["timed"](prompt), prompt + time)
+        cache.end_step()
+
+    def runs(*calls: tuple) -> tuple[int, int]:
+        before = [each.runs for each in model.values()]
+        for each in calls:
+            call(*each)
+        return tuple(each.runs - count for each, count in zip(model.values(), before, strict=True))
+
+    assert runs((0.9,), (0.9,), (0.8,)) == (3, 3)
+    assert runs((0.7,), (0.6, 1, False), (0.5,)) == (0, 3)
+    assert runs((0.5, 2), (0.4, 2), (0.3, 2)) == (2, 3)
+    cache.drop(2)
+    assert runs((0.3, 2), (0.3,)) == (1, 2)
+    cache.forget()
+    assert runs((0.3,)) == (1, 1)

@@ -50,42 +50,6 @@ def test_torch_makes_its_class_of_nccl_that_takes_the_gpu_from_the_tensors(envir
         join(0, ("cuda:1", "cuda:0"))
 
 
-def nccl2_device(rank: int) -> torch.device:
-    """The GPU that torch's class since 2.15 takes: by torch's own function where it has one."""
-    function = getattr(c10d, "_nccl2_device", None)
-    if function is None:
-        return torch.device("cuda", rank % torch.cuda.device_count())
-    group = SimpleNamespace(bound_device_id=None)
-    options = SimpleNamespace(enable_reconfigure=False, process_group=group, global_ranks_in_group=[], group_rank=rank)
-    return function(options)
-
-
-@pytest.mark.parametrize(
-    ("devices", "rank", "wrong"),
-    [
-        (("cuda:0", "cuda:1"), 1, None),
-        (("cuda:1", "cuda:0"), 0, "cuda:0"),
-        (("ray:cuda", "ray:cuda"), 0, None),
-    ],
-)
-def test_a_communicator_on_another_gpu_than_the_rank_is_refused(environment, monkeypatch, devices, rank, wrong):
-    world = SimpleNamespace(bound_device_id=None)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(process_group, "backend_for", lambda _devices: "nccl")
-    monkeypatch.setattr(process_group.dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(process_group.dist, "group", SimpleNamespace(WORLD=world))
-    with fake_cuda.fake_cuda(*[fake_cuda.ADA] * 3):
-        torch.cuda.set_device(process_group.in_its_process(devices[rank]))
-        join(rank, devices)  # not bound to a GPU
-        world.bound_device_id = nccl2_device(rank)
-        environment[process_group.NEW_NCCL] = "1"  # by the user's own choice
-        if wrong is None:
-            join(rank, devices)
-        else:
-            with pytest.raises(process_group.CardError, match=f"devices: .* run on {devices[rank]}, .* on {wrong}. Unset"):
-                join(rank, devices)
-
-
 DEFAULTS = {
     "NCCL_DEBUG": "WARN",
     "TORCH_NCCL_HIGH_PRIORITY": "1",

@@ -32,7 +32,7 @@ def step(seq, conditioning=1, entries=BOTH, run=0, with_text=True, residuals=Non
     x = torch.zeros(2, 48, 4) if x is None else x
     sizes = {"tokens": Span(0, x.shape[1]), "timestep": torch.full((2,), time), "x": x}
     told = {"run": run, "conditioning": conditioning, "entries": entries, "with_text": with_text}
-    return m.Step(seq=seq, stale=False, overlap=True, residuals=residuals or {}, added=(), **told, **sizes)
+    return m.Step(seq=seq, stale=False, overlap=True, residuals=residuals or (), added=(), **told, **sizes)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_words_that_some_entries_lack_run_for_all_of_the_micro_step(words):
 @pytest.mark.parametrize(("run", "again"), [(0, False), (1, True)])
 def test_a_control_has_its_own_words(words, run, again):
     """In a run of bands the K/V buffer then has those."""
-    controlled = step(2, run=run, residuals={"input.0": 0})
+    controlled = step(2, run=run, residuals=(("input.0", 0),))
     assert have_words(words, step(1, run=run), controlled, step(3, run=run)) == [True, True, again]
 
 

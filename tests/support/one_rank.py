@@ -59,7 +59,7 @@ class OneRank:
         span = self.token_order.span if tokens is None else tokens
         packed = self.built.patching.pack_all((x,))[:, span.slice]
         step = m.Step(
-            next(self._seq), run, conditioning, span, with_text, False, True, Span(0, len(x)), timestep, {}, (), packed
+            next(self._seq), run, conditioning, span, with_text, False, True, Span(0, len(x)), timestep, (), (), packed
         )
         return self.engine.step(step, None).value
 

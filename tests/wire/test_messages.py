@@ -69,9 +69,9 @@ MESSAGES = [
         BlockChanges(("a.1",), NormalizedGuidance(5.0, 1.5, 0.5, Span(1, 2), Span(0, 1))),
     ),
     m.DropConditioning(7),
-    m.Step(1, 2, 7, Span(4, 8), False, True, False, Span(0, 1), TENSORS["fp32"], {}, (), torch.ones(0)),
+    m.Step(1, 2, 7, Span(4, 8), False, True, False, Span(0, 1), TENSORS["fp32"], (), (), torch.ones(0)),
     m.Step(
-        1, 0, 7, Span(0, 8), True, False, True, Span(0, 0), torch.zeros(0), {"a.1": 0}, (torch.ones(1, 2, 3),), torch.ones(1)
+        1, 0, 7, Span(0, 8), True, False, True, Span(0, 0), torch.zeros(0), (("a.1", 0),), (torch.ones(1, 2),), torch.ones(1)
     ),
     *(m.Output(1, 5, tensor) for tensor in TENSORS.values()),
     m.OpenRun(3, True),
@@ -224,7 +224,7 @@ def test_a_message_is_bounded_as_a_whole():
 
     def decoder(*shapes: list[int]) -> bytes:
         tensors = [[str(i), ["bool", shape]] for i, shape in enumerate(shapes)]
-        return json.dumps(["PutVAE", "a", "", "", tensors, None, []]).encode()
+        return json.dumps(["PutVAE", "a", "", tensors, None, []]).encode()
 
     assert len(m.decode_header(decoder(*([size],) * 4))[1]) == 4
     with pytest.raises(m.BadMessage, match="bytes"):

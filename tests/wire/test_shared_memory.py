@@ -111,7 +111,6 @@ def test_a_segment_that_is_dropped_is_pointed_into_no_more_and_stays_until_the_r
 
 
 def test_an_unloading_lets_segments_of_models_go_and_no_others(ends, segment):
-    """A VAE's output may be lent while a model is unloaded to make room for it."""
     of_model = make_segment(4, NBYTES)
     ends.client.lend(segment)
     ends.client.lend(of_model, 7)

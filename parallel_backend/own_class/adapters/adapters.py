@@ -81,6 +81,9 @@ class Adapter:
     """This pack's entries of transformer_options that `model` reads."""
     steady: bool = False
     """See OwnLatent. A trial proves it."""
+    of_prompt: tuple[str, ...] = ()
+    """Modules that get the prompt alone, as the class's code says. A rank looks whether their outputs are the same at two
+    timesteps (rank/stage/module_cache.py), and then computes them once for a prompt."""
 
 
 def adapter_of(kind: str) -> Adapter:
@@ -249,7 +252,7 @@ ADAPTERS: Mapping[str, Adapter] = {
     ),
     "QwenImage": Adapter("transformer_blocks", {"": QwenImageBlock}),
     "QwenImage21": Adapter("transformer_blocks", {"": QwenImage21Block}, model=QwenImage21Model, steady=True),
-    "Krea2": Adapter("blocks", {"": Krea2Block}),
+    "Krea2": Adapter("blocks", {"": Krea2Block}, of_prompt=("txtfusion", "txtmlp")),
     **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", {"": CosmosPredict2Block})),
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), PIXART),
 }

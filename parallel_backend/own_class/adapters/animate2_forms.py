@@ -88,7 +88,8 @@ class SameFrame:
 
 def in_a_row(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
     """These rows as a slice if they follow each other, which saves a copy. Otherwise their numbers [n] on the device."""
-    first, count = int(rows[0]), len(rows)
+    count = len(rows)
+    first = int(rows[0]) if count else 0
     if torch.equal(rows, torch.arange(first, first + count)):
         return slice(first, first + count)
     return to_device(rows, device)

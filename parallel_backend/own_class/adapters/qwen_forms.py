@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from parallel_backend.own_class.adapters.animate2_forms import in_a_row
 from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, attention_by_rows, kept_with
 from parallel_backend.own_class.cuts.forms import Form
 
@@ -57,9 +58,7 @@ class Picked(NamedTuple):
 def _among(numbers: torch.Tensor, start: int, stop: int, device: torch.device) -> Picked:
     """The rows whose numbers are from `start` on and less than `stop`."""
     places = ((numbers >= start) & (numbers < stop)).nonzero()[:, 0]
-    first, last = (int(places[0]), int(places[-1])) if len(places) else (0, -1)
-    follow = last - first < len(places)
-    return Picked(slice(first, last + 1) if follow else places.to(device), numbers[places].to(device))
+    return Picked(in_a_row(places, device), numbers[places].to(device))
 
 
 def causal_of(attend: Callable[..., torch.Tensor]) -> Causal:

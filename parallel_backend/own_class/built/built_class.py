@@ -18,7 +18,7 @@ from parallel_backend.own_class.calls.call_arguments import (
     LATENTS,
     structure_of,
 )
-from parallel_backend.own_class.calls.patching import Companion, Latents, Patching, latents_of
+from parallel_backend.own_class.calls.patching import Companion, Latents, Patching
 from parallel_backend.own_class.calls.tried_calls import Call, conditioning, one_entry, smaller, with_whole_axes
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, LayerCuts
 from parallel_backend.own_class.cuts.token_cut import entries_of
@@ -215,7 +215,7 @@ class BuiltClass:
         """Random latents of a model call, the first with this shape. Nested latents without proven bands are packed."""
         if self.call is not None and LATENTS in self.call.named and self.patching.companion is None:
             return (torch.randn(shape[0], *self.call.x.shape[1:]),)
-        return latents_of(self.patching.alongside(torch.randn(shape)))
+        return tuple(map(torch.randn, self.patching.usual(shape)))
 
     def words(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Tokens of the text that runs through the blocks, see OwnLatent.words."""

@@ -3,6 +3,7 @@
 No constructor runs, so nothing has to be known of its arguments. Tensors go beside the data, by their names in the module.
 """
 
+import contextlib
 import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,11 @@ def described(module: nn.Module, without: Collection[str] = ()) -> Tree:
     ours = kind.__module__.startswith(ROOTS)
     if not ours and not hasattr(nn, kind.__name__):
         raise ValueError(f"ranks do not build the class {kind.__qualname__} of {kind.__module__}")
-    values = {name: _data(value) for name, value in vars(module).items() if name not in BASE and _is_data(value)}
+    values: Tree = {}
+    for name, value in vars(module).items():
+        if name not in BASE:
+            with contextlib.suppress(TypeError):
+                values[name] = _data(value)
     children = {name: child for name, child in module._modules.items() if child is not None and name not in without}
     return {
         "class": [kind.__module__ if ours else TORCH, kind.__name__],
@@ -86,16 +91,11 @@ def set_constants(constants: Iterable[Sequence[Any]]) -> None:
         setattr(importlib.import_module(place), name, value)
 
 
-def _is_data(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_data, value.items()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_data, value))
-    return value is None or isinstance(value, bool | int | float | str | range | torch.dtype | FunctionType)
-
-
 def _data(value: Any) -> Any:
+    """JSON of a value. TypeError for a value that is not data."""
     match value:
+        case None | bool() | int() | float() | str():
+            return value
         case FunctionType():
             return {"function": value.__name__}
         case torch.dtype():
@@ -108,7 +108,7 @@ def _data(value: Any) -> Any:
             return {"tuple": [_data(each) for each in value]}
         case list():
             return [_data(each) for each in value]
-    return value
+    raise TypeError(value)
 
 
 def _value(data: Any, function: Callable) -> Any:

@@ -195,15 +195,9 @@ class Patching:
         """Latents of all bands, in order -> latents of the whole call."""
         return torch.cat([band[0] for band in bands], dim=self.band_dim), *bands[0][1:]
 
-    def usual_companion_tokens(self, shape: tuple[int, ...]) -> int:
-        """Tokens of the companion of usual sizes beside a latent of this shape; 0 without a companion."""
-        return 0 if self.companion is None else self.companion.tokens((shape[0], *self.companion.sizes))
-
-    def alongside(self, latent: torch.Tensor) -> torch.Tensor | Latents:
-        """Latents of a model call for this latent: with a companion of random values, if the model has one."""
-        if self.companion is None:
-            return latent
-        return latent, torch.randn(len(latent), *self.companion.sizes)
+    def usual(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Shapes of a call's latents, the first with this shape and the companion of its usual sizes."""
+        return [shape] if self.companion is None else [shape, (shape[0], *self.companion.sizes)]
 
     def _pattern(self) -> str:
         order = "h t w" if self.along == "rows" else "t h w"

@@ -28,6 +28,8 @@ TRIED = 4
 TRIED_ROWS = 13
 """Rows of a residual of AROUND in a trial, which are repeated for all tokens: their number is not known yet."""
 SIDES = 1, 2, 4, 8, 16, 32
+Patch = Callable[..., dict[str, Any]]
+"""A function among ComfyUI's patches."""
 
 
 class ReadResiduals(list[Any]):
@@ -42,33 +44,31 @@ class ReadResiduals(list[Any]):
         return self._read(residual) if isinstance(residual, torch.Tensor) else residual
 
 
-class AddResiduals:
+def adding(residuals: Sequence[torch.Tensor | None], read: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
     """A patch that adds one of the residuals to the tokens "img" [B, n + m, hidden] behind the block "block_index", in place
     as ComfyUI's does. `read`: see ReadResiduals. The m tokens behind those of the latent fill it up."""
 
-    def __init__(self, residuals: Sequence[torch.Tensor | None], read: Callable[[torch.Tensor], torch.Tensor]):
-        self._residuals, self._read = residuals, read
-
-    def __call__(self, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def patch(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         index, img_BSD = arguments["block_index"], arguments["img"]
-        if index < len(self._residuals) and (residual := self._residuals[index]) is not None:
-            added_BND = self._read(residual)
+        if index < len(residuals) and (residual := residuals[index]) is not None:
+            added_BND = read(residual)
             img_BSD[:, : added_BND.shape[1]] += added_BND
         return {}
 
+    return patch
 
-class AddAround:
+
+def adding_around(residual: torch.Tensor, read: Callable[[torch.Tensor, int], torch.Tensor]) -> Patch:
     """In place of a block: the block, and then a residual is added to its tokens "img" [B, S, hidden] or [S, hidden].
     `read`: (residual, tokens that the class then has) -> the residual's rows for them."""
 
-    def __init__(self, residual: torch.Tensor, read: Callable[[torch.Tensor, int], torch.Tensor]):
-        self._residual, self._read = residual, read
-
-    def __call__(self, arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    def patch(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
         out = extra["original_block"](arguments)
         tokens = out["img"]
-        added_BSD = self._read(self._residual, tokens.shape[-2])
+        added_BSD = read(residual, tokens.shape[-2])
         return {**out, "img": tokens + (added_BSD if tokens.ndim == added_BSD.ndim else added_BSD[0])}
+
+    return patch
 
 
 def fitted(residual_BSD: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -89,11 +89,11 @@ def with_patches(
     read_of_all: Callable[[torch.Tensor, int], torch.Tensor] = fitted,
 ) -> dict[str, Any]:
     """A call's arguments, with functions in transformer_options that add residuals of PATCHED and AROUND. `read`: see
-    ReadResiduals; `read_of_all`: see AddAround."""
+    ReadResiduals; `read_of_all`: see `adding_around`."""
     control, options = named.get(CONTROL) or {}, named.get(OPTIONS, {})
-    patches = {kind: [AddResiduals(control[kind], read)] for kind in PATCHED if control.get(kind)}
+    patches = {kind: [adding(control[kind], read)] for kind in PATCHED if control.get(kind)}
     around = {
-        (kind.removeprefix(AROUND), index): AddAround(residual, read_of_all)
+        (kind.removeprefix(AROUND), index): adding_around(residual, read_of_all)
         for kind, residuals in control.items()
         if kind.startswith(AROUND)
         for index, residual in enumerate(residuals)

@@ -175,27 +175,21 @@ def _versions(out: Any) -> list[int]:
     return [leaf._version for leaf in pytree.tree_leaves(out) if torch.is_tensor(leaf)]
 
 
-class IdleLayers:
-    """Linear layers that text alone passes: in bands without text they return `value`, and do not read their weights.
+def put_idle_layers(model: nn.Module, names: Sequence[str], has_words: Callable[[], bool], value: float) -> ExitStack:
+    """Linear layers that text alone passes: in bands without text they return `value`, and do not read their weights, until
+    the stack is closed.
 
     A class cannot tell the sizes of tensors without rows, so that in such bands one row stands in for the text
     (band_tokens.py). `names`: of the layers, see core.own_class.name_pattern. `has_words`: whether the band has text."""
+    made: dict[str, tuple[int, torch.dtype]] = {}  # by layer: its outputs' features and dtype
 
-    def __init__(self, model: nn.Module, names: Sequence[str], has_words: Callable[[], bool], value: float):
-        self._layers = list(modules_of(model, names).values())
-        self._has_words, self._value = has_words, value
-        self._made: dict[int, tuple[int, torch.dtype]] = {}  # by layer: its outputs' features and dtype
-
-    def put(self) -> ExitStack:
-        """Put them in the layers' place until the stack is closed."""
-        return put_forwards(
-            (layer, partial(self._forward, number, layer.forward)) for number, layer in enumerate(self._layers)
-        )
-
-    def _forward(self, number: int, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        if self._has_words() or number not in self._made:
+    def run(name: str, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if has_words() or name not in made:
             out = forward(x)
-            self._made[number] = out.shape[-1], out.dtype
+            made[name] = out.shape[-1], out.dtype
             return out
-        features, dtype = self._made[number]
-        return x.new_full((*x.shape[:-1], features), self._value, dtype=dtype)
+        features, dtype = made[name]
+        return x.new_full((*x.shape[:-1], features), value, dtype=dtype)
+
+    layers = modules_of(model, names).items()
+    return put_forwards((layer, partial(run, name, layer.forward)) for name, layer in layers)

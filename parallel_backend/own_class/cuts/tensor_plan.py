@@ -2,15 +2,15 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from enum import Enum
 from typing import Any
 
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
-from parallel_backend.core.own_class import OwnCut
-from parallel_backend.core.spans import Span, split_units
+from parallel_backend.core.own_class import OwnBlock, OwnCut
+from parallel_backend.core.spans import Shard, Span, split_units
 from parallel_backend.own_class.calls.block_arguments import Arguments, tensor_places
 
 
@@ -54,17 +54,35 @@ def axes_of_heads(args: Sequence[Any], kwargs: Mapping[str, Any], heads: set[int
     return found
 
 
-def give_heads(block: nn.Module, places: Sequence[tuple[int, int, int]], rank: int, ranks: int) -> RemovableHandle:
-    """Hook that cuts a block's arguments to a tensor rank's heads. `places`: (number of a tensor, axis, units) each, see
-    OwnBlock.headed and OwnBlock.head_units."""
+def shard_of(cut: OwnCut, parameter: str, shape: Sequence[int], index: int, ranks: int) -> Shard | None:
+    """Shard of a cut layer's parameter that rank `index` has. None: all of it."""
+    is_row = cut.kind == CutKind.ROW.value
+    if is_row and parameter.endswith("bias"):  # it is added once, by the first rank: partial results are added up
+        return Shard(0, ()) if index else None
+    return Shard(int(is_row), cut_side(cut, shape[int(is_row)], index, ranks))
 
-    def cut(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+
+def divide(module: nn.Module, block: OwnBlock, index: int, ranks: int) -> ExitStack:
+    """Give a block rank `index`'s part of its whole numbers, such as heads, and of arguments with an axis of heads.
+
+    Closing the stack undoes it.
+    """
+    undo = ExitStack()
+    for (path, attribute), units in zip(block.divided, block.units or (0,) * len(block.divided), strict=True):
+        holder = module.get_submodule(path)
+        whole = getattr(holder, attribute)
+        undo.callback(setattr, holder, attribute, whole)
+        setattr(holder, attribute, len(split_units(Span(0, whole), ranks, units or whole)[index]))
+
+    def with_own_heads(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = tensor_places(leaves)
-        for number, axis, units in places:
+        for number, axis in block.headed:
             tensor = leaves[tensors[number]]
-            heads = split_units(Span(0, size := tensor.shape[axis]), ranks, units or size)[rank]
+            heads = split_units(Span(0, size := tensor.shape[axis]), ranks, block.head_units or size)[index]
             leaves[tensors[number]] = tensor.narrow(axis, heads.start, len(heads))
         return pytree.tree_unflatten(leaves, structure)
 
-    return block.register_forward_pre_hook(cut, with_kwargs=True)
+    if block.headed:  # a hook without a place would take the arguments of every call apart
+        undo.enter_context(module.register_forward_pre_hook(with_own_heads, with_kwargs=True))
+    return undo

@@ -31,11 +31,12 @@ Representatives = Mapping[str, Sequence[int]]
 
 
 def block_lists(model: nn.Module) -> dict[str, list[str]]:
-    """List -> names of its blocks: the outermost lists of like modules with layers of their own."""
+    """List -> names of its blocks: the outermost lists of like modules with layers of their own. A list of lists is none."""
     found: dict[str, list[str]] = {}
+    lists = nn.ModuleList | nn.ModuleDict
     for name, module in model.named_modules():
         children = list(module.children())
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(set(map(type, children))) != 1:
+        if not isinstance(module, lists) or len(set(map(type, children))) != 1 or isinstance(children[0], lists):
             continue
         if any(children[0].children()) and not any(name.startswith(f"{each}.") for each in found):
             found[name] = [f"{name}.{key}" for key, _ in module.named_children()]
@@ -161,30 +162,13 @@ Recorded = tuple[list[list[RecordedBlock]], dict[str, str]]
 def recorded_blocks(model: nn.Module, lists: Mapping[str, Sequence[str]], calls: Sequence[Call]) -> Recorded:
     """Records the blocks of these lists in these calls. `calls`: two, of different sizes."""
     odd: dict[str, str] = {}
-    orders = []
-    for call in calls:
-        recorder = _Recorder(odd)
-        with ExitStack() as hooks:
-            for name in itertools.chain.from_iterable(lists.values()):
-                hook = functools.partial(recorder.note, name)
-                hooks.enter_context(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
-            call.run(model)
-        orders.append(recorder.order)
-    return orders, odd
+    orders: list[list[RecordedBlock]] = []
+    outputs: list[tuple[str, Any]] = []  # (block, tensor that it has returned), to keep the tensors alive
 
-
-class _Recorder:
-    """Notes the blocks of a call in `order`. `odd`: see Recorded."""
-
-    def __init__(self, odd: dict[str, str]):
-        self.order: list[RecordedBlock] = []
-        self._odd = odd
-        self._outputs: list[tuple[str, Any]] = []  # (block, tensor that it has returned), to keep the tensors alive
-
-    def note(self, name: str, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def note(name: str, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Forward hook of a block. If a value has the shape and dtype of none of the arguments, its list is odd."""
         given, own_list = by_place(args, kwargs), name.rpartition(".")[0]
-        of_block = {id(value): other for other, value in self._outputs}
+        of_block = {id(value): other for other, value in outputs}
         read = {of_block[id(value)] for value in given.values() if id(value) in of_block}
         returns: list[frozenset[str] | None] = []
         for value in (out,) if isinstance(out, torch.Tensor) else out:
@@ -193,12 +177,22 @@ class _Recorder:
                 continue
             like = frozenset(place for place, each in given.items() if _alike(value, each))
             if not like:
-                self._odd.setdefault(own_list, f"its block {name} returns a value whose shape matches none of its arguments")
+                odd.setdefault(own_list, f"its block {name} returns a value whose shape matches none of its arguments")
                 return
             returns.append(like)
-            self._outputs.append((name, value))
+            outputs.append((name, value))
         reads = frozenset(other for other in read if other.rpartition(".")[0] == own_list)
-        self.order.append(RecordedBlock(name, tuple(returns), isinstance(out, torch.Tensor), reads))
+        orders[-1].append(RecordedBlock(name, tuple(returns), isinstance(out, torch.Tensor), reads))
+
+    with ExitStack() as hooks:
+        for name in itertools.chain.from_iterable(lists.values()):
+            hook = functools.partial(note, name)
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(hook, with_kwargs=True))
+        for call in calls:
+            outputs.clear()
+            orders.append([])
+            call.run(model)
+    return orders, odd
 
 
 def _alike(a: Any, b: Any) -> bool:

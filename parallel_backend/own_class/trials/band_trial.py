@@ -25,7 +25,7 @@ from parallel_backend.own_class.calls.residuals import AROUND, CONTROL
 from parallel_backend.own_class.calls.tried_calls import Call, distance, drawn, smaller
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.band_tokens import ONE, BandTokens, Part, class_numbers
-from parallel_backend.own_class.cuts.shared_outputs import IdleLayers, SharedOutputs, WatchedOutputs
+from parallel_backend.own_class.cuts.shared_outputs import SharedOutputs, WatchedOutputs, put_idle_layers
 from parallel_backend.own_class.cuts.token_cut import HOST
 from parallel_backend.own_class.trials.comparison import (
     ALL_LAYERS,
@@ -208,8 +208,7 @@ def _check(
         for band in bands if call is calls[-1] else ():
             if not band.has_words:
                 replace(band, alone=True).check(whole, outside[0])
-        idle = IdleLayers(runs.model, latent.idle, lambda: shared.has_words, math.nan)
-        with idle.put(), shared.of_call():
+        with put_idle_layers(runs.model, latent.idle, lambda: shared.has_words, math.nan), shared.of_call():
             for band, each in itertools.product(bands, outside):
                 shared.begin(band.has_words)
                 with nullcontext() if watched is None else watched.run(shared.has_words):
@@ -337,5 +336,5 @@ class _InBand(ComparedRank):
         assert self.band is not None
         return self.band.parts(stream, self.tokens, ONE)[0]
 
-    def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        return self.among_all(value, streams) if streams else of_whole
+    def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
+        return value

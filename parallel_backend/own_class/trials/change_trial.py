@@ -8,7 +8,6 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -29,7 +28,7 @@ from parallel_backend.own_class.cuts.forwards import put_forwards
 from parallel_backend.own_class.cuts.guided_attention import GUIDED, LAYERS, OUTPUT, SECOND, TEXT, Guide, prompt_attention
 from parallel_backend.own_class.cuts.guided_attention import SETTINGS as TEXT_SETTINGS
 from parallel_backend.own_class.cuts.stages import pass_through
-from parallel_backend.own_class.plans.block_order import list_of, tried_blocks
+from parallel_backend.own_class.plans.block_order import list_of, recorded_blocks, tried_blocks
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 from parallel_backend.own_class.trials.band_trial import runs_of_bands
 from parallel_backend.own_class.trials.comparison import TensorRank, as_unproven, check_equal
@@ -170,19 +169,9 @@ class TrialOfSkips(ChangeTrial):
 
     def _skipped_block(self, call: Call, key: Key) -> str:
         """Name of the block that does not run if `key` is replaced. Empty: none, or several."""
-        skipping = self._ran(_with_skipped(call, [key]))
-        missing = [name for name in self._ran(call) if name not in skipping]
-        return missing[0] if len(missing) == 1 else ""
-
-    def _ran(self, call: Call) -> list[str]:
-        """Names of the blocks that run in the call."""
-        ran: list[str] = []
-        with ExitStack() as hooks:
-            for name in (name for of_list in self.short.kept.values() for name in of_list):
-                block = self.short.model.get_submodule(name)
-                hooks.enter_context(block.register_forward_pre_hook(lambda *_, name=name: ran.append(name)))
-            call.run(self.short.model)
-        return ran
+        orders, _ = recorded_blocks(self.short.model, self.short.kept, [call, _with_skipped(call, [key])])
+        ran, skipping = ({block.name for block in order} for order in orders)
+        return min(ran - skipping) if len(ran - skipping) == 1 else ""
 
     def _check_passed(self, names: Sequence[str], calls: Sequence[tuple[Call, Call]]) -> None:
         """Unproven if ranks whose blocks `names` return their arguments give a different result.

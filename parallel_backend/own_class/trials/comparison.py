@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -21,6 +21,7 @@ from parallel_backend.own_class.cuts.band_tokens import ONE
 from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
 from parallel_backend.own_class.cuts.token_cut import TokenCut
 
+Value = TypeVar("Value")
 TOLERANCE = 1e-5
 """Largest difference from the whole model's values, as a share of its largest value."""
 
@@ -51,13 +52,17 @@ def as_unproven(fails: str, before: str = "") -> Iterator[None]:
         raise Unproven(f"{fails} ({first_line(error)})") from error
 
 
+def found_or_why(find: Callable[[], Value]) -> tuple[Value | None, str]:
+    """(what `find` returns, ""), or (None, the text of the Unproven that it raises)."""
+    try:
+        return find(), ""
+    except Unproven as unproven:
+        return None, str(unproven)
+
+
 def why_not(check: Callable[[], object]) -> str:
     """The text of the Unproven that `check` raises. Empty: it raises none."""
-    try:
-        check()
-    except Unproven as unproven:
-        return str(unproven)
-    return ""
+    return found_or_why(check)[1]
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,7 @@ class ComparedRank(TokenCut):
         super().__init__(blocks, index, SequenceCut((1.0,), RANKS, repeat_text=False))
         self._noted, self._tensor_rank = whole, tensor_rank
         self._attended = 0  # calls in the block that runs
+        self._leaving: dict[int, torch.Tensor] = {}  # by stream: the whole's tokens of the value that leaves
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._attended = 0
@@ -213,28 +219,18 @@ class ComparedRank(TokenCut):
         of_whole = self._noted.outputs[self.number][number]
         if of_whole is None or not self.has_rows_of(value, of_all := self.rows_of(of_whole), streams):
             raise Unproven(f"{self.block.name} returns different values if its tokens are cut")
-        if self.block.placed:
-            return self.at_places(value, streams)
-        return self._with_local(value, self.left_by_all(value, of_all, streams), streams)
+        if streams:
+            tokens = of_all.split([self.tokens[stream] for stream in streams], dim=1)
+            self._leaving = dict(zip(streams, tokens, strict=True))
+        return super().left(number, value, streams)
 
     def has_rows_of(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
         """Whether `own` has this rank's rows of the whole's tokens of these streams."""
         return close(own, of_whole[:, self.own_rows(streams)], of_whole)
 
-    def left_by_all(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """All tokens of an output of the last block. Tokens that no rank of this call has are NaN."""
-        return of_whole
-
-    def _with_local(self, value: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """Output of the last block in place of `value`: tokens of the whole, but this rank's own of local streams."""
-        if not self.block.local or not streams:
-            return of_whole.clone()
-        own, of_all = self.by_stream(value, streams), of_whole.split([self.tokens[stream] for stream in streams], dim=1)
-        kept = (own[stream] if stream in self.block.local else each for stream, each in zip(streams, of_all, strict=True))
-        return torch.cat(list(kept), dim=1)
-
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        raise AssertionError("a run that is held against another leaves with its values")
+        """The whole's tokens, rank by rank, of the value that leaves."""
+        return torch.cat([self._leaving[stream] for stream in streams], dim=1)[:, self.all_rows(streams, value.device)]
 
     def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
         whole = self.noted().key_mask

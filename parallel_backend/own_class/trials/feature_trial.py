@@ -8,7 +8,7 @@ up.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnBlock, OwnCut
-from parallel_backend.core.spans import Span, split_units
 from parallel_backend.own_class.calls.tried_calls import Call, copied
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.feature_cut import layers_to_cut, run_noted, units_of_heads
 from parallel_backend.own_class.cuts.forwards import put_forward
-from parallel_backend.own_class.cuts.tensor_plan import CutKind, axes_of_heads, cut_side, give_heads
-from parallel_backend.own_class.plans.block_order import Representatives, list_of, whole_list
-from parallel_backend.own_class.trials.comparison import TensorRank, as_unproven, check_equal, close
+from parallel_backend.own_class.cuts.tensor_plan import CutKind, axes_of_heads, cut_side, divide, shard_of
+from parallel_backend.own_class.plans.block_order import Representatives, blocks_of_all, list_of
+from parallel_backend.own_class.trials.comparison import TensorRank, as_unproven, check_equal, close, why_not
 
 MOST_SETTINGS = 64
 """Maximum number of choices of attributes and arguments that are tried for a block."""
@@ -32,37 +31,9 @@ MOST_SETTINGS = 64
 LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d
 """Layers whose attributes follow from the sizes of their weights."""
 
-Divided = tuple[tuple[str, str, int], ...]
-"""(module, its attribute, units)."""
-Headed = tuple[tuple[str, int, int, int], ...]
-"""(module, number of a tensor among its arguments, axis of heads, units)."""
 Run = Callable[[TensorRank], Any]
 """Runs what is tried, as this tensor rank, and gives its result. The only rank is the whole."""
 GUIDANCE = "guided attention"
-
-
-@dataclass(frozen=True)
-class TensorShares:
-    """How tensor ranks share a module's layers. Names are relative to the module."""
-
-    cuts: tuple[OwnCut, ...]
-    divided: Divided = ()
-    headed: Headed = ()
-    head_units: int = 0
-    """See OwnBlock, for these three."""
-
-    def below(self, name: str) -> "TensorShares":
-        """The shares with names relative to a module that contains this one as `name`."""
-        cuts = tuple(replace(cut, layer=f"{name}.{cut.layer}") for cut in self.cuts)
-        divided = tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.divided)
-        return TensorShares(cuts, divided, tuple((f"{name}.{each[0]}".rstrip("."), *each[1:]) for each in self.headed))
-
-    def of_block(self, block: OwnBlock) -> OwnBlock:
-        """The block with these fields. The module is that block."""
-        divided, headed = tuple(each[:2] for each in self.divided), tuple(each[1:3] for each in self.headed)
-        units = tuple(each[2] for each in self.divided)
-        block = replace(block, cuts=self.cuts, divided=divided, headed=headed)
-        return replace(block, units=units if any(units) else (), head_units=self.head_units)
 
 
 class _Values:
@@ -70,7 +41,7 @@ class _Values:
     them. `name`: of the place, such as a layer whose outputs they are, or inputs of a norm."""
 
     def __init__(self, name: str):
-        self._name, self._next = name, 0
+        self.name, self._next = name, 0
         self._whole: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
 
@@ -87,14 +58,14 @@ class _Values:
         """The whole's value for the present one of a rank."""
         self._next += 1
         if self._next > len(self._whole):
-            raise Unproven(f"{self._name} is called more often if it is cut")
+            raise Unproven(f"{self.name} is called more often if it is cut")
         return self._whole[self._next - 1]
 
     def add(self, own: torch.Tensor) -> torch.Tensor:
         """Add a rank's value. Returns the whole's."""
         whole = self.next()
         if own.shape != whole.shape:
-            raise Unproven(f"a rank's values of {self._name} have a different shape from the whole model's")
+            raise Unproven(f"a rank's values of {self.name} have a different shape from the whole model's")
         if self._next > len(self._sums):
             self._sums.append(torch.zeros_like(whole))
         self._sums[self._next - 1] += own
@@ -103,7 +74,7 @@ class _Values:
     def check_sums(self) -> None:
         """Unproven unless the ranks' values add up to the whole's."""
         if len(self._whole) != len(self._sums) or not all(map(close, self._sums, self._whole)):
-            raise Unproven(f"the ranks' values of {self._name} do not add up to the whole model's")
+            raise Unproven(f"the ranks' values of {self.name} do not add up to the whole model's")
 
 
 class _LayerOfRank:
@@ -128,16 +99,16 @@ class _LayerOfRank:
         return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
 
     def _shard(self, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        is_row = self._cut.kind == CutKind.ROW.value
-        if is_row and name == "bias":  # added once
-            return None if self._rank.index else parameter
-        return nn.Parameter(self._part(parameter, int(is_row)), requires_grad=False)
+        shard = shard_of(self._cut, name, parameter.shape, self._rank.index, self._rank.count)
+        if shard is None or not shard.spans:
+            return None if shard else parameter
+        return nn.Parameter(self._part(parameter, shard.dim), requires_grad=False)
 
     def _whole_of(self, own: torch.Tensor) -> torch.Tensor:
         """The whole's value. Unproven unless the rank's own is a part of it."""
         whole = self._values.next()
         if not close(own, self._part(whole), whole):
-            raise Unproven(f"a rank's values of {self._cut.layer} are not a part of the whole model's")
+            raise Unproven(f"a rank's values of {self._values.name} are not a part of the whole model's")
         return whole
 
     def _made_up(self, _layer: nn.Module, _given: tuple, out: torch.Tensor) -> torch.Tensor:
@@ -151,50 +122,57 @@ class _LayerOfRank:
         return x * torch.rsqrt(whole.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
 
 
+def _layers(module: nn.Module, blocks: Sequence[OwnBlock]) -> Iterator[tuple[str, OwnCut, nn.Module]]:
+    """(name, cut, layer) of the layers that ranks share in these blocks of the module."""
+    for block in blocks:
+        for cut in block.cuts:
+            name = f"{block.name}.{cut.layer}".removeprefix(".")
+            yield name, cut, module.get_submodule(name)
+
+
 @contextmanager
-def _of_rank(module: nn.Module, shares: TensorShares, rank: TensorRank, values: Mapping[str, _Values]) -> Iterator[None]:
+def _of_rank(
+    module: nn.Module, blocks: Sequence[OwnBlock], rank: TensorRank, values: Mapping[str, _Values]
+) -> Iterator[None]:
     """Context in which the module has this rank's part of its layers. `values`: by layer."""
     with ExitStack() as stack:
-        for cut in shares.cuts:
-            _LayerOfRank(cut, module.get_submodule(cut.layer), rank, values[cut.layer]).put(stack)
-        for path, attribute, units in shares.divided:
-            holder = module.get_submodule(path)
-            whole = getattr(holder, attribute)
-            setattr(holder, attribute, len(split_units(Span(0, whole), rank.count, units or whole)[rank.index]))
-            stack.callback(setattr, holder, attribute, whole)
-        for path, tensor, axis, units in shares.headed:
-            stack.enter_context(give_heads(module.get_submodule(path), [(tensor, axis, units)], rank.index, rank.count))
+        for name, cut, layer in _layers(module, blocks):
+            _LayerOfRank(cut, layer, rank, values[name]).put(stack)
+        for block in blocks:
+            stack.enter_context(divide(module.get_submodule(block.name), block, rank.index, rank.count))
         yield
 
 
 @contextmanager
-def _noting(module: nn.Module, cuts: Sequence[OwnCut], values: Mapping[str, _Values]) -> Iterator[None]:
+def _noting(module: nn.Module, blocks: Sequence[OwnBlock], values: Mapping[str, _Values]) -> Iterator[None]:
     """Context of a run of the whole: its values at the cut layers are noted."""
 
-    def note(cut: OwnCut, _layer: nn.Module, given: tuple, out: torch.Tensor) -> None:
-        values[cut.layer].note(given[0] if cut.kind == CutKind.NORM.value else out)
+    def note(name: str, cut: OwnCut, _layer: nn.Module, given: tuple, out: torch.Tensor) -> None:
+        values[name].note(given[0] if cut.kind == CutKind.NORM.value else out)
 
     with ExitStack() as hooks:
-        for cut in cuts:
-            hooks.enter_context(module.get_submodule(cut.layer).register_forward_hook(partial(note, cut)))
+        for name, cut, layer in _layers(module, blocks):
+            hooks.enter_context(layer.register_forward_hook(partial(note, name, cut)))
         yield
 
 
-def check_shared(module: nn.Module, shares: TensorShares, run: Run, ranks: int) -> None:
-    """Unproven unless the ranks of `module` compute what it does in `run`."""
-    values = {name: _Values(name) for name in (*(cut.layer for cut in shares.cuts), GUIDANCE)}
+def check_shared(module: nn.Module, blocks: Sequence[OwnBlock], run: Run, ranks: int) -> None:
+    """Unproven unless ranks that share these blocks' layers compute what the module does in `run`. A block without a name is
+    the module itself."""
+    kinds = {name: cut.kind for name, cut, _ in _layers(module, blocks)}
+    values = {name: _Values(name) for name in (*kinds, GUIDANCE)}
     with as_unproven("it does not run if its layers are cut"):
-        with _noting(module, shares.cuts, values):
+        with _noting(module, blocks, values):
             whole = run(TensorRank(0, 1, values[GUIDANCE].note))
         for index in range(ranks):
             rank = TensorRank(index, ranks, values[GUIDANCE].add)
             for each in values.values():
                 each.begin()
-            with _of_rank(module, shares, rank, values):
+            with _of_rank(module, blocks, rank, values):
                 out = run(rank)
             for both in zip(_tensors(out), _tensors(whole), strict=True):
                 check_equal("ranks that share its layers give a different result", *both)
-        for name in (*(cut.layer for cut in shares.cuts if cut.kind == CutKind.ROW.value), GUIDANCE):
+        for name in (*(name for name, kind in kinds.items() if kind == CutKind.ROW.value), GUIDANCE):
             values[name].check_sums()
 
 
@@ -207,13 +185,9 @@ class TensorSharing:
     cannot, or if it is wrong for one of the calls."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: int):
-        self._model, self._tried, self._ranks = model, blocks, ranks
-        self._shares: dict[str, TensorShares] = {}
-        for name, arguments in _arguments(model, blocks, calls[0]).items():
-            try:
-                self._shares[name] = _of_block(model.get_submodule(name), arguments, ranks)
-            except Unproven as unproven:
-                raise Unproven(f"{unproven} (in {name})") from None
+        self._model, self._ranks = model, ranks
+        given = _arguments(model, blocks, calls[0])
+        self._shared = [_with_shares(model.get_submodule(block.name), block, given[block.name], ranks) for block in blocks]
         for call in calls:
             self.check_call(call)
 
@@ -223,11 +197,7 @@ class TensorSharing:
 
     def check(self, run: Run) -> None:
         """Unproven if ranks that share layers give a different result in this run, such as one with a part of the tokens."""
-        named = [each.below(name) for name, each in self._shares.items()]
-        cuts = tuple(cut for shares in named for cut in shares.cuts)
-        divided = tuple(place for shares in named for place in shares.divided)
-        headed = tuple(place for shares in named for place in shares.headed)
-        check_shared(self._model, TensorShares(cuts, divided, headed), run, self._ranks)
+        check_shared(self._model, self._shared, run, self._ranks)
 
     def check_all(self, runs: Iterable[Run]) -> None:
         """As `check`, for all of these runs."""
@@ -236,13 +206,8 @@ class TensorSharing:
 
     def of_all(self, blocks: tuple[OwnBlock, ...], like: Representatives) -> tuple[OwnBlock, ...]:
         """All `blocks` of the class, with the layers that ranks share."""
-        shared_by: dict[str, OwnBlock] = {}
-        for name in dict.fromkeys(map(list_of, self._tried)):
-            of_list = [block for block in self._tried if list_of(block) == name]
-            shares = [self._shares[block.name] for block in of_list]
-            shared = [b.of_block(a) for a, b in zip(of_list, shares, strict=True)]
-            names = [block.name for block in blocks if list_of(block) == name]
-            shared_by |= {block.name: block for block in whole_list(shared, names, like[name])}
+        lists = {at: [block.name for block in blocks if list_of(block) == at] for at in like}
+        shared_by = {block.name: block for block in blocks_of_all(self._shared, lists, like)}
         fields = "cuts", "divided", "headed", "units", "head_units"
         return tuple(replace(each, **{name: getattr(shared_by[each.name], name) for name in fields}) for each in blocks)
 
@@ -262,34 +227,33 @@ def _arguments(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> dict
     return found
 
 
-def _of_block(block: nn.Module, given: tuple[tuple, dict[str, Any]], ranks: int) -> TensorShares:
-    """The layers that ranks can share in a block that gets these arguments. Unproven if they can share none."""
-    with as_unproven("the inputs of its layers cannot be found"):
-        noted = run_noted(block, *given)
+def _with_shares(module: nn.Module, block: OwnBlock, given: tuple[tuple, dict[str, Any]], ranks: int) -> OwnBlock:
+    """A block that gets these arguments, with the layers that ranks can share. Unproven if they can share none."""
+    with as_unproven(f"the inputs of the layers of {block.name} cannot be found"):
+        noted = run_noted(module, *given)
         choices = units_of_heads(noted, ranks)
         cuts, of_heads = layers_to_cut(noted, ranks, choices) if choices else ([], 0)
     heads, head_sizes = ({tensors[0].shape[axis] for tensors in noted.heads.values()} for axis in (2, 3))
     if not choices:
-        raise Unproven(f"its {min(heads)} heads cannot be shared by {ranks} ranks")
+        raise Unproven(f"its {min(heads)} heads cannot be shared by {ranks} ranks (in {block.name})")
     if not any(cut.kind == CutKind.ROW.value for cut in cuts):
-        raise Unproven(f"neither its heads nor its features can be shared by {ranks} ranks")
+        raise Unproven(f"neither its heads nor its features can be shared by {ranks} ranks (in {block.name})")
     amounts = _amounts(cuts, head_sizes, ranks)
     head_units = of_heads if of_heads % ranks else 0
     failures = []
 
     def run(_rank: TensorRank) -> Any:
         args, kwargs = copied(given)
-        return nn.Module.__call__(block, *args, **kwargs)
+        return nn.Module.__call__(module, *args, **kwargs)
 
-    for divided, headed in itertools.islice(_settings(block, amounts, axes_of_heads(*given, heads)), MOST_SETTINGS):
-        shares = TensorShares(tuple(cuts), divided, tuple((*place, head_units) for place in headed), head_units)
-        try:
-            check_shared(block, shares, run, ranks)
-        except Unproven as unproven:
-            failures.append(unproven)
-        else:
-            return shares
-    raise failures[0]
+    for places, headed in itertools.islice(_settings(module, amounts, axes_of_heads(*given, heads)), MOST_SETTINGS):
+        divided, units = tuple(place[:2] for place in places), tuple(place[2] for place in places)
+        units = units if any(units) else ()
+        shared = replace(block, cuts=tuple(cuts), divided=divided, units=units, headed=headed, head_units=head_units)
+        if not (why := why_not(partial(check_shared, module, [replace(shared, name="")], run, ranks))):
+            return shared
+        failures.append(why)
+    raise Unproven(f"{failures[0]} (in {block.name})")
 
 
 def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[int, int]:
@@ -318,7 +282,7 @@ def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[i
 
 def _settings(
     block: nn.Module, amounts: Mapping[int, int], tables: Mapping[int, Sequence[tuple[int, int]]]
-) -> Iterator[tuple[Divided, tuple[tuple[str, int, int], ...]]]:
+) -> Iterator[tuple[tuple[tuple[str, str, int], ...], tuple[tuple[int, int], ...]]]:
     """Choices of attributes and arguments to divide over ranks, in the order of trial: all attributes that have one of these
     `amounts` and none of the `tables`, then one attribute fewer or one axis of tables more, and so on."""
     by_name: dict[tuple[str, int], list[tuple[str, str, int]]] = {}
@@ -331,5 +295,5 @@ def _settings(
         for taken in range(max(0, changes - len(by_name)), min(changes, len(tables)) + 1):
             attributes = itertools.combinations(by_name, len(by_name) - changes + taken)
             for names, axes in itertools.product(attributes, itertools.combinations(tables, taken)):
-                headed = tuple(("", *place) for axis in axes for place in tables[axis])
+                headed = tuple(place for axis in axes for place in tables[axis])
                 yield tuple(place for name in names for place in by_name[name]), headed

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -22,6 +22,7 @@ from parallel_backend.own_class.cuts.token_cut import entries_of
 from parallel_backend.own_class.trials.comparison import WholeRun
 from parallel_backend.own_class.trials.token_trial import Runs
 
+MIXED = "its latent's tokens are not equal parts in raster order, or are mixed before its blocks"
 OTHER_IMAGES = 2
 """Seed of their values."""
 
@@ -75,12 +76,12 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
         if each.patch != found.patch or (each.start and each.behind and not behind):
             raise Unproven("a list of blocks moves its latent's tokens")
         again.append(OwnEntry(each.stream, each.start > 0, behind))
-    pattern, companions = "", _Companions(found.stream, ())
+    pattern, companions = "", Changed({})
     if len(call.latents) > 1:
         if more:
             raise Unproven("its latent has two parts, and leaves a list of blocks")
         pattern, companions = search.companion(found)
-    hints = [] if companions.rows else search.hints(found)
+    hints = [] if companions else search.hints(found)
     again += [OwnEntry(stream, False, False) for stream in hints]
     kinds = [] if more or steady else search.kinds(found, companions)
     layout, references = tuple(kind for kind, _ in itertools.groupby(kinds)), kinds.count(REFERENCES)
@@ -92,7 +93,7 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
     if not layout and found.start and found.behind:
         raise Unproven("other tokens come both before and after its latent's")
     patch = frames, found.patch[-2], found.patch[-1]
-    words = others > len(companions.rows)
+    words = others > sum(len(rows) for rows in companions.values())
     latent = OwnLatent(found.stream, before, patch, words, pads=False, again=tuple(again), companion=pattern, layout=layout)
     ahead = search.ahead(latent, kinds) if layout.count(REFERENCES) > 1 else ""
     return replace(latent, beside=found.beside > 0, ahead=ahead, steady=steady and words and not pattern)
@@ -100,7 +101,7 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
 
 Streams = Mapping[int, torch.Tensor]
 """Number of a stream -> its tokens when they enter the blocks."""
-Changed = Mapping[int, tuple[int, ...]]
+Changed = dict[int, tuple[int, ...]]
 """Stream -> its rows that a change of the latent changes, if there are any."""
 
 
@@ -141,24 +142,21 @@ class _Raster:
         found = [[_only(rows, streams) for rows in of_axis] for of_axis in changed]
         if len(among := {stream for of_axis in found for stream, _ in of_axis}) != 1:
             raise Unproven("a part of its latent is in several streams")
-        (stream,), patch, rows_by_axis = among, [], []
-        for of_axis in found:
-            groups = [(rows, len(list(same))) for rows, same in itertools.groupby(rows for _, rows in of_axis)]
-            if len({count for _, count in groups}) != 1:
-                raise Unproven("its tokens have unequal parts of the latent, or are mixed before its blocks")
-            patch.append(groups[0][1])
-            rows_by_axis.append([rows for rows, _ in groups])
-        grid = tuple(len(rows) for rows in rows_by_axis)
-        start = min(rows_by_axis[0][0])
-        lines = [min(rows) for rows in rows_by_axis[-2]]
+        (stream,), by_axis = among, [[rows for _, rows in of_axis] for of_axis in found]
+        patch = tuple(len(list(next(itertools.groupby(of_axis))[1])) for of_axis in by_axis)
+        if any(len(of_axis) % by for of_axis, by in zip(by_axis, patch, strict=True)):
+            raise Unproven(MIXED)
+        grid = tuple(len(of_axis) // by for of_axis, by in zip(by_axis, patch, strict=True))
+        start = min(by_axis[0][0])
+        lines = [min(rows) for rows in by_axis[-2][:: patch[-2]]]
         beside = lines[1] - lines[0] - grid[-1] if len(grid) == 2 and len(lines) > 1 else 0
         tokens = math.prod(grid[:-1]) * (grid[-1] + beside)
-        raster = _Raster(stream, start, first[stream].shape[1] - start - tokens, tuple(patch), grid, beside)
+        raster = _Raster(stream, start, first[stream].shape[1] - start - tokens, patch, grid, beside)
         numbers = raster._numbers()
-        for axis, of_rows in enumerate(rows_by_axis):
-            for index, rows in enumerate(of_rows):
-                if beside < 0 or sorted(numbers.select(axis, index).flatten().tolist()) != list(rows):
-                    raise Unproven("its latent's tokens are not in raster order, or are mixed before its blocks")
+        for axis, of_axis in enumerate(by_axis):
+            for index, rows in enumerate(of_axis):
+                if beside < 0 or sorted(numbers.select(axis, index // patch[axis]).flatten().tolist()) != list(rows):
+                    raise Unproven(MIXED)
         return raster
 
 
@@ -168,13 +166,6 @@ def _only(changed: Changed, streams: set[int]) -> tuple[int, tuple[int, ...]]:
     if len(among) != 1:
         raise Unproven("a part of its latent is in several streams" if among else "a part of its latent is not used")
     return among[0], changed[among[0]]
-
-
-class _Companions(NamedTuple):
-    """The second latent's tokens."""
-
-    stream: int
-    rows: tuple[int, ...]
 
 
 class _LatentSearch:
@@ -191,7 +182,7 @@ class _LatentSearch:
         changed = [[self._by_latent(0, axis, index) for index in range(sides[axis])] for axis in range(2, len(sides))]
         return [_Raster.of(changed, self.first, streams) for streams in entries_of(self._runs.blocks)]
 
-    def companion(self, found: _Raster) -> tuple[str, "_Companions"]:
+    def companion(self, found: _Raster) -> tuple[str, Changed]:
         """Companion.pattern from the second latent to its tokens, and these tokens. `found`: the first latent's tokens.
 
         Unproven if both latents have a token in common, or if the second latent's tokens are not made of whole axes. The
@@ -208,7 +199,7 @@ class _LatentSearch:
         names, tokens, channels = (
             " ".join(f"a{axis}" for axis in axes) for axes in (range(1, len(sizes)), of_tokens, of_channels)
         )
-        return f"b {names} -> b ({tokens}) ({channels})", _Companions(stream, rows)
+        return f"b {names} -> b ({tokens}) ({channels})", {stream: rows}
 
     def hints(self, found: _Raster) -> list[int]:
         """Streams that enter beside the latent's and have a token for each of its tokens, which images in the call's
@@ -217,13 +208,12 @@ class _LatentSearch:
         beside = (stream for stream in entries_of(self._runs.blocks)[0] if stream != found.stream)
         return [each for each in beside if self.first[each].shape[1] == found.count and changed.get(each) == all_rows]
 
-    def kinds(self, found: _Raster, companions: "_Companions") -> list[str]:
+    def kinds(self, found: _Raster, companions: Changed) -> list[str]:
         """By token of the latent's stream: its kind, see OwnLatent.layout. References are tokens that images in the call's
         arguments change. Empty: there are no references, tokens of a kind are apart, or some are of no known kind."""
         kinds = [WORDS] * self.first[found.stream].shape[1]
         images = self._by_images().get(found.stream, ())
-        of_companion = companions.rows if companions.stream == found.stream else ()
-        for kind, rows in ((REFERENCES, images), (COMPANION, of_companion), (LATENT, found.rows)):
+        for kind, rows in ((REFERENCES, images), (COMPANION, companions.get(found.stream, ())), (LATENT, found.rows)):
             for row in rows:
                 kinds[row] = kind
         if found.beside:

@@ -144,9 +144,9 @@ SEED = 0
 class Short:
     """A model with few blocks of each list."""
 
-    own: OwnClass
-    """The model's class: the one that is tried, or the same with arguments for fewer blocks."""
     model: nn.Module
+    another: Callable[[], nn.Module]
+    """Builds a model like it without weights."""
     lists: Mapping[str, Sequence[str]]
     """Names of all blocks of the class, by list."""
     kept: Mapping[str, Sequence[str]]
@@ -155,15 +155,12 @@ class Short:
     actual: Call
     call: Call
     """A small call like `actual`."""
-    is_shortened: bool = True
-    """Blocks were taken out of the model. False: its class was built with fewer."""
 
-    def another(self) -> nn.Module:
-        """A model like it without weights."""
-        model = build(self.own)
-        if self.is_shortened:
-            shortened(model, self.lists, self.like)
-        return model
+
+def _built_short(own: OwnClass, lists: Mapping[str, Sequence[str]], like: Representatives) -> nn.Module:
+    model = build(own)
+    shortened(model, lists, like)
+    return model
 
 
 def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short:
@@ -172,14 +169,15 @@ def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short
     in_full = build(own)
     lists = {} if own.unet else block_lists(in_full)
     for like in _tried_representatives(in_full, lists):
-        model = build(own)
-        kept = shortened(model, lists, like)
+        make = functools.partial(_built_short, own, lists, like)
+        model = make()
+        kept = {name: [f"{name}.{key}" for key, _ in model.get_submodule(name).named_children()] for name in lists}
         give_weights(own, model, poll)
         if LATENTS in actual.named:
             actual = with_whole_axes(actual, functools.partial(runs, model))
         for call in (*(smaller(actual, *size) for size in SIZES), actual):
             if (error := _error_of(model, call)) is None:
-                short = Short(own, model, lists, kept, like, actual, call)
+                short = Short(model, make, lists, kept, like, actual, call)
                 return _with_all_running(own, short, poll) if len(lists) > 1 else short
     raise does_not_run(own, call, str(error))
 
@@ -195,7 +193,7 @@ def _with_all_running(own: OwnClass, short: Short, poll: Callable[..., None]) ->
         give_weights(own, model, poll)
         if runs(model, short.call) and not any(_left_out(model, kept, short.call).values()):
             like = representatives_of_shallower(short.lists, kept)
-            return dataclasses.replace(short, own=fewer, model=model, kept=kept, like=like, is_shortened=False)
+            return dataclasses.replace(short, model=model, another=functools.partial(build, fewer), kept=kept, like=like)
     return short
 
 

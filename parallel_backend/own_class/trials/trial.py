@@ -7,7 +7,7 @@ of each list. Tensors are drawn with the shapes of the call; numbers, words and 
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel_backend.core.own_class import OwnBlock, OwnClass, OwnLatent
+from parallel_backend.core.own_class import OwnBlock, OwnClass
 from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.tried_calls import (
@@ -42,10 +42,11 @@ from parallel_backend.own_class.plans.block_order import (
     recorded_blocks,
     representatives,
     shortened,
+    tried_blocks,
 )
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof, Tried
 from parallel_backend.own_class.trials.band_trial import latent_of, runs_of_bands
-from parallel_backend.own_class.trials.comparison import why_not
+from parallel_backend.own_class.trials.comparison import found_or_why, why_not
 from parallel_backend.own_class.trials.feature_trial import TensorSharing
 from parallel_backend.own_class.trials.other_calls import check_proven, free_numbers, noted_run
 from parallel_backend.own_class.trials.short_model import (
@@ -111,13 +112,10 @@ def trial(
     with conditions_of_trial(poll) as polled:
         of_class = _Trial(times, polled, sequence, bands, tensor)
         for narrow, of_narrow, factor in () if own.unet else narrowed(own, call, tensor):
-            polled.begin(0, HALF)
-            try:
+            with contextlib.suppress(Exception):  # of any kind: its code is not known, and may count on its own widths
+                polled.begin(0, HALF)
                 found = of_class.found(narrow, of_narrow)
-            except Exception:  # of any kind: its code is not known, and may count on its own widths
-                continue
-            polled.begin(HALF, 1, AT_WIDTH)
-            with contextlib.suppress(Unproven):
+                polled.begin(HALF, 1, AT_WIDTH)
                 return of_class.at_width(own, found, factor, call)
         polled.begin(0, 1)
         return of_class.found(narrow_unet(own) if own.unet else own, call).proof
@@ -168,14 +166,16 @@ class _Trial:
         for shared, share in choices(model, short.lists, short.kept):
             if is_enough and share < LEAST_SHARE:
                 break
-            try:
-                found = order_of({name: short.kept[name] for name in shared}, *recorded)
-            except Unproven as unproven:
-                proofs.append((Proof((), str(unproven), batch, str(unproven)), []))
+            found, why = found_or_why(partial(order_of, {name: short.kept[name] for name in shared}, *recorded))
+            if found is None:
+                proofs.append((Proof((), why, batch, why), []))
                 continue
             blocks, stages = _staged(model, found, wholes)
             blocks, uncut = self._cut(short, blocks)
-            latent, why = self._in_bands(own, short, blocks, uncut)
+            latent, why = None, uncut or NOT_TRIED
+            if not uncut and self._bands:
+                steady = adapter_of(own.kind).steady
+                latent, why = found_or_why(partial(latent_of, model, blocks, short.actual, self._times, steady))
             order = blocks_of_all(blocks, short.lists, short.like)
             if are_mixed(blocks) or (len(order) > len(blocks) and not stages and any(block.until for block in blocks)):
                 order, stages = self._of_all_blocks(own, short, order, stages, wholes[0][0])
@@ -198,22 +198,10 @@ class _Trial:
         """The blocks with the cut of their tokens, or as they are and why they cannot be cut."""
         if not (self._sequence or self._bands):
             return blocks, NOT_TRIED
-        try:
-            cut = cut_tokens(short.model, blocks, short.actual, self._times)
-        except Unproven as unproven:
-            return blocks, str(unproven)
-        if any(block.until and (block.leaving or block.placed) for block in cut):
-            return blocks, LONG_SKIPS
-        return cut, ""
-
-    def _in_bands(self, own: OwnClass, short: Short, blocks: Sequence[OwnBlock], uncut: str) -> tuple[OwnLatent | None, str]:
-        """Where the latent's tokens are, or why bands are not proven. `uncut`: why tokens are not cut."""
-        if uncut or not self._bands:
-            return None, uncut or NOT_TRIED
-        try:
-            return latent_of(short.model, blocks, short.actual, self._times, adapter_of(own.kind).steady), ""
-        except Unproven as unproven:
-            return None, str(unproven)
+        cut, why = found_or_why(partial(cut_tokens, short.model, blocks, short.actual, self._times))
+        if any(block.until and (block.leaving or block.placed) for block in cut or ()):
+            cut, why = None, LONG_SKIPS
+        return cut or blocks, why
 
     def _sharing(self, short: Short, blocks: Sequence[OwnBlock], wholes: WholeOutputs) -> TensorSharing:
         return TensorSharing(short.model, blocks, [call for call, _ in (wholes[0], *wholes[2:])], self._tensor)
@@ -222,10 +210,9 @@ class _Trial:
         self, proof: Proof, short: Short, tried: Sequence[OwnBlock], wholes: WholeOutputs
     ) -> tuple[Proof, TensorSharing | None]:
         """The proof with layers that tensor ranks share, alone and together with sequence ranks and bands."""
-        try:
-            sharing = self._sharing(short, tried, wholes)
-        except Unproven as unproven:
-            return dataclasses.replace(proof, tensor=str(unproven)), None
+        sharing, why = found_or_why(partial(self._sharing, short, tried, wholes))
+        if sharing is None:
+            return dataclasses.replace(proof, tensor=why), None
         proof = dataclasses.replace(proof, blocks=sharing.of_all(proof.blocks, short.like), tensor="")
         if self._sequence and are_cut(tried):
             why = why_not(partial(sharing.check_all, runs_of_ranks(short.model, tried, short.actual)))
@@ -262,18 +249,16 @@ class _Trial:
         like = representatives(model, lists, FEWEST_BLOCKS) | {
             at: each for at, each in short.like.items() if isinstance(each, range)
         }
-        if are_mixed(found.proof.blocks):  # the first of a list stands for all that run between another's first and last
+        is_mixed, read = are_mixed(found.proof.blocks), {list_of(block) for block in found.proof.blocks if block.until}
+        if is_mixed:  # the first of a list stands for all that run between another's first and last
             most = max(lists, key=lambda name: len(lists[name]))
             like |= {name: [0] * len(names) for name, names in lists.items() if name != most}
-        elif any(block.until for block in found.proof.blocks):
+        elif read:
             like = dict(short.like)
-        kept = shortened(model, lists, like)
-        places = {
-            short.kept[at][short.like[at][like[at].index(number)]]: new
-            for at, names in kept.items()
-            for number, new in enumerate(names)
-        }
-        blocks = widened(_at(places, found.tried), factor)
+        blocks = tried_blocks(found.proof.blocks, lists, shortened(model, lists, like), like)
+        if is_mixed:
+            blocks = read_by_next([dataclasses.replace(block, until="") for block in blocks], read)
+        blocks = widened(found.tried if read and not is_mixed else blocks, factor)
         give_weights(own, model, self._poll, found.idle)
         actual = dataclasses.replace(with_tensors_told(call) if options else call, whole_axes=short.actual.whole_axes)
         before, sizes, last = module_state(model), (FEW, *found.sizes[:1], *SIZES), self._times[-1:]
@@ -303,18 +288,6 @@ def _staged(model: nn.Module, blocks: list[OwnBlock], wholes: WholeOutputs) -> t
             if not why_not(partial(check_staged, model, read, wholes)):
                 return read, ""
     return blocks, stages
-
-
-def _at(places: Mapping[str, str], blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
-    """The blocks renamed. `places`: old name -> new name; blocks without a new name are left out.
-
-    Mixed blocks get their `until` again, by the blocks that are left.
-    """
-    found = [dataclasses.replace(block, name=places[block.name]) for block in blocks if block.name in places]
-    if not are_mixed(blocks):
-        return found
-    read = {list_of(block) for block in blocks if block.until}
-    return read_by_next([dataclasses.replace(block, until="") for block in found], read)
 
 
 def _of_another_size(model: nn.Module, call: Call) -> Call:

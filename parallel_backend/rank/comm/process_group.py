@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from parallel_backend.core.devices import device_kind, in_its_process, on_ray
+from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.wire.rank_settings import P2P_DISABLE
 
 from .interfaces import LOOPBACK, check_named, interface_towards, interface_with, loopback_interface
@@ -45,10 +45,6 @@ class GlooError(RuntimeError):
     """This torch's Gloo cannot run here."""
 
 
-class CardError(RuntimeError):
-    """The rank's transfers would run on another GPU than its model."""
-
-
 def backend_for(devices: tuple[str, ...]) -> str:
     """NCCL if no two ranks share a CUDA device and torch has NCCL; Gloo otherwise (CPU, shared GPUs, Windows)."""
     local = [name for name in devices if not on_ray(name)]  # Ray gives each rank a GPU that no other has
@@ -64,10 +60,7 @@ def join(
     p2p: bool = True,
     gloo: bool = False,
 ) -> None:
-    """Join the process group of all ranks, two at least. `timeout`: of its transfers. `p2p`, `gloo`: see SelfTest.
-
-    CardError if NCCL's communicators would be on another GPU than the rank's.
-    """
+    """Join the process group of all ranks, two at least. `timeout`: of its transfers. `p2p`, `gloo`: see SelfTest."""
     if rendezvous.address:
         interface = interface_towards(rendezvous.address)
     else:
@@ -95,8 +88,6 @@ def join(
         if NO_GLOO_DEVICE in str(error).lower():
             raise GlooError(gloo_advice(str(error))) from error
         raise
-    if backend == "nccl":
-        check_card(devices[rank])
 
 
 def set_defaults() -> None:
@@ -105,19 +96,6 @@ def set_defaults() -> None:
     for name, value in DEFAULTS.items():
         if not (name == RECORDER and recorder_set):
             os.environ.setdefault(name, value)
-
-
-def check_card(device: str) -> None:
-    """CardError if this process computes, or its communicators are, on another GPU than `device` of the devices widget."""
-    own = torch.device(in_its_process(device)).index
-    bound = getattr(dist.group.WORLD, "bound_device_id", None)  # None: a communicator takes the GPU of its first tensor
-    for what, index in (("computes", torch.cuda.current_device()), ("transfers", own if bound is None else bound.index)):
-        if index != own:
-            user = f" Unset {NEW_NCCL} before ComfyUI starts." if os.environ.get(NEW_NCCL, "0") != "0" else ""
-            raise CardError(
-                f"devices: this rank is to run on {device}, and torch {torch.__version__} {what} on cuda:{index}.{user} "
-                "The GPUs cuda:0, cuda:1 and so on, in this order and without a gap, may work."
-            )
 
 
 def is_far() -> bool:

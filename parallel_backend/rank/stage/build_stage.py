@@ -12,20 +12,19 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.own_class import OwnBlock
 from parallel_backend.core.sequence import SequenceCut
-from parallel_backend.core.spans import Span, split_units
+from parallel_backend.core.spans import Span
 from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.own_class.calls.call_arguments import OPTIONS, from_tensors, run_call, structure_of, timestep_of
 from parallel_backend.own_class.calls.unproven import Unproven
-from parallel_backend.own_class.cuts.shared_outputs import IdleLayers
+from parallel_backend.own_class.cuts.shared_outputs import put_idle_layers
 from parallel_backend.own_class.cuts.stages import StageBlocks, Wanted, pass_through
-from parallel_backend.own_class.cuts.tensor_plan import give_heads
+from parallel_backend.own_class.cuts.tensor_plan import divide
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.local import StageAttention
 from parallel_backend.rank.attention.rank_tokens import RankTokens
 from parallel_backend.rank.comm.collectives import all_reduce
-from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.wire.diagnosis import OwnCall
 from parallel_backend.wire.sampling import Step
@@ -193,11 +192,11 @@ def build_own_stage(
     stage_blocks = StageBlocks(model, order, span, link)
     if built.own.latent is not None:
         # No NaN, since a packed layer may look for its input's largest value.
-        IdleLayers(model, built.own.latent.idle, stage_blocks.has_words, 0.0).put()
+        put_idle_layers(model, built.own.latent.idle, stage_blocks.has_words, 0.0)
     if plan.axis.size > 1:
         for block in order:
             if block.name in own:
-                _divide(model.get_submodule(block.name), block, plan.axis)
+                divide(model.get_submodule(block.name), block, plan.axis.index, plan.axis.size)
     return Stage(model, stage_blocks, plan, {name: model.get_submodule(name) for name in kept})
 
 
@@ -230,13 +229,3 @@ def without_values(block: nn.Module) -> None:
     for module in block.modules():
         module._parameters.clear()
         module._buffers.clear()
-
-
-def _divide(module: nn.Module, block: OwnBlock, axis: Axis) -> None:
-    """Give a block of which this rank has its part the rank's part of its whole numbers, such as heads, and of arguments."""
-    for (path, attribute), units in zip(block.divided, block.units or (0,) * len(block.divided), strict=True):
-        holder = module.get_submodule(path)
-        whole = getattr(holder, attribute)
-        setattr(holder, attribute, len(split_units(Span(0, whole), axis.size, units or whole)[axis.index]))
-    if block.headed:  # a hook without a place would take the arguments of every call apart
-        give_heads(module, [(*place, block.head_units) for place in block.headed], axis.index, axis.size)

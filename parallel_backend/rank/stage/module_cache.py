@@ -2,20 +2,21 @@
 
 A band's micro-step runs the model's whole forward. Modules that depend only on the timestep and the prompt have the same
 output for all bands: modulation, whose weights (a quarter of Flux's) would be read again for each band; text refiners;
-keys of the text. Outputs are kept until the next call.
+keys of the text. Outputs are kept until the next call; those of the prompt alone for all calls with it, bands or not.
 """
 
 import functools
-import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parallel_backend.core.own_class import name_pattern
+from parallel_backend.own_class.cuts.forms import Form, put_form
+from parallel_backend.own_class.cuts.shared_outputs import modules_of
 from parallel_backend.wire.sampling import Step
 
 ModuleCall = tuple[nn.Module, int]
@@ -25,11 +26,22 @@ SIMPLE = (torch.Tensor, type(None), bool, int, float, str)
 """Types that an output may consist of to be kept at a fixed address (ModuleCache, `steady`)."""
 
 
+@dataclass
+class OfPrompt:
+    """The output of a module of Adapter.of_prompt."""
+
+    time: bytes
+    """Timestep for which it was computed first."""
+    out: torch.Tensor
+    is_proven: bool = False
+    """It was the same at another timestep."""
+
+
 class ModuleCache:
     """Outputs that the modules of one rank's model gave in earlier micro-steps of the call."""
 
-    def __init__(self, model: nn.Module, names: Collection[str], steady: bool = False):
-        """Make the modules of these names (OwnLatent.shared) return cached outputs.
+    def __init__(self, model: nn.Module, names: Collection[str], of_prompt: Collection[str] = (), steady: bool = False):
+        """Make the modules of these names (OwnLatent.shared) return cached outputs. `of_prompt`: see Adapter.
 
         `steady`: outputs of a call get the same addresses as those of the call before, from which CUDA graphs of the call's
         other bands read them (micro_step_graphs.py). Costs a copy of each output.
@@ -43,21 +55,27 @@ class ModuleCache:
         """Outputs of the newest call."""
         self.is_open = False
         """A band's micro-step is in progress."""
+        self.in_step = False
+        """A micro-step is in progress."""
         self.calls: Counter[nn.Module] = Counter()  # in the micro-step in progress
-        pattern = re.compile("|".join(map(name_pattern, names)))
-        for name, module in model.named_modules() if names else ():
-            if pattern.fullmatch(name):
-                module.__class__ = _with_cache(type(module))
-                module.module_cache = self
+        # A graph would have to tell whether such a module was computed.
+        self.of_prompt = {model.get_submodule(name) for name in of_prompt if name in names and not steady}
+        """Modules whose outputs are kept for a prompt. One that turned out to depend on the timestep is none of them."""
+        self._texts: dict[tuple[Hashable, ...], dict[ModuleCall, OfPrompt]] = {}  # by prompt
+        self._time = b""  # of the micro-step in progress
+        for module in modules_of(model, names).values():
+            put_form(CachedModule, module)
+            vars(module)["module_cache"] = self
 
     def begin_step(self, step: Step, whole: bool) -> None:
         """A micro-step begins. A `whole` call is one micro-step, so nothing is kept."""
         self.end_step()
         prompt = step.conditioning, step.entries
-        self._prompt = *prompt, tuple(step.timestep.shape)
+        self._prompt, self._time = (*prompt, tuple(step.timestep.shape)), step.timestep.numpy().tobytes()
+        self.in_step = True
         if whole:
             return
-        call = *prompt, step.timestep.numpy().tobytes()
+        call = *prompt, self._time
         if call != self._call:  # a call's bands come one after another
             self._call = call
             self.outputs.clear()
@@ -65,20 +83,22 @@ class ModuleCache:
 
     def end_step(self) -> None:
         """The micro-step is over. Outputs of modules that are called outside of micro-steps are not kept."""
-        self.is_open = False
+        self.is_open = self.in_step = False
         self.calls.clear()
 
     def drop(self, conditioning: int) -> None:
         """Drop outputs computed from this conditioning, which is gone."""
         if self._call is not None and self._call[0] == conditioning:
             self._forget_call()
-        for key in [key for key in self._places if key[0] == conditioning]:
-            del self._places[key]
+        for kept in self._places, self._texts:
+            for key in [key for key in kept if key[0] == conditioning]:
+                del kept[key]
 
     def forget(self) -> None:
         """Drop all outputs: weights have changed, or a run is over."""
         self._forget_call()
         self._places.clear()
+        self._texts.clear()
 
     def _forget_call(self) -> None:
         self._call = None
@@ -89,6 +109,21 @@ class ModuleCache:
         if self._steady:
             out = self._in_its_place((*self._prompt, *call), out)
         self.outputs[call] = out
+        return out
+
+    def of_text(self, call: ModuleCall, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The output of a module of `of_prompt`. It is computed until two timesteps have given the same, bit by bit."""
+        texts = self._texts.setdefault(self._prompt[:2], {})
+        known = texts.get(call)
+        if known is not None and known.is_proven:
+            return known.out
+        out = compute()
+        if known is None:
+            texts[call] = OfPrompt(self._time, out)
+        elif known.time != self._time:
+            known.is_proven = torch.equal(known.out, out)
+            if not known.is_proven:
+                self.of_prompt.discard(call[0])
         return out
 
     def pattern(self) -> Hashable:
@@ -128,21 +163,19 @@ class ModuleCache:
         return self._places[key]
 
 
-class CachedModule(nn.Module):
-    """Mixed into a module's class. Callers must not change its output in place."""
+class CachedModule(Form):
+    """Returns cached outputs. Callers must not change them in place."""
 
     module_cache: ModuleCache
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = self.module_cache
-        if not cache.is_open:
-            return super().__call__(*args, **kwargs)
+        cache, compute = self.module_cache, functools.partial(super().__call__, *args, **kwargs)
+        of_prompt = cache.in_step and self in cache.of_prompt
+        if not (cache.is_open or of_prompt):
+            return compute()
         call = self, cache.calls[self]
         cache.calls[self] += 1
-        return cache.outputs[call] if call in cache.outputs else cache.keep(call, super().__call__(*args, **kwargs))
-
-
-@functools.cache
-def _with_cache(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `base` with the same name."""
-    return type(base.__name__, (CachedModule, base), {})
+        if cache.is_open and call in cache.outputs:
+            return cache.outputs[call]
+        out = cache.of_text(call, compute) if of_prompt else compute()
+        return cache.keep(call, out) if cache.is_open else out

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from parallel_backend.core.spans import Shard
-from parallel_backend.own_class.cuts.tensor_plan import CutKind, LayerCuts, cut_of, cut_side
+from parallel_backend.own_class.cuts.tensor_plan import CutKind, LayerCuts, cut_of, cut_side, shard_of
 from parallel_backend.rank.comm.collectives import all_reduce, start_gather
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfers import Traffic
@@ -33,15 +33,9 @@ class TensorPlan:
         if self.axis.size == 1:
             return shards
         for parameter, shape in shapes.items():
-            cut = cut_of(self.plan, parameter)
-            if cut is None:
-                continue
-            if parameter.endswith(".bias") and cut.kind == CutKind.ROW.value:
-                if self.axis.index > 0:  # it is added once, by the first rank: partial results are added up
-                    shards[parameter] = Shard(0, ())
-                continue
-            dim = 1 if cut.kind == CutKind.ROW.value else 0
-            shards[parameter] = Shard(dim, cut_side(cut, shape[dim], self.axis.index, self.axis.size))
+            if (cut := cut_of(self.plan, parameter)) is not None:
+                shard = shard_of(cut, parameter, shape, self.axis.index, self.axis.size)
+                shards |= {} if shard is None else {parameter: shard}
         return shards
 
     def apply(self, model: nn.Module, traffic: Traffic) -> None:

@@ -29,8 +29,7 @@ class VAEPart:
         self.name, self.rank, self.device = put.name, rank, device
         self.traffic = Traffic(device, heartbeat)
         self.bands = Bands(Axis("rows", len(ranks), ranks.index(rank), ranks, None), self.traffic)
-        # Shared memory, which is page-locked, stays as it is until the rank handles DropSegment; other memory has been read.
-        weights = {name: tensor.to(device, non_blocking=True) for name, tensor in put.tensors.items()}
+        weights = {name: tensor.to(device) for name, tensor in put.tensors.items()}
         self.dtype = next(weight.dtype for weight in weights.values() if weight.is_floating_point())
         self.nbytes = sum(weight.nbytes for weight in weights.values())
         recipe = json.loads(put.recipe)

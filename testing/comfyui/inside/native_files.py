@@ -1,7 +1,6 @@
 """Files of ComfyUI's classes: the keys and shapes that its own model has at its usual width, and a hole for values."""
 
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +9,8 @@ from typing import Any
 import comfy.ops
 import comfy.supported_models
 from boot import torch
+
+from testing.files import write_header
 
 FLUX = {
     "in_channels": 16, "out_channels": 16, "vec_in_dim": 768, "context_in_dim": 4096, "hidden_size": 3072, "mlp_ratio": 4.0,
@@ -138,16 +139,7 @@ KEYS = {  # classes that take long to build or cannot be built without values: s
 
 def write_hole(path: Path, shapes: dict[str, tuple[int, ...]], transformer: dict) -> None:
     """A safetensors file in bf16 whose values are a hole."""
-    header, end = {}, 0
-    for key, shape in shapes.items():
-        start, end = end, end + 2 * torch.Size(shape).numel()
-        header[key] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
-    if transformer:
-        header["__metadata__"] = {"config": json.dumps({"transformer": transformer})}
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
+    write_header(path, shapes, {"config": json.dumps({"transformer": transformer})} if transformer else {})
 
 
 def native_shapes(kind: type, arguments: Mapping[str, Any] = MappingProxyType({})) -> dict[str, tuple[int, ...]]:

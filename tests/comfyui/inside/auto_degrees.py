@@ -18,7 +18,6 @@ def main(results: Results) -> None:
     within = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
     auto, end_of_run = (sys.modules[f"{within}.{name}"] for name in ("sampling.auto_degrees", "model.end_of_run"))
 
-    from parallel_backend.client.registry import registry
     from parallel_backend.placement.links import Link, Links, alike
     from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
     from parallel_backend.planning.machine import Device, Machine
@@ -100,22 +99,6 @@ def main(results: Results) -> None:
                 "measured": len(measured),
             }
 
-    def kept() -> dict:
-        """Larger pictures and other nodes of the same widgets go by the first plan; unloading ends it."""
-        with machine(1e12):
-            model = load()
-            sample(model, prompts, latent, cfg=1.0)
-            first = chosen(model)
-            loaded = registry().present()
-            sample(model, prompts, torch.zeros(1, 16, 32, 16))  # two prompts now
-            again = load()
-            sample(again, prompts, latent)
-            same = registry().present() is loaded
-            ours = chosen(model), chosen(again)
-            node("UnloadParallelDiT")
-            sample(again, prompts, latent)
-            return {"first": first, "ours": ours, "same": same, "after": chosen(again), "measured": len(measured)}
-
     def for_real() -> dict:
         """Nothing is made up: two ranks are calibrated, once, and the file is kept."""
         node("UnloadParallelDiT")
@@ -173,5 +156,5 @@ def main(results: Results) -> None:
         load(stage_split="3,2")
 
     # Those of two ranks first: ranks start anew where their number changes.
-    for case in (batches, kept, cancelled, advised, for_real, pipefusion, stages_by_hand):
+    for case in (batches, cancelled, advised, for_real, pipefusion, stages_by_hand):
         results.case(case.__name__, case)

@@ -15,7 +15,6 @@ from boot import (
     node,
     parallel,
     random_prompts,
-    sequence,
     sharing_small_lists,
     whole_because,
 )
@@ -24,14 +23,6 @@ from small_models import latent as latent_of
 from small_models import prompts
 
 import nodes
-
-FILE, SD3 = "tiny.safetensors", "tiny-sd3.safetensors"
-SQUARE = torch.zeros(1, 16, 16, 16)
-ALL = {"start_percent": 0.0, "end_percent": 1.0}
-MODES = {
-    "pipefusion": lambda file: node("ApplyPipeFusion", parallel(file), 2, 1000, True),
-    "ulysses": lambda file: parallel(file, pipe=1, config=sequence(ulysses=2)),
-}
 
 
 def extra(name: str, model: Any, **inputs: Any) -> Any:
@@ -59,27 +50,9 @@ def compare(change: Any, own: Any, model: Any, texts: list, latent: torch.Tensor
 
 
 def main(results: Results) -> None:
-    load_extras("nodes_slg", "nodes_sd3", "nodes_nag")
-    changes = {
-        "SLG": partial(extra, "SkipLayerGuidanceDiT", double_layers="1", single_layers="0, 2, 9", scale=3.0, **ALL),
-        "SLG SD3": partial(extra, "SkipLayerGuidanceSD3", layers="1", scale=3.0, **ALL),
-        "NAG batch 2": partial(extra, "NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),
-    }
-    both = random_prompts(9, 9)
-
-    def case(name: str, mode: str) -> None:
-        def measure() -> dict[str, Any]:
-            file, latent = SD3 if "SD3" in name else FILE, SQUARE.repeat(2 if "batch 2" in name else 1, 1, 1, 1)
-            return compare(changes[name], native_model(file), MODES[mode](file), both, latent)
-
-        results.case(f"{name}, {mode}", measure)
-
-    case("SLG", "pipefusion")
-    case("SLG SD3", "pipefusion")
-    case("NAG batch 2", "ulysses")
     of_wan(results, "wan-2.1-t2v")
-    other = parallel(FILE)
-    results.case("refusal", lambda: ksampler(model_optimization_nodes.of_other_model(other), both, SQUARE, steps=2))
+    other, both, square = parallel("tiny.safetensors"), random_prompts(9, 9), torch.zeros(1, 16, 16, 16)
+    results.case("refusal", lambda: ksampler(model_optimization_nodes.of_other_model(other), both, square, steps=2))
 
 
 def of_wan(results: Results, name: str) -> None:
@@ -98,6 +71,8 @@ def of_wan(results: Results, name: str) -> None:
     with small(name), sharing_small_lists():
         results.case(
             "WanVideoNAG, pipefusion",
-            lambda: compare(change, native_model(file), MODES["pipefusion"](file), texts, latent),
+            lambda: compare(
+                change, native_model(file), node("ApplyPipeFusion", parallel(file), 2, 1000, True), texts, latent
+            ),
         )
         results.case("WanVideoNAG in front, parallelized", in_front)

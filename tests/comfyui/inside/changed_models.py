@@ -1,32 +1,19 @@
-"""Models whose nodes give more than a prompt: LoRAs, a file in fp8, calls without some of it, what is refused. Against
-ComfyUI's own MODEL. Run by serve.py.
+"""Models whose nodes give more than a prompt: calls without some of it, what is refused. Against ComfyUI's own MODEL. Run by
+serve.py.
 """
 
 from functools import partial
 from typing import Any
 
 from block_patches import load_extras
-from boot import MODELS, Results, comfy, difference, ksampler, native_model, outputs_of, parallel, sequence, torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from boot import Results, difference, ksampler, native_model, outputs_of, parallel, sequence, torch
 from small_cases import small
 from small_models import latent, prompts
 
 ANIMATE, ANIMATE_2, SEEDVR2, SEEDVR2_7B = "wan-2.2-animate", "wan-animate-2", "seedvr2-3b", "seedvr2-7b"
-HERE = "face_encoder.out_proj"
-"""A layer of Wan Animate that ComfyUI's process runs."""
-LAYERS = {
-    ANIMATE: ("blocks.1.self_attn.q", "face_adapter.fuser_blocks.1.linear1_kv", HERE),
-    ANIMATE_2: ("blocks.1.self_attn.q", "blocks.0.cross_attn.k_img"),
-    SEEDVR2: ("blocks.1.attn.proj_qkv.txt", "blocks.3.mlp.all.proj_out", "vid_in.proj"),
-}
-"""That LoRAs change."""
-IN_FP8 = ("blocks.", "face_adapter.", HERE)
-"""Beginnings of the keys of matrices that are in fp8."""
 POSE = ("pose_video_latent", "clip_vision_output_pose", "cross_attn_pose", "pose_strength")
 USUAL = ("clip_vision_output", *POSE[1:], "reference_strength")
 """Entries of Wan Animate 2's conditioning for the pose, and those that a call can lack beside it."""
-MODES: dict[str, dict[str, Any]] = {"stages": {}, "tensor": {"pipe": 1, "tensor": 2}}
 ULYSSES: dict[str, Any] = {"pipe": 1, "config": sequence(ulysses=2)}
 
 
@@ -56,39 +43,6 @@ def equal(name: str, texts: list | None = None, videos: int = 1, **mode: Any) ->
     return {"share": share(*(sample(model, name, texts, videos) for model in models))}
 
 
-def with_lora(model: Any, *layers: str) -> Any:
-    shapes, lora = model.model.diffusion_model.state_dict(), {}
-    for number, layer in enumerate(layers):
-        g = torch.Generator().manual_seed(number)
-        rows, columns = shapes[f"{layer}.weight"].shape
-        lora[f"diffusion_model.{layer}.lora_up.weight"] = torch.randn(rows, 2, generator=g) / 8
-        lora[f"diffusion_model.{layer}.lora_down.weight"] = torch.randn(2, columns, generator=g) / 8
-    return comfy.sd.load_lora_for_models(model, None, lora, 1.0, 0.0)[0]
-
-
-def lora(name: str, **mode: Any) -> dict[str, float]:
-    """ "moved": by the layer that changes least."""
-    layers, native = LAYERS[name], native_model(f"{name}.safetensors")
-    plain, expected = sample(native, name), sample(with_lora(native, *layers), name)
-    moved = min(share(plain, sample(with_lora(native, layer), name)) for layer in layers)
-    found = sample(with_lora(parallel(f"{name}.safetensors", **mode), *layers), name)
-    return {"share": share(expected, found), "moved": moved}
-
-
-def fp8(name: str, **mode: Any) -> dict[str, float]:
-    path, file = MODELS / f"{name}.safetensors", f"{name}-fp8.safetensors"
-    with safe_open(path, framework="pt") as original:
-        metadata = original.metadata()
-    state = load_file(path)
-    narrow = {
-        key: value.to(torch.float8_e4m3fn) for key, value in state.items() if value.ndim == 2 and key.startswith(IN_FP8)
-    }
-    save_file(state | narrow, MODELS / file, metadata)
-    expected = sample(native_model(file), name)
-    moved = share(sample(native_model(path.name), name), expected)
-    return {"share": share(expected, sample(parallel(file, **mode), name)), "moved": moved}
-
-
 def skipped(name: str) -> None:
     from comfy_extras import nodes_slg  # once ComfyUI is up
 
@@ -98,7 +52,7 @@ def skipped(name: str) -> None:
 
 def hooked() -> None:
     model = parallel(f"{ANIMATE}.safetensors")
-    model.add_hook_patches(object(), {f"diffusion_model.{HERE}.weight": (torch.zeros(1),)})
+    model.add_hook_patches(object(), {"diffusion_model.face_encoder.out_proj.weight": (torch.zeros(1),)})
 
 
 def cached() -> dict[str, float]:
@@ -157,8 +111,5 @@ def main(results: Results) -> None:
     load_extras("nodes_seedvr")
     for name, more in MORE.items():
         with small(name):
-            for change in (lora, fp8) if name in LAYERS else ():
-                for mode, degrees in MODES.items():
-                    results.case(f"{name}, {change.__name__}, {mode}", partial(change, name, **degrees))
             for case, run in more.items():
                 results.case(f"{name}, {case}", run)

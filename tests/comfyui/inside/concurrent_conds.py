@@ -33,10 +33,6 @@ def sampled(model, prompts, latent, **settings) -> torch.Tensor:
     return ksampler(model, prompts, latent, steps=STEPS, **settings)
 
 
-def pipefusion(model, prompts, latent) -> torch.Tensor:
-    return sampled(node("ApplyPipeFusion", model, 2, 1, True), prompts, latent)
-
-
 def counted(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, dict]:
     """What the run gives; the micro-steps of each rank; which share of the last rank's work the first one worked too."""
     result = run()
@@ -58,22 +54,14 @@ def compare(make: Callable, model, prompts, latent) -> tuple[torch.Tensor, dict]
 def main(results: Results) -> None:
     positive, negative = prompts_of(NAME)
     prompts, latent, file = (positive, shortened(negative, 6)), latent_of(NAME), f"{NAME}.safetensors"
-    staged: list[torch.Tensor] = []
 
     def beside_native(make: Callable) -> dict:
         expected = make(native_model(file), prompts, latent)
         found, counts = compare(make, parallel(file, pipe=1, batch=2), prompts, latent)
         return counts | {"native": difference(found, expected), "largest": float(expected.abs().max())}
 
-    def in_bands(degrees: dict) -> dict:
-        found, counts = compare(pipefusion, parallel(file, stage_split="even", **degrees), prompts, latent)
-        staged.append(found)
-        return counts | {"one replica": difference(found, staged[0])}
-
     with small(NAME):
         results.case("KSampler, 2", lambda: beside_native(sampled))
-        results.case("PipeFusion, 1", lambda: in_bands({}))
-        results.case("PipeFusion, 2", lambda: in_bands({"batch": 2, "devices": "cpu,cpu,cpu,cpu"}))
     on_the_bundled_model(results)
 
 

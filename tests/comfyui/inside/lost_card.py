@@ -7,7 +7,6 @@ that run computes the same calls again.
 import contextlib
 import functools
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,9 @@ import latent_preview
 from boot import Results, Told, comfy, difference, ksampler, node, parallel, random_prompts, sequence, torch
 
 SILENCE = 8.0
+ROOM = 1 << 30
+"""Bytes of each rank's emulated device: for all weights."""
+ACTS = {"killed": "kill", "hangs": "sleep", "out of memory": "run_out"}
 TOLD = ("The run goes on with", "One more try", "was computed again")
 STALL = 4.0
 """Seconds without progress after which ranks of these runs hang."""
@@ -59,7 +61,8 @@ def main(results: Results, name: str, runs: dict[str, tuple[str, int, str, str, 
     from parallel_backend.client.registry import registry
     from parallel_backend.processes.local import LocalRanks
     from parallel_backend.processes.pool import Pool, RankLost
-    from testing.failing_rank import ARMED, failing
+    from testing.acting_rank import acting
+    from testing.emulated_device import EmulatedDevice, worker_on
 
     told, started = Told(), []
     prompts, empty = random_prompts(7, 7), torch.zeros(1, 16, 16, 16)
@@ -91,9 +94,7 @@ def main(results: Results, name: str, runs: dict[str, tuple[str, int, str, str, 
         run = functools.partial(ksampler, model, prompts, empty, sampler, steps)
         registry().close()
         registry().start_of = lambda _devices: functools.partial(LocalRanks)
-        began = time.perf_counter()
         usual = run()
-        found["seconds of the usual run"] = time.perf_counter() - began
         registry().close()
         breaks, go_on = [], BandedRun.go_on
 
@@ -103,17 +104,18 @@ def main(results: Results, name: str, runs: dict[str, tuple[str, int, str, str, 
             breaks[-1] = (*breaks[-1], self._alone)
 
         with tempfile.TemporaryDirectory() as folder:
-            armed = Path(folder) / ARMED
-            entry = functools.partial(failing, Path(folder), kind, ranks // 2)
+            orders = Path(folder) / "orders"
+            entry = functools.partial(acting, orders, worker=functools.partial(worker_on, EmulatedDevice(ROOM, 1e9)))
             registry().start_of = lambda _devices: functools.partial(LocalRanks, entry=entry)
             run()  # the ranks are warm
             told.texts.clear()
             started.clear()
-            began = time.perf_counter()
-            with at_step(step, armed.touch), mock.patch.object(BandedRun, "go_on", noted):
+            with (
+                at_step(step, lambda: orders.write_text(f"{ranks // 2} {ACTS[kind]}")),
+                mock.patch.object(BandedRun, "go_on", noted),
+            ):
                 samples = run()
-            found["seconds"] = time.perf_counter() - began
-            found["did not fail"] = armed.exists()
+            found["did not fail"] = orders.exists()
         found |= {
             "told": [text.removeprefix("Parallel DiT: ") for text in told.texts if any(part in text for part in TOLD)],
             "starts": list(started),

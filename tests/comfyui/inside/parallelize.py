@@ -194,20 +194,6 @@ def main(results: Results) -> None:
 
     results.case("memory", memory)
 
-    def chosen() -> dict[str, list]:
-        """(degrees, devices) by mode and numbers."""
-        asked = {
-            "auto, all": ("auto", 0, None),
-            "tensor": ("tensor", 2, None),
-            "split batch": ("split batch", 3, None),
-            "config": ("auto", 0, sequence(ulysses=2)),
-            "config and pipefusion": ("pipefusion", 4, sequence(ring=2)),
-        }
-        keys = {name: taken(native(), *how).model.diffusion_model.setup for name, how in asked.items()}
-        return {name: [str(key.degrees), len(key.devices)] for name, key in keys.items()}
-
-    results.case("degrees", chosen)
-
     def fp8() -> list[str]:
         own, other = node("UNETLoader", FLUX, "fp8_e4m3fn"), native().clone()
         other.set_model_compute_dtype(torch.bfloat16)

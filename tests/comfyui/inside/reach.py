@@ -4,26 +4,21 @@ Run by serve.py.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from block_patches import extra, load_extras
-from boot import PACK, Results, difference, ksampler, load_pack, native_model, node, parallel, random_prompts, whole_because
+from boot import PACK, Results, difference, ksampler, load_pack, native_model, node, parallel, random_prompts
 from small_cases import small
 
 import nodes
 
 MEDDLING = PACK / "tests" / "comfyui" / "meddling_nodes"
-EXTRAS = ("nodes_easycache", "nodes_rope", "nodes_model_advanced")
+EXTRAS = ("nodes_rope", "nodes_model_advanced")
 FLUX, WAN = "tiny.safetensors", "wan-2.1-t2v.safetensors"
 WIDTHS = {FLUX: {}, WAN: {"width": 24, "pooled": 8}}
 LATENTS = {FLUX: (1, 16, 16, 12), WAN: (1, 16, 3, 12, 8)}
-
-
-def easy(model: Any) -> Any:
-    return extra("EasyCache", model, reuse_threshold=1.0, start_percent=0.0, end_percent=1.0, verbose=False)
 
 
 def scaled(model: Any) -> Any:
@@ -69,32 +64,21 @@ def noted(model: Any) -> Any:
     return model
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "EasyCache": easy,
-    "ScaleROPE": scaled,
-    "RIFLEx and ScaleROPE": lambda model: scaled(longer(model)),
-}
-
-
-def main(results: Results, changes: list[tuple[str, str]]) -> None:
-    """`changes`: files and what is put on their MODELs."""
+def main(results: Results) -> None:
     load_extras(*EXTRAS)
     load_pack(MEDDLING)
 
     def sample(file: str, model: Any, **settings: Any) -> torch.Tensor:
         return ksampler(model, random_prompts(9, 9, **WIDTHS[file]), torch.zeros(LATENTS[file]), steps=8, **settings)
 
-    def changed(file: str, change: Callable[[Any], Any]) -> dict[str, Any]:
-        native = native_model(file)
-        plain, expected = sample(file, native), sample(file, change(native))
-        found = {"moved": difference(plain, expected)}
-        for way, model in {"": parallel(file), ", banded": node("ApplyPipeFusion", parallel(file), 2, 1, True)}.items():
-            found[f"difference{way}"] = difference(expected, sample(file, change(model)))
-        return found | {"whole because": whole_because(model)}
+    def changed() -> dict[str, float]:
+        native = native_model(WAN)
+        plain, expected = sample(WAN, native), sample(WAN, scaled(longer(native)))
+        found = sample(WAN, scaled(longer(parallel(WAN))))
+        return {"moved": difference(plain, expected), "difference": difference(expected, found)}
 
-    for file, name in changes:
-        with small("wan-2.1-t2v") if file == WAN else nullcontext():
-            results.case(f"{file} {name}", partial(changed, file, CHANGES[name]))
+    with small("wan-2.1-t2v"):
+        results.case("RIFLEx and ScaleROPE", changed)
     model = parallel(FLUX)
     expected = sample(FLUX, model)
 

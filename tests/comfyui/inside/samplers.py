@@ -82,7 +82,7 @@ def main(results: Results, names: list[str] | None) -> None:
             "stale": difference(exact, stale),
         }
 
-    for sampler in names or comfy.samplers.SAMPLER_NAMES:
+    for sampler in comfy.samplers.SAMPLER_NAMES if names is None else names:
         results.case(f"sampler {sampler}", partial(every_way, sampler))
     if names is None:
         return
