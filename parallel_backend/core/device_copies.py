@@ -92,7 +92,7 @@ def to_device(
     such as one in shared memory, before the device has copied it. RuntimeError while a CUDA graph is captured.
     """
     if in_graph(device) and tensor.device.type == "cpu":
-        raise RuntimeError("a CUDA graph would repeat this copy from the host, when its source is gone")
+        raise RuntimeError("a copy from the host cannot be in a CUDA graph, which would repeat it when its source is gone")
     if not page_locked(device) or tensor.device.type != "cpu":
         return tensor.to(device, dtype, non_blocking=True, copy=copy)
     source = tensor if tensor.is_pinned() else _or_pageable(tensor.pin_memory, lambda: tensor)

@@ -12,7 +12,7 @@ import pytest
 
 from scripts.comfyui_server import PACK
 from scripts.make_workflows import FILES, GRAPHS
-from tests.browser.editor import READY, RUN_SECONDS, Editor
+from tests.browser.editor import READY, RUN_SECONDS, SETTLE, Editor
 from tests.comfyui.conftest import FOLDER
 from tests.support.requirements import missing_nodes
 
@@ -156,11 +156,12 @@ def test_degrees_that_do_not_fit_are_refused_at_the_widget(editor, shoot):
     editor.set("ParallelDiTLoader", "pipefusion_degree", 1)
     editor.run()
     editor.page.get_by_text("Parallel DiT Loader rejected the value for devices").first.wait_for()
-    shoot("error-on-a-node")
     line = "the product of the degrees must equal the number of devices"
     editor.page.wait_for_function(
         "line => app.graph._nodes.some(n => (n.widgets ?? []).some(w => String(w.value).includes(line)))", arg=line
     )
+    editor.page.wait_for_timeout(SETTLE)  # the toast appears slowly
+    shoot("error-on-a-node")
 
 
 @pytest.mark.parametrize(("node", "raised", "shown"), [("ParallelDoctor", "torch", 1), ("KSampler", "torch", 0)])
