@@ -319,4 +319,4 @@ def test_a_run_that_cannot_fit_is_refused_and_the_next_one_works(remote, mini_mo
     model.begin_timeline()
     found = model.predict(ModelCall(x, timestep, tensors), nobody)
     assert mini.relative(found, mini.reference(mini_model, x, timestep, tensors)) < 1e-5
-    assert not model._memory._runs
+    assert not model._memory.in_run
