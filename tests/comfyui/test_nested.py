@@ -34,7 +34,7 @@ def test_a_batch_is_not_cut_into_bands(found, measured):
     """The native model refuses one: a patch calls it for each video."""
     got = found["batch 2"]
     check(got, measured)
-    assert "a patch calls the model in another way" in got["warnings"][0]
+    assert "a patch calls the model differently" in got["warnings"][0]
     assert got["stale"] <= 1e-5
 
 

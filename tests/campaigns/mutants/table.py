@@ -43,6 +43,10 @@ tensors of a message are bounded one by one | tests/wire/test_messages.py
 odd sizes padded with zeros | tests/own_class/test_patching.py
 -F.pad(latent, padding, mode="circular")
 +F.pad(latent, padding)
+# parallel_backend/own_class/cuts/tensor_plan.py
+a row-cut layer's bias added by every rank | tests/rank/test_tensor_parallel.py | tests/system/test_exactness.py -k "one_call and tensor" | default
+-return Shard(0, ()) if index else None
++return None
 # parallel_backend/checkpoints/packed_formats.py
 scale of packed fp8 weights ignored | tests/checkpoints/test_formats.py -k "expanded_form or round"
 -values if self.scale is None else torch.mul(values, self.scale, out=values)
@@ -95,9 +99,6 @@ ulysses sends heads to the wrong ranks | tests/system/test_exactness.py -k "one_
 row-cut layers not added up | tests/system/test_exactness.py -k "one_call and tensor"
 -lambda _module, _input, out: all_reduce(out, self.axis, traffic)
 +lambda _module, _input, out: out
-a row-cut layer's bias added by every rank | tests/rank/test_tensor_parallel.py | tests/system/test_exactness.py -k "one_call and tensor" | default
--if self.axis.index > 0:  # it is added once
-+if self.axis.index < 0:  # it is added once
 # parallel_backend/rank/stage/lora.py
 LoRA strength ignored | tests/rank/test_lora.py -k "added_to_every_weight or strength" | default
 -up = part.up.to(self._device, torch.float32) * part.scale
@@ -273,8 +274,8 @@ additions to an idle model stay on the device | tests/client/test_several_models
 a merge into a block that is in its slot does not show | tests/rank/test_weight_store.py -k in_its_slot
 -self._slots.forget(group.name)
 +pass
-the file is read into the buffer from which a copy is under way | tests/rank/test_weight_store.py | tests/emulated/test_weights.py | default
--self._slots.settle()  # `source` overwrites the buffer from which a copy under way may read
+the file is read into the buffer from which a copy is in progress | tests/rank/test_weight_store.py | tests/emulated/test_weights.py | default
+-self._slots.settle()  # `source` overwrites the buffer from which a copy in progress may read
 +pass
 # parallel_backend/client/models_on_ranks.py
 models of failed ranks are kept | tests/client/test_registry.py
@@ -327,9 +328,6 @@ fp32 attends in cubes where ComfyUI attends in full | tests/rank/test_sparse_att
 # parallel_backend/rank/comm/process_group.py
 torch 2.15 makes its new NCCL groups | tests/rank/test_process_group.py
 -    NEW_NCCL: "0",
-a communicator on another GPU is not noticed | tests/rank/test_process_group.py
--        if index != own:
-+        if index is None:
 # parallel_backend/processes/watchdog.py
 an idle rank whose driver does not answer is no hang | tests/processes/test_watchdog.py
 -(beat.doing != m.IDLE or r in deaf)

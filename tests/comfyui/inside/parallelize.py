@@ -81,7 +81,7 @@ def gguf_loader() -> dict:
     }
     module = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelizeModel"].__module__]
     with (
-        patch.object(module, "executing", lambda: (graph, "3", [])),
+        patch.object(module, "executing", lambda: (graph, "3")),
         patch.dict(nodes.NODE_CLASS_MAPPINGS, {"UnetLoaderGGUFDisTorch2MultiGPU": kind}),
     ):
         got = sampled(taken(two_loras(gguf_model(GGUF))))
