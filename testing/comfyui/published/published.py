@@ -44,6 +44,14 @@ POOLED = {"pooled_output": (768,)}
 T5 = (256, 4096)
 KLEIN_9B = {"depth": 8, "depth_single_blocks": 24, "hidden_size": 4096, "num_heads": 32, "context_in_dim": 12288}
 KLEIN_4B = {"depth": 5, "depth_single_blocks": 20, "hidden_size": 3072, "num_heads": 24, "context_in_dim": 7680}
+QUICKSTART = {
+    "depth": 1,
+    "depth_single_blocks": 4,
+    "hidden_size": 256,
+    "num_heads": 2,
+    "context_in_dim": 32,
+    "vec_in_dim": 16,
+}
 OVIS = {
     "depth": 6,
     "depth_single_blocks": 27,
@@ -122,6 +130,7 @@ PUBLISHED = {
     "sd3.5-medium": image("SD3", (154, 4096), 16, SD35 | X_BLOCKS, pooled_output=(2048,)),
     "flux-fill": image("FluxInpaint", T5, 16, FLUX, **POOLED),
     "flux-schnell": image("FluxSchnell", T5, 16, FLUX, **POOLED),
+    "quickstart-digits": image("FluxSchnell", (4, 32), 16, QUICKSTART, pooled_output=(16,)),
     "chroma": image("Chroma", T5, 16, FLUX),
     "auraflow": image("AuraFlow", (256, 2048), 4),
     "hunyuan-video-1.5": video(
