@@ -52,7 +52,7 @@ def test_every_toast_has_chinese_words(chinese):
 def test_other_texts_stay_as_they_are(chinese):
     whole = "Parallel DiT: 1.8 s, 0.09 s a step\nexact, on 2 ranks\nwhat nobody has translated"
     (shown,) = chinese("chinese_lines", [whole])
-    assert shown == "Parallel DiT: 1.8 秒，每步 0.09 秒\n精确，2 个进程\nwhat nobody has translated"
+    assert shown == "Parallel DiT: 1.8 秒，每步 0.09 秒\n精确，2 个计算进程\nwhat nobody has translated"
     refused = "Not changed: Load Diffusion Model: flux.gguf is not a file of a kind that is known."
     (shown,) = chinese("chinese_toasts", [refused])
     assert shown == "保持原样：Load Diffusion Model：flux.gguf is not a file of a kind that is known。"

@@ -138,5 +138,5 @@ def test_line_on_a_node_is_chinese_after_the_runs_end_too(opened, end):
     assert after == [during[0], during[2]]
     assert [each["nodeId"] for each in after] == ["3", "9"]
     assert [each["text"] for each in after] == [
-        f"Parallel DiT: {number}.5 秒，每步 0.{number} 秒\n精确，{number} 个进程" for number in (2, 3)
+        f"Parallel DiT: {number}.5 秒，每步 0.{number} 秒\n精确，{number} 个计算进程" for number in (2, 3)
     ]
