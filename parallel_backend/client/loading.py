@@ -72,7 +72,7 @@ def load_model(
     memory.check_weights(requests, poll)
     replies = _load(ranks, _message(pool, checkpoint, setup, cut, memory), memory, poll, progress)
     memory.resident.loaded(replies)
-    held = f"{_size(sum(memory.resident.device_bytes))} of weights on {len(replies)} ranks"
+    held = f"{_size(sum(memory.resident.device_bytes))} of weights on {len(replies)} rank" + "s" * (len(replies) > 1)
     streamed = memory.memory_check.said_of_streaming(memory.resident.limits)
     progress(", ".join(filter(None, (held, streamed, *pool.notes))), 1.0)
     adaptation = Adaptation(ranks, checkpoint, replies, memory.resident.adapted)
