@@ -117,7 +117,7 @@ class Channel:
     def return_segments(self, model: int | None = None) -> None:
         """Return the segments that were lent for `model`, or for any model: no tensor in them is read any more.
 
-        Segments without a model, such as a VAE's weights, stay until the other end sends DropSegment.
+        Segments without a model stay until the other end sends DropSegment.
         """
         for number, owner in list(self._models.items()):
             if owner is not None and model in (None, owner):
