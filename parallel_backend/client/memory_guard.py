@@ -66,7 +66,7 @@ class MemoryGuard:
         lock: AbstractContextManager | None = None,
         learnt: Learnt | None = None,
     ):
-        """`lock`: see ResidentWeights. `learnt`: None: nothing is."""
+        """`lock`: see ResidentWeights. `learnt`: see Learnt. None: a new one of this model's own."""
         self.ranks, self.memory_check, self.built, self.make_room, self._lock = ranks, memory_check, built, make_room, lock
         self.resident = ResidentWeights(ranks, memory_check.weights(), lock=lock)
         self.copy_rates = [0.0] * len(ranks.devices)
@@ -88,9 +88,13 @@ class MemoryGuard:
         """Set the limits in `resident` for loading and a run of these requests. ValueError for too large weights."""
         memories = self._with_room(requests, self._device_memories(poll), None)
         self.memory_check.check_weights(memories)
-        most = self._learnt.get(self.memory_check.setup, {})
-        limits = self.memory_check.placed(requests, memories, most=most)
+        limits = self.memory_check.placed(requests, memories, most=self._most)
         self.resident = ResidentWeights(self.ranks, self.memory_check.weights(), limits, self._lock)
+
+    @property
+    def _most(self) -> dict[int, int]:
+        """What was learnt of this model's setup, see Learnt."""
+        return self._learnt.get(self.memory_check.setup, {})
 
     @property
     def in_run(self) -> bool:
@@ -219,8 +223,7 @@ class MemoryGuard:
         free.move_to(self.resident.expected())
         free.memories = self._with_room(requests, free.memories, self.resident.expected())
         present = self.resident.expected()
-        most = self._learnt.get(self.memory_check.setup, {})
-        placed = [self.memory_check.placed(requests, free.memories, present, most)]
+        placed = [self.memory_check.placed(requests, free.memories, present, self._most)]
         placed += [self.memory_check.placed(each, free.memories, present) for each in self._of_last_run]
         self._of_this_run.add(requests)
         limits = tuple(map(min, zip(*placed, strict=True)))

@@ -96,7 +96,7 @@ class Worker:
         self._threads: dict[int | None, int] = {}
         """Number of a model -> CPU threads of its micro-steps."""
         self.vae: VAEPart | None = None
-        """Name of a VAE's part, decoder or encoder -> the part."""
+        """The part of a VAE, decoder or encoder, that this rank has. None: it has none."""
         self._inbox: queue.SimpleQueue[m.Envelope] = queue.SimpleQueue()
         self._ahead: list[m.Envelope] = []
         self._outbox = Outbox(channel, self.device, lambda error: self._inbox.put(m.Envelope(error)))

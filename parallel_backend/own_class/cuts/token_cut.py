@@ -50,7 +50,7 @@ class TokenCut(ABC):
         self.number = 0
         """Number of the running block."""
         self.attended = 0
-        """Number of its calls of attention so far."""
+        """Number of its calls of attention so far, with the one in progress."""
         self.tokens: dict[int, int] = {}
         """Tokens of each stream that has entered."""
         self.alone = False

@@ -168,24 +168,14 @@ class ComparedRank(TokenCut):
     def __init__(self, blocks: Sequence[OwnBlock], index: int, whole: WholeRun, tensor_rank: TensorRank = ALL_LAYERS):
         super().__init__(blocks, index, SequenceCut((1.0,), RANKS, repeat_text=False))
         self._noted, self._tensor_rank = whole, tensor_rank
-        self._attended = 0  # calls in the block that runs
         self._leaving: dict[int, torch.Tensor] = {}  # by stream: the whole's tokens of the value that leaves
-
-    def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        self._attended = 0
-        return super().enter(number, args, kwargs)
-
-    def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = super().attend(function, *args, **kwargs)
-        self._attended += self._coming is not None
-        return out
 
     def noted(self) -> NotedAttention:
         """The whole run's values at the present call of attention."""
         calls = self._noted.calls[self.number]
-        if self._attended >= len(calls):
+        if self.attended > len(calls):
             raise Unproven(f"{self.block.name} attends more often if its tokens are cut")
-        return calls[self._attended]
+        return calls[self.attended - 1]
 
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
         of_all = self.noted()

@@ -125,6 +125,7 @@ class Learning(ComparedRank):
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._coming is None:
             return function(*args, **kwargs)
+        self.attended += 1
         whole, call = self.noted(), attention_call(function, *args, **kwargs)
         q, k, v = (
             self._streams(own, of_whole)
@@ -145,7 +146,6 @@ class Learning(ComparedRank):
         sharing = next(each for each in range(heads, 0, -1) if shares_keys(*whole.tensors[1:], each)) if k else 1
         spec = OwnAttention(q, k, heads, head_size, sharing)
         self.blocks[self.number] = replace(self.block, attention=(*self.block.attention, spec))
-        self._attended += 1
         return call.result(whole.out[:, self.own_rows(q)]) if k else function(*args, **kwargs)
 
     def _check_values(self, mask: torch.Tensor) -> None:
