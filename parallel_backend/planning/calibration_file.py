@@ -20,7 +20,8 @@ def cached(
     measure: Callable[[], Calibration],
     fits: Callable[[Calibration], bool] = lambda _calibration: True,
 ) -> Calibration:
-    """The calibration of `key` from its file in `folder`; else, or if it does not fit, it is measured and kept there."""
+    """The calibration of `key` from its file in `folder`. If there is none, or it does not fit, it is measured and
+    stored."""
     calibration = load(folder, key)
     if calibration is None or not fits(calibration):
         calibration = measure()
@@ -29,12 +30,12 @@ def cached(
 
 
 def keep(folder: Path, key: dict[str, object], calibration: Calibration) -> None:
-    """See kept_file.keep."""
+    """Store the calibration, see kept_file.keep."""
     kept_file.keep(folder, key, NAME, _plain(calibration))
 
 
 def load(folder: Path, key: dict[str, object]) -> Calibration | None:
-    """See kept_file.find_kept."""
+    """The stored calibration, see kept_file.find_kept."""
     return kept_file.find_kept(folder, key, NAME, _calibration)
 
 

@@ -1,4 +1,4 @@
-"""A plan as text: Parallel Doctor's report, and the choice in a line."""
+"""A plan as text: Parallel Doctor's report, and the choice in one line."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from .prediction import Prediction
 from .workload import Workload
 
 SHOWN = 10
-"""Modes that are listed. Modes of a single degree are always listed too."""
+"""Number of modes that are listed. Modes of a single degree are always listed too."""
 
 
 def describe(plan: Plan) -> str:
@@ -23,7 +23,7 @@ def describe(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """The Doctor's advice in a line, with the gain over one device."""
+    """The Doctor's advice in one line, with the gain over one device."""
     best, one = plan.best, plan.one_device
     if plan.doubt or best is None:
         return _advice(plan).splitlines()[0]
@@ -32,7 +32,7 @@ def verdict(plan: Plan) -> str:
 
 
 def choice(prediction: Prediction, machine: Machine) -> str:
-    """The choice in a line, for a node and the log."""
+    """The choice in one line, for a node and the log."""
     names = ", ".join(machine.names[device] for device in prediction.mode.devices)
     if prediction.mode.device is not None:
         return f"one device, {names}, planned {prediction.seconds:.1f} s"
@@ -91,7 +91,7 @@ def _device(device: Device) -> str:
 
 
 def _table(plan: Plan) -> str:
-    """Modes, fastest first by plan."""
+    """Table of modes, fastest first by plan."""
     one, rehearsed = plan.one_device, {prediction.mode: prediction for prediction in plan.rehearsed}
     columns = "planned seconds, rehearsed seconds" if rehearsed else "planned seconds"
     against = "" if one.lacks else ", against one device"
@@ -129,7 +129,7 @@ def _named(mode: Mode, plan: Plan) -> str:
 
 
 def _impossible(plan: Plan) -> str:
-    """The reasons against single degrees alone: products of degrees fail for the same ones."""
+    """The reasons against single degrees. Products of degrees fail for the same reasons."""
     lines = [reason for degrees, reason in plan.refused.items() if _single(Mode(degrees))]
     return "\n".join(["not possible:", *lines]) if lines else ""
 
