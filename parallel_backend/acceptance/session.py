@@ -100,7 +100,7 @@ class Settings:
 
     def __post_init__(self):
         if not self.devices or any(map(on_ray, self.devices)):
-            raise ValueError("devices: the self-test looks at this machine alone. Name its own, such as cuda:0,cuda:1.")
+            raise ValueError("devices: the self-test tests only this machine. Name its devices, such as cuda:0,cuda:1.")
 
     @property
     def half(self) -> str | None:

@@ -105,7 +105,7 @@ const LINES = [
     [/^close to exact: step cache, packed transfers$/, "接近：步缓存，压缩传输"],
     [/^close to exact: step cache$/, "接近：步缓存"],
     [/^close to exact: packed transfers$/, "接近：压缩传输"],
-    [/^naive patches, a control$/, "互不交换的分片（对照）"],
+    [/^naive patches, for comparison$/, "互不交换的分片（对照）"],
     [/^not in (?:bands|patches): (.*)$/, "没有分片：{1}"],
     [/^step cache: (\d+) of (\d+) model calls computed$/, "步缓存：$2 次模型调用算了 $1 次"],
     [/^step cache: not used, because (.*)$/, "步缓存：没有使用，因为{1}"],

@@ -12,7 +12,7 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
     """Raise ValueError, naming the widget, if ranks cannot run a UNet with these settings."""
     if not own.unet:
         return
-    runs = f"{name} runs by split_batch_degree alone"
+    runs = f"{name} runs only with split_batch_degree"
     if planned:
         raise ValueError(f"degrees: {runs}, which auto cannot choose. Set degrees to 'as set'.")
     for axis, widget in WIDGETS.items():

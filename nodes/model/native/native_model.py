@@ -20,7 +20,7 @@ def native_model(checkpoint: Checkpoint) -> Iterator[Predict]:
     """Context with ComfyUI's own model of this file, on the device and in the dtype that ComfyUI chooses. Raises NotLookedAt
     for a file that ComfyUI's loader does not read, or a model that needs more than the given tensors."""
     if checkpoint.path.suffix not in READABLE:
-        raise NotLookedAt("ComfyUI's own loader reads single safetensors files alone")
+        raise NotLookedAt("ComfyUI's own loader reads only single safetensors files")
     try:
         patcher = comfy.sd.load_diffusion_model(str(checkpoint.path))
     except RuntimeError as error:

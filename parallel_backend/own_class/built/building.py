@@ -68,7 +68,7 @@ def imported(
         importlib.import_module(each)
     kind = getattr(importlib.import_module(module), name)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise ValueError(f"{module} has no model {name}")
+        raise ValueError(f"{module} has no model class {name}")
     return kind
 
 

@@ -77,7 +77,7 @@ def fitted(residual_BSD: torch.Tensor, tokens: int) -> torch.Tensor:
     if residual_BSD.shape[1] == tokens:
         return residual_BSD
     if residual_BSD.shape[1] != TRIED_ROWS:
-        raise Unproven(f"a control adds to {residual_BSD.shape[1]} tokens, and there are {tokens}")
+        raise Unproven(f"a control adds to {residual_BSD.shape[1]} tokens, but the call has {tokens}")
     return residual_BSD[:, torch.arange(tokens, device=residual_BSD.device) % TRIED_ROWS]
 
 

@@ -200,7 +200,7 @@ class TokenCut(ABC):
         blocks = self.blocks[left + 1 : self.number + 1]
         streams = tuple({cut.streams[0] for block in blocks for cut in block.slices if cut.enters})
         if len(streams) != 1:
-            raise Unproven(f"a control adds to the tokens of {self.block.name}, which are of {len(streams)} streams")
+            raise Unproven(f"a control adds to the tokens of {self.block.name}, which come from {len(streams)} streams")
         whole = fitted(residual_BSD, self.tokens[streams[0]])
         return self.part(whole, OwnSlice(0, 1, streams, enters=False))
 

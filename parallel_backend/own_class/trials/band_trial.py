@@ -65,7 +65,7 @@ def latent_of(
 
     `blocks`: with the cut of their tokens. `steady`: an adapter's claim about the class's text, see OwnLatent.steady."""
     if len(actual.latents) > 2:
-        raise Unproven("its latent has more than two parts")
+        raise Unproven("its call has more than two latents")
     runs = Runs(model, blocks)
     call = _even(runs, smaller(actual, *runs.sizes(actual)[0]))
     latent = find_latent(runs, call, steady)
@@ -147,7 +147,7 @@ def _first_that_runs(runs: Runs, calls: Iterable[Call]) -> Call:
 def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
     """The OwnLatent for calls of both sizes. Raises Unproven if tokens are found elsewhere in the second."""
     if replace(another, words=latent.words, pads=latent.pads, shared=latent.shared, idle=latent.idle) != latent:
-        raise Unproven("the places of its latent's tokens differ in calls of two sizes")
+        raise Unproven("its latent's tokens are ordered differently in calls of two sizes")
     return replace(latent, words=latent.words or another.words)
 
 

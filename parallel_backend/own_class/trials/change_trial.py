@@ -142,7 +142,7 @@ class TrialOfSkips(ChangeTrial):
             names = [self._skipped_block(calls[0], (kind, number)) for number in numbers]
             own = next((at for at, of_list in kept.items() if list(of_list) == names), None)
             if own is None or numbers != list(range(len(names))):
-                raise Unproven(f"the skipped blocks are not one list of blocks in order ({kind})")
+                raise Unproven(f"the skipped blocks are not a complete list of blocks in order ({kind})")
             if not {block.name for block in self.blocks}.issuperset(names):
                 raise Unproven(f"its blocks in {own} are not shared out")
             lists[kind] = own

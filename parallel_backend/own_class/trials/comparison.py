@@ -192,7 +192,7 @@ class ComparedRank(TokenCut):
         if call.k_BKHD.shape[2] % spec.sharing == 0 and not shares_keys(call.k_BKHD, call.v_BKHD, spec.sharing):
             raise Unproven(f"{self.block.name} attends with heads that share no keys")
         if call.rule is not None and not self._is_ruled(call, whole, self.own_rows(spec.queries)):
-            raise Unproven(f"{self.block.name} attends by rows in a different way if its tokens are cut")
+            raise Unproven(f"{self.block.name} attends differently for each row if its tokens are cut")
         return whole.out[:, self.own_rows(spec.queries)]
 
     def _is_ruled(self, call: AttentionCall, whole: NotedAttention, rows: slice | torch.Tensor) -> bool:

@@ -60,7 +60,7 @@ class _Prologue(WholeRun):
             for value, streams in zip(values, self.block.leaving, strict=True)
         ]
         if any(value is not None and value.shape != each.shape for value, each in zip(values, entered, strict=True)):
-            raise Unproven("its tokens change their form in a list of blocks")
+            raise Unproven("a list of blocks returns tokens in another shape than it gets")
         return entered[0] if isinstance(out, torch.Tensor) else tuple(entered)
 
 
@@ -75,12 +75,12 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
     for each in more:
         behind = found.start == 0 and each.behind == found.behind and each.start > 0
         if each.patch != found.patch or (each.start and each.behind and not behind):
-            raise Unproven("a list of blocks moves its latent's tokens")
+            raise Unproven("its latent's tokens are at other positions in a later list of blocks")
         again.append(OwnEntry(each.stream, each.start > 0, behind))
     pattern, companions = "", Changed({})
     if len(call.latents) > 1:
         if more:
-            raise Unproven("its latent has two parts, and leaves a list of blocks")
+            raise Unproven("its call has two latents, and their tokens pass through several lists of blocks")
         pattern, companions = search.companion(found)
     hints = [] if companions else search.hints(found)
     again += [OwnEntry(stream, False, False) for stream in hints]
@@ -144,7 +144,7 @@ class _Raster:
         change. Raises Unproven if the rows are not a raster."""
         found = [[_only(rows, streams) for rows in of_axis] for of_axis in changed]
         if len(among := {stream for of_axis in found for stream, _ in of_axis}) != 1:
-            raise Unproven("a part of its latent is in several streams")
+            raise Unproven("tokens of its latent are in several streams")
         (stream,), by_axis = among, [[rows for _, rows in of_axis] for of_axis in found]
         patch = tuple(len(list(next(itertools.groupby(of_axis))[1])) for of_axis in by_axis)
         if any(len(of_axis) % by for of_axis, by in zip(by_axis, patch, strict=True)):
@@ -167,7 +167,7 @@ def _only(changed: Changed, streams: set[int]) -> tuple[int, tuple[int, ...]]:
     """(stream, rows) if exactly one of these streams is changed. Otherwise raises Unproven."""
     among = [stream for stream in changed if stream in streams]
     if len(among) != 1:
-        raise Unproven("a part of its latent is in several streams" if among else "a part of its latent is not used")
+        raise Unproven("tokens of its latent are in several streams" if among else "a part of its latent is not used")
     return among[0], changed[among[0]]
 
 
@@ -195,7 +195,7 @@ class _LatentSearch:
         sizes = self._call.latents[1].shape
         stream, rows = _only(self._by_latent(1, 0, 0), set(self.first))
         if stream == found.stream and set(found.rows) & set(rows):
-            raise Unproven("its second latent is mixed into the first one's tokens before its blocks")
+            raise Unproven("its second latent is mixed into the first latent's tokens before its blocks")
         of_channels = [axis for axis in range(1, len(sizes)) if rows in self._by_latent(1, axis, 0).values()]
         of_tokens = [axis for axis in range(1, len(sizes)) if axis not in of_channels]
         if not of_tokens or math.prod(sizes[axis] for axis in of_tokens) != len(rows):
@@ -299,4 +299,4 @@ def streams_entering(runs: Runs, call: Call) -> dict[int, torch.Tensor]:
         return prologue.streams
     except Exception as error:  # of any kind: its code is not known
         raise Unproven(f"it does not run in a trial of bands ({first_line(error)})") from error
-    raise Unproven("not all of its streams enter its blocks")
+    raise Unproven("some of its streams of tokens never enter its blocks")

@@ -141,9 +141,9 @@ class Learning(ComparedRank):
             self._check_values(call.mask)
             self.mask_of_all(call.key_mask, k)
         if q and not k and call.rule is not None:
-            raise Unproven(f"{self.block.name} attends by rows to keys that are not cut, with queries that are")
+            raise Unproven(f"{self.block.name} attends differently for each row, and cuts its queries but not its keys")
         if k and not q:
-            raise Unproven(f"{self.block.name} attends to tokens that are cut, with queries that are not")
+            raise Unproven(f"{self.block.name} has attention in which the keys are cut, but the queries are not")
         heads, head_size = call.q_BQHD.shape[2:]
         sharing = next(each for each in range(heads, 0, -1) if shares_keys(*whole.tensors[1:], each)) if k else 1
         spec = OwnAttention(q, k, heads, head_size, sharing)
