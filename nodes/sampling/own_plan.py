@@ -1,5 +1,6 @@
 """Which modes a model has: its calls are tried before a plan is made, and tensor degrees when one is chosen."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,8 +50,17 @@ def _tried(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: 
     return stub.run.proof
 
 
-def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positive: Any, devices: tuple[str, ...]) -> Trials:
-    """Which modes the trials of a sampler's first step prove, for this number of devices. The MODEL's class keeps its setup.
+def trials_of(
+    model: Any,
+    latent: dict[str, Any],
+    steps: int,
+    cfg: float,
+    positive: Any,
+    devices: tuple[str, ...],
+    counts: Sequence[int],
+) -> Trials:
+    """Which modes the trials of a sampler's first step prove, for each of these `counts` of devices. The MODEL's class keeps
+    its setup.
 
     ValueError if there is no prompt, or if the class does not run.
     """
@@ -63,8 +73,8 @@ def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positi
     def examine(executor: Any, *arguments: Any) -> torch.Tensor:
         sampling = Sampling(executor.class_obj, *arguments)
         trials = first_trial(sampling, stub, setup, bands=True)
-        for degree in range(2, len(devices) + 1):
-            if len(devices) % degree == 0:
+        for degree in range(2, max(counts) + 1):
+            if any(count % degree == 0 for count in counts):
                 trials = with_tensor(sampling, stub, setup, True, trials, degree)
         found.append(trials)
         return sampling.noise
