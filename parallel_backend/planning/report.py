@@ -190,7 +190,7 @@ def _advice(plan: Plan) -> str:
     if mode.device is not None:
         kind = "CPU rank" if machine.on_cpus else "GPU"
         reasons = [f"advice: stay on one {kind} ({machine.names[mode.device]}), {best.seconds:.2f} s"]
-        others = [prediction for prediction in plan.predictions if not prediction.lacks and prediction is not best]
+        others = [other for other in plan.predictions if not other.lacks and other.mode.device is None]
         if others:
             other, tokens = others[0], plan.costs.workload.tokens
             share = best.seconds / other.mode.degrees.world
