@@ -1,6 +1,5 @@
 """Which modes a model has: its calls are tried before a plan is made, and tensor degrees when one is chosen."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,13 +50,7 @@ def _tried(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: 
 
 
 def trials_of(
-    model: Any,
-    latent: dict[str, Any],
-    steps: int,
-    cfg: float,
-    positive: Any,
-    devices: tuple[str, ...],
-    counts: Sequence[int],
+    model: Any, latent: dict[str, Any], steps: int, cfg: float, positive: Any, devices: tuple[str, ...], counts: list[int]
 ) -> Trials:
     """Which modes the trials of a sampler's first step prove, for each of these `counts` of devices. The MODEL's class keeps
     its setup.

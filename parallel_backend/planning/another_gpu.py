@@ -42,25 +42,24 @@ def with_another(costs: CalibratedCosts, another: AnotherGpu) -> CalibratedCosts
     Its blocks cost those of the first device, times the ratio of both GPUs' known operations. What does not grow with the
     tokens is the host's and stays. ValueError if the first device's speed is not known.
     """
-    machine, (cost, *_) = costs.machine, costs.calibration.costs
-    first, slower = machine.devices[0], _times_as_slow(machine.devices[0], another)
+    machine, links, first = costs.machine, costs.machine.links, costs.machine.devices[0]
     memory = first.total if another.card == SAME else KNOWN[another.card].memory
     link, copies = SLOTS[another.slot]
     device = Device(
         name=another.name,
-        kind=str(another),
+        kind=f"{first.kind}, {another.slot}" if another.card == SAME else str(another),
         memory=None if memory is None else memory - CONTEXT,
         total=memory,
         copies=copies if first.copies else 0.0,
     )
-    links = machine.links
     alone = replace(link, bandwidth=link.bandwidth * links.crowding)  # the slot's figures are for GPUs that all send
     number = len(machine.devices)
     links = replace(links, between=links.between | {(other, number): alone for other in range(number)})
+    of_another = _scaled(costs.calibration.costs[0], 1.0, _times_as_slow(first, another))
     calibration = replace(
         costs.calibration,
         machine=replace(machine, devices=(*machine.devices, device), links=links),
-        costs=(*costs.calibration.costs, _scaled(cost, 1.0, slower)),
+        costs=(*costs.calibration.costs, of_another),
     )
     return replace(costs, calibration=calibration)
 

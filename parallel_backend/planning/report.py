@@ -56,12 +56,12 @@ def verdict_on_another(today: Plan, more: Plan) -> str:
     before, best, asked = today.best, more.best, f"with {more.costs.machine.devices[-1].kind}, predicted"
     if best is None:
         return f"{asked}: nothing fits"
-    step = f"{_short(best.mode, more)}, {best.seconds / more.costs.workload.steps:.3g} s a step"
-    if before is None:
-        return f"{asked}: {step}. Without it nothing fits"
-    if before.seconds < AS_GOOD * best.seconds:
-        return f"{asked}: no gain over {_short(before.mode, today)}"
-    return f"{asked}: {step}, {before.seconds / best.seconds:.2f} x {_short(before.mode, today)}"
+    if before is not None and before.seconds < AS_GOOD * best.seconds:
+        return f"{asked}: no gain"
+    mode = best.mode if best.mode.device is None else more.costs.machine.names[best.mode.device]
+    step = f"{mode}, {best.seconds / more.costs.workload.steps:.3g} s a step"
+    without = "without it nothing fits" if before is None else f"{before.seconds / best.seconds:.2f} x without it"
+    return f"{asked}: {step}, {without}"
 
 
 def choice(prediction: Prediction, machine: Machine) -> str:

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def test_another_gpu_is_predicted(server):
     outcome = server.run(prompt)
     assert outcome.status == "success", outcome.error
     (text,) = outcome.outputs["20"]["text"]
-    today, more = text.split("\n\nwith the same GPU again, PCIe x8, predicted: ")
+    today, more = re.split("\n\nwith .*, PCIe x8, predicted: ", text)
     assert "pipefusion_degree 2" not in today
     assert "seconds a step, against one device (cpu), largest memory of a rank:" in more
     assert all(f"{mode}_degree 2" in more for mode in ("pipefusion", "split_batch", "tensor_parallel", "ulysses", "patch"))
