@@ -47,9 +47,11 @@ def _tried(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: 
     return stub.run.proof
 
 
-def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positive: Any, devices: tuple[str, ...]) -> Trials:
-    """The modes that trials of a sampler's first step prove, for this number of devices. The MODEL's setup is restored.
-    Raises ValueError if there is no prompt, or if the class does not run."""
+def trials_of(
+    model: Any, latent: dict[str, Any], steps: int, cfg: float, positive: Any, devices: tuple[str, ...], counts: list[int]
+) -> Trials:
+    """The modes that trials of a sampler's first step prove, for each of these `counts` of devices. The MODEL's setup is
+    restored. Raises ValueError if there is no prompt, or if the class does not run."""
     stub = remote_stub(model)
     if positive is None:
         raise ValueError(f"positive: the trial of {stub.checkpoint.path.name} needs a prompt. Connect one.")
@@ -59,8 +61,8 @@ def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positi
     def examine(executor: Any, *arguments: Any) -> torch.Tensor:
         sampling = Sampling(executor.class_obj, *arguments)
         trials = first_trial(sampling, stub, setup, bands=True)
-        for degree in range(2, len(devices) + 1):
-            if len(devices) % degree == 0:
+        for degree in range(2, max(counts) + 1):
+            if any(count % degree == 0 for count in counts):
                 trials = with_tensor(sampling, stub, setup, True, trials, degree)
         found.append(trials)
         return sampling.noise
