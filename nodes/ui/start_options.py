@@ -18,12 +18,12 @@ UNET_DTYPES = {
     "fp8_e5m2_unet": "fp8_e5m2",
     "fp8_e8m0fnu_unet": "fp8_e8m0fnu",
 }
-"""Options by which ComfyUI chooses a model's dtype -> the dtype. On ranks the loader's weight_dtype chooses it."""
+"""Start option by which ComfyUI chooses a model's dtype -> the dtype. On ranks the loader's weight_dtype decides instead."""
 FP8_PRODUCTS, CUBLAS = "fp8_matrix_mult", "cublas_ops"
 
 
 def is_fast(feature: str) -> bool:
-    """Whether ComfyUI was started with `--fast`, for this feature or for all."""
+    """Return whether ComfyUI was started with `--fast`, for this feature or for all features."""
     return any(getattr(one, "value", one) == feature for one in args.fast or ())
 
 

@@ -1,4 +1,4 @@
-"""VAEs that are made for tiles (MiniMax H3): ComfyUI's class cuts and blends the tiles, the ranks compute them."""
+"""Runs VAEs that are made for tiles (MiniMax H3): ComfyUI's class cuts and blends the tiles, the ranks compute them."""
 
 import contextlib
 import copy
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE
 
 RunTiles = Callable[[Iterator[torch.Tensor]], Generator[torch.Tensor, None, None]]
-"""Tiles of each clip -> computed tiles of each clip: RemoteVAE.run_tiles."""
+"""Function from the tiles of each clip to the computed tiles of each clip: RemoteVAE.run_tiles."""
 
 
 def decode_in_tiles(
