@@ -36,7 +36,7 @@ from .ui.widgets import CATEGORY, cfg_scale, choice, link, text, whole_number
 def doctor_devices(widget: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
     """Devices that the widget names. `auto`: all GPUs, or the model's CPU ranks if there is no GPU.
 
-    ValueError for a device that does not exist, and for a mixture of GPUs and CPUs.
+    Raises ValueError for a device that does not exist, and for a mixture of GPUs and CPUs.
     """
     devices = (gpus() or stub.devices) if is_auto(widget) else named_devices(widget)
     check_one_kind(devices)

@@ -208,9 +208,9 @@ class ParallelDiTLoader:
 
 
 def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
-    """The MODEL of a file. `settings`: values of `widgets`; absent ones have the widget's default.
+    """Return the MODEL of a file. `settings`: values of `widgets`; absent ones have the widget's default.
 
-    ValueError, beginning with the input's name, for a model or a value that cannot be loaded.
+    Raises ValueError, beginning with the input's name, for a model or a value that cannot be loaded.
     """
     values = {"parallel_config": None, **defaults(widgets("", ("", {}))), **settings}
     config = ParallelConfig() if values["parallel_config"] is None else values["parallel_config"]
@@ -229,7 +229,7 @@ def model_of(
     values: Mapping[str, Any],
     config: ParallelConfig,
 ) -> RemoteModelPatcher:
-    """The MODEL of an opened file. `planned`: degrees are worked out at the first image. `values`: of all `widgets`.
+    """Return the MODEL of an opened file. `planned`: degrees are worked out at the first image. `values`: of all `widgets`.
 
     ValueError as `load_model`."""
     checkpoint = file.checkpoint

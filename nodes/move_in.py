@@ -125,7 +125,7 @@ def input_of(name: str, kind: Any, about: Mapping[str, Any] | None = None) -> In
 
 
 def moved_in(workflow: Any, find: Find) -> dict[str, Any]:
-    """{"workflow", "moved", "left"}, see above. ValueError for anything but a workflow file."""
+    """{"workflow", "moved", "left"}, see above. Raises ValueError for anything but a workflow file."""
     if not isinstance(workflow, dict) or not isinstance(workflow.get("nodes"), list):
         raise ValueError("it has no nodes.")
     workflow = copy.deepcopy(workflow)

@@ -131,7 +131,7 @@ def file_plan(name: str, path: Path, devices: tuple[str, ...], state: str) -> Lo
 
 
 def model_file(inputs: Mapping[str, Any]) -> tuple[str, Path] | None:
-    """(name, path) of the diffusion model that a node's inputs name. None if there is none, or more than one.
+    """Return (name, path) of the diffusion model that a node's inputs name. None if there is none, or more than one.
 
     Packs name their inputs differently, so the folder of the file decides. A name that is in both folders means the
     all-in-one file only if the input's name says so.

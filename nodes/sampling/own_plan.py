@@ -23,8 +23,8 @@ from .pipefusion import AUTO_KEY, WRAPPER_KEY, prove
 
 
 def first_trial(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool) -> Trials:
-    """The modes that a trial of the run's first step proves, without tensor degrees above 1. Raises ValueError if the class
-    does not run."""
+    """Return the modes that a trial of the run's first step proves, without tensor degrees above 1. Raises ValueError if the
+    class does not run."""
     return Trials(setup.own_class, {1: _tried(sampling, stub, setup, bands, 1)})
 
 
@@ -50,8 +50,8 @@ def _tried(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: 
 def trials_of(
     model: Any, latent: dict[str, Any], steps: int, cfg: float, positive: Any, devices: tuple[str, ...], counts: list[int]
 ) -> Trials:
-    """The modes that trials of a sampler's first step prove, for each of these `counts` of devices. The MODEL's setup is
-    restored. Raises ValueError if there is no prompt, or if the class does not run."""
+    """Return the modes that trials of a sampler's first step prove, for each of these `counts` of devices. The MODEL's setup
+    is restored. Raises ValueError if there is no prompt, or if the class does not run."""
     stub = remote_stub(model)
     if positive is None:
         raise ValueError(f"positive: the trial of {stub.checkpoint.path.name} needs a prompt. Connect one.")
@@ -98,7 +98,7 @@ def check_can_be_planned(stub: RemoteDiffusionModel, trials: Trials) -> None:
 def chosen(
     sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool, costs: CalibratedCosts
 ) -> tuple[Prediction, Trials]:
-    """(the best mode that is proven, its trials), by the costs of a workload with `trials`."""
+    """Return (the best mode that is proven, its trials), by the costs of a workload with `trials`."""
     assert costs.workload.trials is not None, "its calls have been tried"
     trials = replace(costs.workload.trials, guesses=True)
     while True:
@@ -111,7 +111,7 @@ def chosen(
 
 
 def unplanned(trials: Trials, ranks: int, entries: int) -> Degrees:
-    """The degrees for a class whose blocks cannot be timed: stages if they are proven, so that it fits; otherwise split
-    batch."""
+    """Return the degrees for a class whose blocks cannot be timed: stages if they are proven, so that it fits; otherwise
+    split batch."""
     ways = Degrees(pipe=ranks), Degrees(batch=min(ranks, entries))
     return next((degrees for degrees in ways if not trials.lacks(degrees)), Degrees())

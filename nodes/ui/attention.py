@@ -17,7 +17,7 @@ FLAGS = {"use_split_cross_attention": "split", "use_quad_cross_attention": "sub_
 
 
 def attention_for(widget: str, devices: tuple[str, ...], dtype: str) -> str:
-    """The `attention` that ranks are loaded with. ValueError for a kernel that cannot run on these devices.
+    """Return the `attention` that ranks are loaded with. Raises ValueError for a kernel that cannot run on these devices.
 
     `auto` is the kernel that ComfyUI was started with. If ranks cannot run that kernel, they use torch's, and the log says
     so.

@@ -13,7 +13,7 @@ from parallel_backend.core.dtypes import HALVES, native_halves
 
 
 def host() -> Host:
-    """The kind of device that this ComfyUI runs on, and its start options about devices."""
+    """Return the kind of device that this ComfyUI runs on, and its start options about devices."""
     args = comfy.cli_args.args
     chosen = getattr(args, "cuda_device", None)
     option = comfy.cli_args.parser._option_string_actions.get("--cuda-device")  # took a single number before 2026-08

@@ -30,9 +30,9 @@ SHOWN = 60
 def validate(*checked_by_node: str, early: Callable[..., object] | None = None) -> Callable[[Node], Node]:
     """Class decorator: the node's function only gets values of its inputs' types and within their limits.
 
-    ValueError, beginning with the input's name, for other values. `checked_by_node`: inputs that the node itself checks.
-    `early`: called with the widgets that its parameters name, before anything of a prompt runs. Its ValueError refuses the
-    prompt. A widget whose value comes over a link is None.
+    Raises ValueError, beginning with the input's name, for other values. `checked_by_node`: inputs that the node itself
+    checks. `early`: called with the widgets that its parameters name, before anything of a prompt runs. Its ValueError
+    refuses the prompt. A widget whose value comes over a link is None.
     """
 
     def adopt(node: Node) -> Node:

@@ -34,7 +34,7 @@ class OtherNode:
 
 
 def nodes_of(source: Any) -> list[OtherNode]:
-    """The nodes that a function, or an object with methods, comes from. Empty: none is known.
+    """Return the nodes that a function, or an object with methods, comes from. Empty: none is known.
 
     That is the node in whose class the function was defined, or else all nodes whose functions use it by name.
     """

@@ -107,7 +107,7 @@ def pixels_too_small(cut: Cut, vae: comfy.sd.VAE, pixels: torch.Tensor, ranks: i
 def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: SomeRanks) -> torch.Tensor:
     """IMAGE -> [B, C, (frames,) h, w] as vae.encode gives it, one batch entry after the other.
 
-    TooLittleMemory if a device has too little memory for a rank's band. NotExact: see RemoteVAE.run.
+    Raises TooLittleMemory if a device has too little memory for a rank's band. NotExact: see RemoteVAE.run.
     """
     model, tiles = vae.first_stage_model, cut.known.tiles
     remote, dtype = remote_vae(vae, cut, "encoder", pool)

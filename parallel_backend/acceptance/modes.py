@@ -57,8 +57,8 @@ def look_at_modes(session: SelfTestSession, findings: Findings) -> None:
 
 
 def modes_of(world: int) -> list[Degrees]:
-    """The modes of `world` ranks, and one product of two: a pipeline whose stages exchange heads, so that transfers of
-    several communicators are in progress at once. Other products make no other transfers."""
+    """Return the modes of `world` ranks, and one product of two: a pipeline whose stages exchange heads, so that transfers
+    of several communicators are in progress at once. Other products make no other transfers."""
     modes = [degrees for degrees in all_degrees(world) if max(degrees.sizes) == world]
     stages = next((stages for stages in range(2, world) if world % stages == 0), None)
     return modes if stages is None else [*modes, Degrees(pipe=stages, ulysses=world // stages)]

@@ -164,10 +164,10 @@ class SelfTestSession:
         return pool.whole
 
     def load(self, degrees: Degrees, dtype: str, path: Path | None = None, own: OwnClass | None = None) -> RemoteTransformer:
-        """A model on the first ranks, cut evenly, which replaces their present one: the file `path` by its class `own`, or
-        the tiny model.
+        """Return a model on the first ranks, cut evenly, which replaces their present one: the file `path` by its class
+        `own`, or the tiny model.
 
-        ValueError if the model does not allow the degrees, or does not fit.
+        Raises ValueError if the model does not allow the degrees, or does not fit.
         """
         devices, own = self.settings.devices[: degrees.world], own or tiny_model.tried(degrees.tensor)
         setup = Setup(path or self.tiny_file, dtype, devices, degrees, "auto", "even", own_class=own)

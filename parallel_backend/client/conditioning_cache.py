@@ -31,7 +31,7 @@ class Seen:
 
 
 def _seen_now(tensors: dict[str, torch.Tensor]) -> dict[str, Seen]:
-    """The tensors that have a version. Those created in inference mode have none."""
+    """Return the tensors that have a version. Those created in inference mode have none."""
     return {name: Seen(weakref.ref(each), each._version) for name, each in tensors.items() if not each.is_inference()}
 
 
@@ -48,7 +48,7 @@ class ConditioningCache:
         return len(self._held)
 
     def find(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
-        """The ranks' copy of the call's conditioning. It is sent if the ranks do not have it.
+        """Return the ranks' copy of the call's conditioning. It is sent if the ranks do not have it.
 
         A sampler passes equal values at each step. New tensors are compared by value; tensors of the last call, as bands
         pass them (nodes/sampling/host_sampling.py), only by version.
@@ -77,7 +77,7 @@ class ConditioningCache:
         self._seen.clear()
 
     def _unsure(self, known: Conditioning, tensors: dict[str, torch.Tensor]) -> list[str]:
-        """Names of the tensors whose values may differ from the conditioning's."""
+        """Return the names of the tensors whose values may differ from the conditioning's."""
         seen = self._seen[known.id]
         return [name for name, tensor in tensors.items() if name not in seen or not seen[name].is_still(tensor)]
 

@@ -96,7 +96,7 @@ class Deltas:
         self._known = sent
 
     def addition(self, delta: Delta) -> Adapt:
-        """The message that adds the delta to the parameter of its checkpoint tensor. Raises ValueError if it does not
+        """Return the message that adds the delta to the parameter of its checkpoint tensor. Raises ValueError if it does not
         fit."""
         parameter = self._targets.get(delta.key)
         shape = (0,) if parameter is None else self._checkpoint.shape(parameter)
@@ -121,7 +121,7 @@ def _fits(delta: Delta, rows: int, others: tuple[int, ...]) -> bool:
 
 
 def _shown(delta: Delta) -> str:
-    """The shapes of a delta, for an error message."""
+    """Return the shapes of a delta, for an error message."""
     return str(list(delta.up.shape)) + ("" if delta.down is None else f" times {list(delta.down.shape)}")
 
 
@@ -191,7 +191,7 @@ class Adaptation:
             self._lock.release()
 
     def _all_in_place(self, poll: Poll) -> list[Adapted]:
-        """The ranks' replies, in rank order, after they have handled everything that was sent."""
+        """Return the ranks' replies, in rank order, after they have handled everything that was sent."""
         answered = self._pool.ask(AdaptersSent(), Adapted)
         answered.add_done_callback(self._answered)  # in the order of the ranks' replies, unlike what follows
         return wait_for(answered, poll)

@@ -25,7 +25,7 @@ class PromptFiles:
             self._seen.clear()
 
     def of(self, setup: Setup, on_ranks: OnRanks | None, opened: Checkpoint | None) -> Checkpoint:
-        """The checkpoint of `setup`, fixed by the prompt's first call.
+        """Return the checkpoint of `setup`, fixed by the prompt's first call.
 
         That call takes the checkpoint of the model `on_ranks`, or the one that a node has `opened`, unless its file has
         changed; or otherwise opens the file now. Raises ValueError for a file that cannot be opened as this class.

@@ -75,8 +75,8 @@ class Registry:
         expected: Expected = lambda: None,
         opened: Checkpoint | None = None,
     ) -> RemoteTransformer:
-        """The model of `setup`. Starts ranks and loads the model if it is not on working ranks, or if its files had changed
-        when the prompt began.
+        """Return the model of `setup`. Starts ranks and loads the model if it is not on working ranks, or if its files had
+        changed when the prompt began.
 
         `owner` is kept alive while the model is on ranks, and then until the next use of a model: the object that frees the
         weights must outlive them. `make_room`, `expected()`: for loading, see loading.load_model; other models on the same
@@ -107,7 +107,7 @@ class Registry:
             return entry.model
 
     def checkpoint(self, prompt: str | None, setup: Setup, opened: Checkpoint) -> Checkpoint:
-        """The files of `setup` with which this prompt computes, see PromptFiles. `opened`: as a node opened them."""
+        """Return the files of `setup` with which this prompt computes, see PromptFiles. `opened`: as a node opened them."""
         with self._lock:
             self._files.begin(prompt)
             return self._files.of(setup, self._models.find(setup), opened)
@@ -153,7 +153,7 @@ class Registry:
             return self._make_way(self._models.of(pool), device, nbytes)
 
     def held_on(self, pool: SomeRanks, device: str) -> int:
-        """Bytes of all models on these ranks on one device."""
+        """Return the bytes of all models on these ranks on one device."""
         with self._lock:
             return sum(each.model.bytes_on(device) for each in self._models.of(pool))
 
@@ -255,11 +255,11 @@ class Registry:
                 return 0
 
     def _model_of(self, setup: Setup) -> RemoteTransformer | None:
-        """The model of `setup`, or None if it is not on ranks."""
+        """Return the model of `setup`, or None if it is not on ranks."""
         return None if (entry := self._models.find(setup)) is None else entry.model
 
     def overview(self) -> list[dict[str, Any]]:
-        """An overview of each pool for the user, as JSON values. Never waits."""
+        """Return an overview of each pool for the user, as JSON values. Never waits."""
         return [overview_of(pool, self._models.of(pool)) for pool in self._pools.all]
 
     def runs_on(self, devices: tuple[str, ...]) -> bool:
@@ -267,7 +267,7 @@ class Registry:
         return self._pools.serves(devices)
 
     def bytes_on(self, setup: Setup, device: str) -> int:
-        """Bytes of the model of `setup` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
+        """Return the bytes of the model of `setup` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
         model = self._model_of(setup)
         return 0 if model is None else model.bytes_on(device)
 
@@ -287,8 +287,8 @@ class Registry:
                 self._lock.release()
 
     def pool_for(self, devices: tuple[str, ...] | None, poll: Poll, alone: bool = False) -> SomeRanks | None:
-        """The ranks on these devices, started if necessary. `devices` None: the ranks used last, or None. `alone`: see
-        Pools.use."""
+        """Return the ranks on these devices, started if necessary. `devices` None: the ranks used last, or None. `alone`:
+        see Pools.use."""
         with self._lock:
             if devices is not None:
                 return self._pools.use(devices, lambda pool: _ready(pool, poll), alone)
@@ -302,7 +302,7 @@ class Registry:
         return working[-1] if working else None
 
     def present(self) -> RemoteTransformer | None:
-        """The model used last, or None if there is none or its ranks have failed. Loads and starts nothing."""
+        """Return the model used last, or None if there is none or its ranks have failed. Loads and starts nothing."""
         models = list(self._models)
         return models[-1].model if models else None
 
@@ -352,7 +352,7 @@ def _ready(pool: SomeRanks, poll: Poll) -> SomeRanks:
 
 @functools.cache
 def registry() -> Registry:
-    """The process's registry, whose ranks end with the process."""
+    """Return the process's registry, whose ranks end with the process."""
     one = Registry()
     atexit.register(one.exit)
     return one

@@ -34,7 +34,7 @@ def names_ray(text: str) -> bool:
 
 
 def ray_devices(text: str, world: int | None = None) -> tuple[str, ...]:
-    """The devices of a list such as ray:cuda,cuda. `ray` alone means one GPU for each of `world` ranks.
+    """Return the devices of a list such as ray:cuda,cuda. `ray` alone means one GPU for each of `world` ranks.
 
     Raises ValueError for other names, for `ray` alone without `world`, and if the ray package is missing. Whether the
     cluster has the devices is found out when ranks start.

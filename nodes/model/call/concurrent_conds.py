@@ -41,7 +41,7 @@ class Evaluation:
         return self  # ComfyUI copies transformer_options for each model call: all must share one evaluation
 
     def first_replica(self, entries: int) -> int:
-        """The replica for the first of a call's `entries` batch entries, modulo the number of replicas. It counts the
+        """Return the replica for the first of a call's `entries` batch entries, modulo the number of replicas. It counts the
         entries of the step's earlier calls, so that calls of one step go to different replicas."""
         before, self._entries = self._entries, self._entries + entries
         return before

@@ -33,7 +33,7 @@ class ControlsHere:
         return [layers.model(patches, hooked, name) for layers in self._needed(options)]
 
     def of_all_tokens(self, call: NativeArguments, run: SamplingRun, is_carried: bool) -> Residuals:
-        """The residuals that controls for all tokens add around blocks. `is_carried`: see answered_call.answered."""
+        """Return the residuals that controls for all tokens add around blocks. `is_carried`: see answered_call.answered."""
         if not (controls := sequence_controls(call.options)):
             return {}
         layers = self._layers(call.options, run)
@@ -61,7 +61,7 @@ class ControlsHere:
         return self.models(options, patches, run.hook_patches.values(), run.patches_uuid)[0]
 
     def _needed(self, options: Mapping[str, Any]) -> list[LayersHere]:
-        """The layers for the controls in `options`. A model has at most one of the two kinds."""
+        """Return the layers for the controls in `options`. A model has at most one of the two kinds."""
         if fun_controls(self._checkpoint.built.own.kind, options):
             return [self._fun_control.layers]
         return [self._sequence_control.layers] if sequence_controls(options) else []

@@ -44,7 +44,7 @@ def fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def without_fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The transformer_options without Fun controls."""
+    """Return the transformer_options without Fun controls."""
     controls = fun_controls(kind, options)
     patches = {
         name: [each for each in functions if each not in controls.get(name, ())]
@@ -70,7 +70,7 @@ class FunControl:
         context: torch.Tensor,
         options: Mapping[str, Any],
     ) -> Control:
-        """The residuals of `controls` in a model call: kind -> for each block [B, image tokens, hidden] or None.
+        """Return the residuals of `controls` in a model call: kind -> for each block [B, image tokens, hidden] or None.
 
         `model`: from `layers`. x [B, C, H, W], timestep [B], context [B, T, C] and `options` (transformer_options) are the
         arguments of the native model's call.
@@ -92,7 +92,7 @@ class FunControl:
             return residual
 
         def refined(arguments: dict[str, Any]) -> dict[str, Any]:
-            """The patch after a noise refiner, whose output the next refiner needs."""
+            """Return the patch after a noise refiner, whose output the next refiner needs."""
             zeros = torch.zeros_like(arguments["img"])
             return {"img": arguments["img"] + add(REFINERS, arguments | {"img": zeros})}
 

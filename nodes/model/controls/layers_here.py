@@ -25,8 +25,8 @@ class LayersHere:
         self._patched: dict[Any, comfy.model_patcher.ModelPatcher] = {}  # the last patches' name -> layers with them
 
     def model(self, patches: list[Patches], hooked: Collection[Patches], name: Any) -> comfy.model_patcher.ModelPatcher:
-        """The layers as a model for ComfyUI to load, with those `patches` that are for them. `name` stands for `patches`.
-        Raises ValueError if `hooked`, the patches of a conditioning's LoRAs, has some for these layers."""
+        """Return the layers as a model for ComfyUI to load, with those `patches` that are for them. `name` stands for
+        `patches`. Raises ValueError if `hooked`, the patches of a conditioning's LoRAs, has some for these layers."""
         layer_patches: dict[str, list[Patch]] = {}
         for key in self._layers.model.state_dict():
             if key_patches := [patch for table in patches for patch in table.get(key, ())]:

@@ -33,7 +33,7 @@ Replacement = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 
 def controls_around(function: Any) -> list[Any]:
-    """The controls among the patches around a block, outermost first."""
+    """Return the controls among the patches around a block, outermost first."""
     controls = []
     while function is not None and is_known(CONTROL, function):
         controls.append(function)
@@ -42,7 +42,7 @@ def controls_around(function: Any) -> list[Any]:
 
 
 def below_controls(function: Any) -> Any:
-    """The patch around a block inside its controls. None: there is no other."""
+    """Return the patch around a block inside its controls. None: there is no other."""
     controls = controls_around(function)
     return controls[-1].previous if controls else function
 
@@ -52,7 +52,7 @@ Controls = Mapping[tuple[str, int], list[Any]]
 
 
 def sequence_controls(options: Mapping[str, Any]) -> Controls:
-    """The controls in a call's transformer_options."""
+    """Return the controls in a call's transformer_options."""
     replaced = options.get(REPLACED, {}).get(BLOCKS, {})
     found = {block[:2]: controls_around(function) for block, function in replaced.items()}
     return {block: controls for block, controls in found.items() if controls}
@@ -134,6 +134,6 @@ class SequenceControl:
 
 
 def _blocks_of(layers: torch.nn.Module) -> torch.nn.ModuleList:
-    """The list of blocks that controls are around: the longest list, even if its blocks were removed."""
+    """Return the list of blocks that controls are around: the longest list, even if its blocks were removed."""
     lists = [each for each in layers.children() if isinstance(each, torch.nn.ModuleList)]
     return max(lists, key=len)

@@ -38,7 +38,7 @@ class CallShape:
 
 
 def tokens_of(built: BuiltClass, latent: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Counted:
-    """A call's tokens, including those that the class adds."""
+    """Return a call's tokens, including those that the class adds."""
     return built.counted(built.patching.grid(latent.shape), built.words(tensors), tensors)
 
 
@@ -51,7 +51,7 @@ def why_not_in_bands(proof: Proof, tokens: Counted) -> str:
 
 
 def steps_of(options: Mapping[str, Any]) -> int:
-    """Number of steps of the sampler that makes a call with these transformer_options. 0: unknown."""
+    """Return the number of steps of the sampler that makes a call with these transformer_options. 0: unknown."""
     return max(0, len(options.get("sample_sigmas", ())) - 1)
 
 

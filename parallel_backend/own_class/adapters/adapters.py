@@ -89,7 +89,7 @@ class Adapter:
 
 
 def adapter_of(kind: str) -> Adapter:
-    """The adapter of a class of ComfyUI's supported_models. Other classes get one that changes nothing."""
+    """Return the adapter of a class of ComfyUI's supported_models. Other classes get one that changes nothing."""
     return ADAPTERS.get(kind, UNCHANGED)
 
 

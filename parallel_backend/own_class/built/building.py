@@ -47,7 +47,7 @@ class TorchLayers:
 
     @staticmethod
     def conv_nd(dims: int, *args: Any, **kwargs: Any) -> nn.Module:
-        """A convolution over two or three axes."""
+        """Return a convolution over two or three axes."""
         return {2: nn.Conv2d, 3: nn.Conv3d}[dims](*args, **kwargs)
 
 
@@ -55,7 +55,7 @@ class TorchLayers:
 def imported(
     folder: str, module: str, name: str, settings: tuple[tuple[str, str, bool], ...], imports: tuple[str, ...]
 ) -> type[nn.Module]:
-    """The class. ComfyUI's own process has imported everything already, so there `settings` change nothing. Raises
+    """Return the class. ComfyUI's own process has imported everything already, so there `settings` change nothing. Raises
     ValueError if the module has no model of this name. `imports`: modules to import first, which the class's code uses
     without importing."""
     if folder and module.partition(".")[0] not in sys.modules:
@@ -73,13 +73,13 @@ def imported(
 
 
 def class_of(own: OwnClass) -> type[nn.Module]:
-    """The class, see `imported`."""
+    """Return the class, see `imported`."""
     return imported(own.folder, own.module, own.name, own.settings, own.imports)
 
 
 def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model of the class with compute dtype `dtype`. Parameters are on the meta device; tables that it computes have
-    values."""
+    """Return a model of the class with compute dtype `dtype`. Parameters are on the meta device; tables that it computes
+    have values."""
     kind = class_of(own)
     arguments = {
         name: getattr(torch, value.removeprefix(DTYPE)) if isinstance(value, str) and value.startswith(DTYPE) else value
