@@ -1,8 +1,8 @@
 """Evaluates ComfyUI's context windows concurrently: several windows of a step are on the ranks at the same time.
 
-ComfyUI's handler of context windows (comfy/context_windows.py) evaluates one window after the other and sums the results up. A
-SAMPLER_SAMPLE wrapper puts a handler of the same kind in its place. Asked for a window, it evaluates the next ones with it, as
-concurrent_conds.py does with conditionings. ComfyUI slices and sums in its own order, so the result is the same.
+ComfyUI's handler of context windows (comfy/context_windows.py) evaluates one window after the other and sums the results up.
+A SAMPLER_SAMPLE wrapper puts a handler of the same kind in its place. When ComfyUI asks it for a window, it evaluates the next
+ones too, as concurrent_conds.py does with conditionings. ComfyUI slices and sums in its own order: the result is the same.
 """
 
 from functools import partial
