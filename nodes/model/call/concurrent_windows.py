@@ -1,8 +1,9 @@
 """Evaluates ComfyUI's context windows concurrently: several windows of a step are on the ranks at the same time.
 
 ComfyUI's handler of context windows (comfy/context_windows.py) evaluates one window after the other and sums the results up.
-A SAMPLER_SAMPLE wrapper puts a handler of the same kind in its place. When ComfyUI asks it for a window, it evaluates the next
-ones too, as concurrent_conds.py does with conditionings. ComfyUI slices and sums in its own order: the result is the same.
+A SAMPLER_SAMPLE wrapper puts a handler of the same kind in its place. When ComfyUI asks it for a window, it also evaluates
+the next ones, as concurrent_conds.py does with conditionings. ComfyUI slices and sums in its own order, so the result is the
+same.
 """
 
 from functools import partial
@@ -42,7 +43,7 @@ class ConcurrentWindows(IndexListContextHandler):
     @classmethod
     def like(cls, handler: IndexListContextHandler) -> "ConcurrentWindows":
         """Has the handler's class behind this one, and shares all attributes with the handler, such as its step."""
-        made = object.__new__(type(cls.__name__, (cls, type(handler)), {}))
+        made: ConcurrentWindows = object.__new__(type(cls.__name__, (cls, type(handler)), {}))
         made.__dict__ = vars(handler)
         return made
 
@@ -72,15 +73,17 @@ class ConcurrentWindows(IndexListContextHandler):
                 given = x_in, conds, timestep, [window], belonging_to(evaluation, model_options)
                 self._ahead[window[0]] = evaluate(calc_cond_batch, model, *given, *arguments, **named)
 
-            end = first + self._at_once(model, conds, x_in, timestep, model_options)
-            evaluation.run([partial(work, window) for window in self._windows[first:end]])
+            count = min(self._at_once(model, conds, x_in, timestep, model_options), len(self._windows))
+            if count > 1:
+                model.diffusion_model.run.note(f"context windows: {count} at a time")
+            evaluation.run([partial(work, window) for window in self._windows[first : first + count]])
         return self._ahead.pop(first)
 
     def _at_once(self, model, conds: list, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict[str, Any]) -> int:
-        """Number of windows that are evaluated concurrently.
+        """Maximum number of windows that are evaluated concurrently.
 
-        They have twice as many batch entries as replicas and stages have places, so that stages do not wait long, and at
-        most one for each conditioning that the ranks keep.
+        Together they have two batch entries for each stage of each replica, so that the stages' wait for the last window is
+        short. Each of their calls may have its own conditioning, and ranks keep only CONDITIONINGS_KEPT of them.
         """
         stub = model.diffusion_model
         if not getattr(stub, "on_ranks", False):  # Dual Model CFG Guider hands these options to another MODEL

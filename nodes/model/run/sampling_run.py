@@ -96,7 +96,7 @@ class SamplingRun:
     prepared: dict[Hashable, Any] = field(default_factory=dict)
     """By key of calls, the PreparedCall of those calls (call/prepared_call.py)."""
     lines: list[str] = field(default_factory=list)
-    """What the user was told in the run and finds below its time: texts on a node replace each other."""
+    """What the user finds below the run's time. Some was told in the run: texts on a node replace each other."""
     tries: FurtherTries = field(init=False)
     """Further ones, after ranks were lost."""
     before: Setup | None = None
@@ -114,6 +114,11 @@ class SamplingRun:
         log.warning("Parallel DiT: %s", text)
         say(f"Parallel DiT: {text}")
         self.lines.append(text)
+
+    def note(self, text: str) -> None:
+        """Keep a line for the end of the run, once."""
+        if text not in self.lines:
+            self.lines.append(text)
 
     def answers(self, model: RemoteTransformer, setup: Setup) -> None:
         """Note the model that answers the next call."""
