@@ -135,7 +135,7 @@ def why_not_displaced(sampling: Sampling) -> str | None:
     if wrappers := sampling.stub.wrappers(options, is_model_options=True):
         return f"{_owner(wrappers[0])}'s wrapper of the model needs whole calls"
     if options.get("context_handler") is not None:
-        return "context windows call the model for one part of the latent after another"
+        return "context windows call the model for parts of the latent"
     if any(_is_other_model(value, sampling.guider.model_patcher) for value in vars(sampling.guider).values()):
         return f"the guider {type(sampling.guider).__name__} calls two models"
     return None

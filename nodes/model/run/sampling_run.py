@@ -94,8 +94,7 @@ class SamplingRun:
     prepared: dict[Hashable, Any] = field(default_factory=dict)
     """Key of calls -> their PreparedCall (call/prepared_call.py)."""
     lines: list[str] = field(default_factory=list)
-    """Lines that the user was told during the run. They are repeated at its end, because texts on a node replace each
-    other."""
+    """Lines below the run's time on the sampler's node. Some were shown during the run: texts on a node replace each other."""
     tries: FurtherTries = field(init=False)
     """Further tries after ranks were lost."""
     before: Setup | None = None
@@ -113,6 +112,11 @@ class SamplingRun:
         log.warning("Parallel DiT: %s", text)
         say(f"Parallel DiT: {text}")
         self.lines.append(text)
+
+    def note(self, text: str) -> None:
+        """Keep a line for the end of the run, once."""
+        if text not in self.lines:
+            self.lines.append(text)
 
     def answers(self, model: RemoteTransformer, setup: Setup) -> None:
         """Record the model that answers the next call."""
