@@ -94,7 +94,7 @@ class SamplingRun:
     prepared: dict[Hashable, Any] = field(default_factory=dict)
     """Key of calls -> their PreparedCall (call/prepared_call.py)."""
     lines: list[str] = field(default_factory=list)
-    """Lines below the run's time on the sampler's node. Some were shown in the run, but texts on a node replace each other."""
+    """Lines below the run's time on the sampler's node. Texts on a node replace each other, so some were shown before."""
     tries: FurtherTries = field(init=False)
     """Further tries after ranks were lost."""
     before: Setup | None = None
