@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -319,32 +319,47 @@ def distance(a: Any, b: Any) -> float:
     return float(((a - b).abs().max() / b.abs().max().clamp(min=1e-9)).nan_to_num(math.inf))
 
 
-def draw_weights(model: nn.Module, seed: int, idle: Sequence[str] = ()) -> None:
-    """Fill the model with random float32 weights on the CPU that keep activations near 1. Modules in `idle` get none."""
+def draw_weights(model: nn.Module, seed: int, idle: Sequence[str] = (), share: bool = False) -> None:
+    """Fill the model with random float32 weights on the CPU that keep activations near 1. Modules in `idle` get none.
+
+    Weights with rows of the same length are parts of the same noise, see `noise_lengths`. `share`: they share its memory.
+    """
     g = torch.Generator().manual_seed(seed)
     noise = torch.randn(NOISE, generator=g)
-    for path, module in model.named_modules():
-        if any(f"{path}.".startswith(f"{name}.") for name in idle):
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta:
-                parameter = nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
-                module._parameters[name] = parameter
-            _fill(parameter, noise, g)
-            parameter *= 1 / math.sqrt(max(1, parameter[0].numel())) if parameter.ndim > 1 else 0.1
-            if parameter.ndim == 1 and f"{path}.{name}".endswith("weight"):
-                parameter += 1
+    scaled = {
+        row: noise.repeat(math.ceil(most / NOISE)).div_(math.sqrt(row)) for row, most in noise_lengths(model, idle).items()
+    }
+    for path, name, module, parameter in _drawn(model, idle):
+        start = int(torch.randint(NOISE, (), generator=g))
+        values = scaled[_row(parameter)][start : start + parameter.numel()].view(parameter.shape)
+        if parameter.ndim == 1 and f"{path}.{name}".endswith("weight"):
+            values = values + 1
+        module._parameters[name] = nn.Parameter(values if share else values.clone(), requires_grad=False)
+    for module in model.modules():
         for buffer in stored_tables(module).values():
             buffer.normal_(generator=g)
 
 
-def _fill(values: torch.Tensor, noise: torch.Tensor, g: torch.Generator) -> None:
-    """Fill a contiguous tensor with the noise, repeated from a random position on. New random values would take ten times
-    longer."""
-    start = int(torch.randint(len(noise), (), generator=g))
-    for part in values.view(-1).split(len(noise)):
-        first = noise[start : start + len(part)]
-        part[: len(first)], part[len(first) :] = first, noise[: len(part) - len(first)]
+def noise_lengths(model: nn.Module, idle: Sequence[str] = ()) -> dict[int, int]:
+    """Return the number of float32 values of noise for all weights whose rows have the same length, by that length. Each
+    weight begins at another of NOISE places."""
+    found: dict[int, int] = {}
+    for _, _, _, parameter in _drawn(model, idle):
+        found[_row(parameter)] = max(found.get(_row(parameter), 0), NOISE + parameter.numel())
+    return found
+
+
+def _drawn(model: nn.Module, idle: Sequence[str]) -> Iterator[tuple[str, str, nn.Module, nn.Parameter]]:
+    """Yield (path of its module, name there, module, parameter), except for modules in `idle`."""
+    for path, module in model.named_modules():
+        if not any(f"{path}.".startswith(f"{name}.") for name in idle):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                yield path, name, module, parameter
+
+
+def _row(weight: nn.Parameter) -> int:
+    """Return the number of values that a product with the weight adds up. Vectors are as small as if it were 100."""
+    return max(1, weight[0].numel()) if weight.ndim > 1 else 100
 
 
 def stored_tables(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -95,7 +95,8 @@ class _LayerOfRank:
 
     def _part(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         spans = cut_side(self._cut, x.shape[dim], self._rank.index, self._rank.count)
-        return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
+        parts = [x.narrow(dim, span.start, len(span)) for span in spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def _shard(self, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         shard = shard_of(self._cut, name, parameter.shape, self._rank.index, self._rank.count)

@@ -26,6 +26,7 @@ from parallel_backend.own_class.calls.tried_calls import (
     does_not_run,
     draw_weights,
     drawn,
+    noise_lengths,
     smaller,
     with_whole_axes,
 )
@@ -207,16 +208,14 @@ def _left_out(model: nn.Module, kept: Mapping[str, Sequence[str]], call: Call) -
 def give_weights(own: OwnClass, model: nn.Module, poll: Callable[..., None], idle: Sequence[str] = ()) -> None:
     """Give a model random weights, except modules in `idle`. Raises ValueError if host memory is short of twice their
     size."""
-    free = host_memory()[0]
-    of_idle = sum(_values(model.get_submodule(name)) for name in idle)
-    nbytes = 4 * (_values(model) - of_idle)
+    free, nbytes = host_memory()[0], 4 * sum(noise_lengths(model, idle).values())
     if 2 * nbytes > free:
         raise ValueError(
             f"model_name: trying ComfyUI's class {own.name} takes {nbytes / 1e9:.1f} GB of host memory, but only "
             f"{free / 1e9:.1f} GB are free. Half of it stays for other programs. Close some, or load the model with "
             "ComfyUI's own loader."
         )
-    draw_weights(model, SEED, idle)
+    draw_weights(model, SEED, idle, share=True)
     for module in (model, *(model.get_submodule(block) for blocks in block_lists(model).values() for block in blocks)):
         module.register_forward_pre_hook(poll)
 

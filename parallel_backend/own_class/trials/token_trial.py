@@ -274,9 +274,11 @@ class Runs:
         # At least a word for each rank: classes may not run without any.
         fewer, less = max(min(words, RANKS), words - 3), call.longest * 3 // 4
         sizes = (less, fewer), (less, words), (side, fewer), (side // 2, words), (side // 2, fewer)
-        counts, tokens = [self._most_tokens(smaller(call, *each)) for each in sizes], self._most_tokens(call)
-        told_apart = [size for size, count in zip(sizes, counts, strict=True) if count not in (0, tokens)]
-        return next(iter(told_apart or itertools.compress(sizes, counts)), (side, WORDS))
+        tokens = self._most_tokens(call)
+        counted = ((size, self._most_tokens(smaller(call, *size))) for size in sizes)  # as few runs as will do
+        told_apart = (size for size, count in counted if count not in (0, tokens))
+        running = (size for size in sizes if self._most_tokens(smaller(call, *size)))
+        return next(itertools.chain(told_apart, running), (side, WORDS))
 
     def _most_tokens(self, call: Call) -> int:
         """Maximum number of tokens in a tensor that the first block gets. 0 if the class does not run with the call."""

@@ -48,6 +48,7 @@ from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof, Tried
 from parallel_backend.own_class.trials.band_trial import latent_of, runs_of_bands
 from parallel_backend.own_class.trials.comparison import found_or_why, why_not
 from parallel_backend.own_class.trials.feature_trial import TensorSharing
+from parallel_backend.own_class.trials.known_products import KnownProducts
 from parallel_backend.own_class.trials.other_calls import check_proven, free_numbers, noted_run
 from parallel_backend.own_class.trials.short_model import (
     Short,
@@ -118,7 +119,8 @@ def trial(
                 polled.begin(0, HALF)
                 found = of_class.found(narrow, of_narrow)
                 polled.begin(HALF, 1, AT_WIDTH)
-                return of_class.at_width(own, found, factor, call)
+                with KnownProducts():
+                    return of_class.at_width(own, found, factor, call)
         polled.begin(0, 1)
         return of_class.found(narrow_unet(own) if own.unet else own, call).proof
 
@@ -134,9 +136,18 @@ class _Trial:
         short = short_model(own, call, self._poll)
         model, call = short.model, short.call
         calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in self._times)]
-        options: tuple[str, ...] = ()
         try:
             check_calls_apart(model, short.another(), calls)
+        except Unproven as unproven:
+            return _nothing_found(short, unproven)
+        with KnownProducts():  # its weights stay as they are from here on
+            return self._of_calls(own, short, calls)
+
+    def _of_calls(self, own: OwnClass, short: Short, calls: Sequence[Call]) -> Found:
+        """The result of these calls of the tried model, which do not depend on each other."""
+        model, call = short.model, short.call
+        options: tuple[str, ...] = ()
+        try:
             wholes = [(each, each.run(model)) for each in calls]
             if why_not(partial(check_without_options, model, wholes)):
                 told = with_tensors_told(call)
@@ -145,8 +156,7 @@ class _Trial:
                 wholes = [(with_tensors_told(each), whole) for each, whole in wholes]
                 short = dataclasses.replace(short, call=told, actual=with_tensors_told(short.actual))
         except Unproven as unproven:
-            why = str(unproven)
-            return Found(Proof((), why, why, why, tensor=why), short)
+            return _nothing_found(short, unproven)
         recorded = recorded_blocks(model, short.kept, [wholes[0][0], _of_another_size(model, short.call)])
         (proof, tried), sharing = self._best(own, short, wholes, recorded), None
         if self._tensor > 1 and proof.blocks:
@@ -278,6 +288,11 @@ class _Trial:
             proof = dataclasses.replace(proof, blocks=tuple(of_rank))
         check_proven(model, (found.proof, blocks), noted, actual, sharing, [noted[0]], last)
         return proof
+
+
+def _nothing_found(short: Short, unproven: Unproven) -> Found:
+    why = str(unproven)
+    return Found(Proof((), why, why, why, tensor=why), short)
 
 
 def _staged(model: nn.Module, blocks: list[OwnBlock], wholes: WholeOutputs) -> tuple[list[OwnBlock], str]:
