@@ -18,7 +18,7 @@ from parallel_backend.checkpoints.single_file import MAX_REFUSAL, MAX_SETTING, M
 from parallel_backend.checkpoints.tensor_files import MAX_HEADER_BYTES, open_file
 from parallel_backend.own_class.built.building import build
 from testing import mini
-from tests.campaigns.fuzz import files
+from tests.support import sparse_files as files
 from tests.support.planted_comfyui import planted, planted_comfyui
 
 SHAPES = {"a.weight": [4, 4]}

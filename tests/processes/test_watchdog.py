@@ -8,8 +8,6 @@ import errno
 import functools
 import itertools
 import multiprocessing
-import os
-import signal
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -385,10 +383,6 @@ def test_the_end_of_a_log(tmp_path):
 
 # Real ranks.
 
-SILENCE = 3.0
-BOUND = SILENCE + 20.0
-"""Seconds from the stop of a rank to its error that tests allow; the machine may be busy with others."""
-
 
 @pytest.fixture
 def orders(tmp_path, monkeypatch):
@@ -400,29 +394,6 @@ def orders(tmp_path, monkeypatch):
 
 def load(pool: Pool, path: Path, degrees: Degrees) -> RemoteTransformer:
     return on_ranks(pool, mini.opened(path), degrees, "fp32", "sdpa", nobody)
-
-
-@pytest.mark.processes
-def test_a_stopped_rank_is_named_and_ended(mini_file, given):
-    with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
-        model, since = load(pool, mini_file, Degrees(pipe=2)), time.monotonic()
-        os.kill(pool.pids[1], signal.SIGSTOP)
-        with pytest.raises(RankError, match=rf"rank 1 \(cpu\) sent no heartbeat for {SILENCE:.0f} s"):
-            model.predict(ModelCall(*given), nobody)
-        assert time.monotonic() - since < BOUND
-        assert wait_until_gone(pool.pids)
-
-
-@pytest.mark.processes
-def test_a_rank_that_hangs_in_python_is_named_with_its_stack(mini_file, given, orders):
-    """In its first micro-step, to which limits of what is known do not hold."""
-    with contextlib.closing(Pool(("cpu", "cpu"), silence=SILENCE)) as pool:
-        model = load(pool, mini_file, Degrees(pipe=2))
-        pool.watchdog.stall, pool.watchdog.first, pool.watchdog.factor = 0.5, 2.0, 0.0
-        orders("1 sleep")
-        with pytest.raises(RankError, match=r"rank 1 \(cpu\) came no further for 2 s, last seen in micro-step 1\.") as error:
-            model.predict(ModelCall(*given), nobody)
-        assert "Current thread" in str(error.value) and " in sleep" in str(error.value)
 
 
 @pytest.mark.processes
