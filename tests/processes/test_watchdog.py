@@ -26,7 +26,6 @@ from parallel_backend.core.spans import Span
 from parallel_backend.processes import local as launch
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import Pool, RankError
-from parallel_backend.processes.rank_log import STACK_LINES, TAIL_LINES, tail
 from parallel_backend.processes.watchdog import Verdict, Watchdog
 from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire import messages as m
@@ -364,21 +363,6 @@ def test_closing_ends_though_a_rank_takes_nothing_and_lets_go_who_waits(pipe_poo
     assert error_of(future) == "Parallel DiT: the ranks were ended"
     with pytest.raises(RankError):
         pool.tell(m.Unload())
-
-
-# Logs.
-
-
-def test_the_end_of_a_log(tmp_path):
-    log = tmp_path / "log"
-    assert tail(log) == ""
-    log.write_text("\n".join(f"line {number}" for number in range(100_000)))
-    assert tail(log).splitlines() == [f"line {number}" for number in range(100_000 - TAIL_LINES, 100_000)]
-    stack = ["Thread 0x1 (most recent call first):", '  File "other"', "", "Current thread 0x2 (most recent call first):"]
-    log.write_text("\n".join(["before"] * 50 + stack + [f'  File "{number}"' for number in range(100)]))
-    lines = tail(log).splitlines()
-    assert lines[:2] == ["Current thread 0x2 (most recent call first):", '  File "0"']
-    assert len(lines) == STACK_LINES
 
 
 # Real ranks.
