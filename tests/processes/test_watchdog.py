@@ -127,7 +127,7 @@ def test_work_of_which_nothing_is_known_gets_long():
     played.dog.sent(step(1))
     count, verdict = played.until(heard=working(played, 1, (False, True)))
     assert (count, verdict.ranks, verdict.hung) == (1800, (0,), True)
-    assert verdict.text.startswith("came no further for 1800 s, last seen in micro-step 1.")
+    assert verdict.text.startswith("made no progress for 1800 s, last seen in micro-step 1.")
 
 
 def measured(played: Played, seconds: int, tokens: int = 100, conditioning: int = 1) -> None:

@@ -5,16 +5,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from testing import mini
+from parallel_backend.core.degrees import Degrees
 
 from ..result import keep
-from .cases import EIGHT, all_of_them, product
+from .cases import all_of_them, name
 from .runner import RULES, rules_of, trials
 
+KILLED = (Degrees(pipe=2), Degrees(ulysses=2), Degrees(pipe=2, tensor=2))
 DELAYS = (0.0, 0.0005, 0.002)
 """Longest delays in seconds, by turns: with none of them the ranks' own timing shows."""
 RARE = 10
-"""A case that is rare gets every so manieth seed."""
+"""A case that is rare, and a killed rank, get every so manieth seed."""
 
 
 def main() -> int:
@@ -29,15 +30,21 @@ def main() -> int:
         for places in RULES:
             seeds = range(options.first, options.first + options.seeds)
             rules = [rules_of(places, seed, DELAYS[seed % len(DELAYS)]) for seed in seeds]
-            for case in (*all_of_them(), *(product(degrees, mini.CONFIG) for degrees in EIGHT)):
-                if options.only not in case.name:
+            work = [
+                (case.name, rules[:: RARE if case.rare else 1], lambda given, case=case: at_work.trials(case, given))
+                for case in all_of_them()
+            ]
+            work += [
+                (f"killed {name(each)}", rules[::RARE], lambda given, each=each: [at_work.kill(each, one) for one in given])
+                for each in KILLED
+            ]
+            for case, given, run in work:
+                if options.only not in case:
                     continue
-                given = rules[:: RARE if case.rare else 1]
-                names = (f"{case.name}, K={places}, seed {one.seed}" for one in given)
-                found = dict(zip(names, at_work.trials(case, given), strict=True))
-                counts[f"{case.name}, K={places}"] = len(found)
+                found = dict(zip((f"{case}, K={places}, seed {one.seed}" for one in given), run(given), strict=True))
+                counts[f"{case}, K={places}"] = len(found)
                 faults |= {which: wrong for which, wrong in found.items() if wrong}
-                print(f"{case.name}, K={places}: {len(found)} trials, {len(faults)} faults so far", flush=True)
+                print(f"{case}, K={places}: {len(found)} trials, {len(faults)} faults so far", flush=True)
     for which, wrong in faults.items():
         print(f"\n{which}:\n{wrong}")
     most = {"most_communicators_under_way_on_a_rank": at_work.most_under_way}

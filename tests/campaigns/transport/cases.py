@@ -67,8 +67,6 @@ PRODUCTS = [
     if math.prod(sizes) == world and 1 in (sizes[AXES.index("pipe")], sizes[AXES.index("patch")])
 ]
 """All of axes at 2 and 4 ranks."""
-EIGHT = Degrees(pipe=2, ulysses=2, tensor=2), Degrees(patch=2, ring=2, ulysses=2, patch_mode="displaced")
-"""Of three axes each, with collectives on two communicators beside what goes from stage to stage or from patch to patch."""
 
 
 def product(degrees: Degrees, config: dict[str, Any] = CONFIG) -> Case:

@@ -1,6 +1,7 @@
 """One case under one seed on the strict transport, against the same case on the mailbox."""
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,20 +11,22 @@ from unittest import mock
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.local import Ranks
-from parallel_backend.processes.pool import Pool
+from parallel_backend.processes.pool import Pool, RankError
 from parallel_backend.processes.watchdog import SILENCE_SECONDS
 from parallel_backend.rank.attention import ulysses
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.rank_settings import StartSettings
+from testing import mini
 from testing.models import on_ranks
 from testing.thread_ranks import thread_ranks
 from tests.support.strict.distributed import StrictDistributed
 from tests.support.strict.rules import ANY, ISSUE, Rules
 
-from .cases import Case, Files, nobody
+from .cases import CONFIG, Case, Files, nobody
 
 RULES = {1: Rules(places=1, launch=ISSUE, trials=True), 8: Rules(places=8, launch=ANY, trials=True)}
 """By K."""
@@ -125,6 +128,39 @@ class Trials:
         pools.close()
         self._forget()
         return outcomes
+
+    def kill(self, degrees: Degrees, rules: Rules) -> str | None:
+        """As `trial`: a rank ends without a word in the middle of a run, at an operation that the seed decides. The error
+        names it, the others end, and the next ranks work."""
+        chance = random.Random(f"kill {rules.seed}")
+        victim, last = chance.randrange(degrees.world), chance.randrange(1, 60)
+        self.distributed.follow(rules)
+        given, pools = mini.inputs(CONFIG, height=9, width=10, text=5), Pools(self.strict)
+        try:
+            model = pools.load(self.files.mini(), degrees)
+            fabric, left = self.distributed.fabrics[-1], iter(range(last))
+
+            def end(rank: int, _number: int) -> None:
+                if rank == victim and next(left, None) is None:
+                    model.pool.ranks.die(rank)
+
+            fabric.before_issue = end
+            while True:
+                model.predict(ModelCall(*given), nobody)
+        except RankError as error:
+            if f"rank {victim} " not in str(error):
+                return f"rank {victim} died, and the error is: {error}"
+        finally:
+            pools.close()
+            self._forget()
+        again, plain = Pools(self.strict), Pools(self.plain)
+        try:
+            found = [ranks.load(self.files.mini(), degrees).predict(ModelCall(*given), nobody) for ranks in (again, plain)]
+        finally:
+            again.close()
+            plain.close()
+            self._forget()
+        return None if torch.equal(*found) else "after a kill the result differs"
 
     def _broken(self) -> str | None:
         return next((str(fabric.broken) for fabric in self.distributed.fabrics if fabric.broken is not None), None)
