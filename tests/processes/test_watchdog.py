@@ -370,7 +370,7 @@ def test_closing_ends_though_a_rank_takes_nothing_and_lets_go_who_waits(pipe_poo
 
 @pytest.fixture
 def orders(tmp_path, monkeypatch):
-    """`orders('1 sleep')`: what ranks that are started in this test do from then on."""
+    """`orders('1 crash')`: what ranks that are started in this test do from then on."""
     path = tmp_path / "orders"
     monkeypatch.setattr(launch, "rank_entry", lambda: functools.partial(acting_rank.acting, path))
     return path.write_text
