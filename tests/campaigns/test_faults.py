@@ -14,6 +14,7 @@ SILENCE, PATIENT = 4.0, 1.0
 
 FEW = [
     Fault("killed", "by itself", "banded", "pipe 2", 0, 4),
+    Fault("stopped", "by itself", "exact", "pipe 2", 1, 3),
     Fault("out of memory", "torch", "loading", "batch 2", 1, 7),
     Fault("hangs", "in Python", "adapt", "pipe 2", 1, 3),
     Fault("NaN", "one value", "banded", "pipe 2", 1, 3),

@@ -2,23 +2,23 @@
 
 import pytest
 
-from tests.campaigns.fuzz import messages, ranks, runner
-from tests.wire.test_messages import MESSAGES
+from tests.campaigns.fuzz.__main__ import KINDS
+from tests.campaigns.fuzz.runner import run
 
-SEED = 1
+FEW = {  # kind -> cases, and what comes of some: otherwise they would all be of one sort
+    "headers of messages": (1000, {"refused", "read"}),
+    "streams of messages": (300, {"refused", "ended"}),
+    "bytes from a rank": (40, {"refused", "ended"}),
+    "own classes": (20, {"refused", "run"}),
+    "quantised": (16, {"refused", "run"}),
+    "GGUF": (6, {"refused", "run"}),
+}
 
 
-def sound(report: runner.Report, *outcomes: str) -> None:
-    """No defects, and each of these came of some case: otherwise the cases would all be of one kind."""
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * ("messages" not in kind)) for kind in FEW])
+def test_damaged_input_is_refused_or_harmless(kind):
+    count, outcomes = FEW[kind]
+    with KINDS[kind][1]() as make:
+        report = run(kind, make, count, seed=1)
     assert not report.defects, next(iter(report.defects.values()))
-    assert set(outcomes) <= set(report.outcomes), report
-
-
-def test_messages():
-    sound(runner.run("headers", messages.headers(MESSAGES), 1000, SEED), "refused", "read")
-    sound(runner.run("streams", messages.streams(MESSAGES), 300, SEED), "refused", "ended")
-
-
-@pytest.mark.slow
-def test_bytes_from_a_rank():
-    sound(runner.run("client", ranks.into_client(MESSAGES), 40, SEED), "refused", "ended")
+    assert outcomes <= set(report.outcomes), report

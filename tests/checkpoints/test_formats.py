@@ -91,10 +91,10 @@ def scaled_new(kind: torch.dtype, by_row: bool = False):
     return make
 
 
-def header_of(stored: Tensors, prefix: str = "", how: str = "float8_e4m3fn") -> dict[str, str]:
+def header_of(stored: Tensors, prefix: str = "") -> dict[str, str]:
     """Each layer's format in the file's header."""
     layers = [key.removesuffix(".weight_scale") for key in stored if key.endswith(".weight_scale")]
-    said = {prefix + layer: {"format": how} for layer in layers}
+    said = {prefix + layer: {"format": "float8_e4m3fn"} for layer in layers}
     return {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": said})}
 
 

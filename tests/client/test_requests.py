@@ -3,14 +3,11 @@
 import threading
 
 import pytest
-import torch
 
 from parallel_backend.client.call import ModelCall
-from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.wire import channel
 from testing import mini
-from testing.models import Cancelled, cancel
 
 pytestmark = pytest.mark.threads
 
@@ -28,11 +25,6 @@ SIZES = [
 
 def given(size: dict):
     return mini.inputs(**size)
-
-
-def run(model, size: dict) -> torch.Tensor:
-    x, _, tensors = given(size)
-    return sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, tensors, 1.0), 3, 0)[0]
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
@@ -67,16 +59,6 @@ def test_a_call_that_cannot_be_sent_costs_the_next_one_nothing(remote, mini_mode
     assert mini.relative(model.predict(ModelCall(x, timestep, tensors), lambda: None), expected) <= 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("degrees", DEGREES[:2], ids=str)
-def test_a_run_equals_the_same_run_on_a_fresh_model(remote, degrees):
-    """Bit for bit, without warm-up, where a first step that saw the last run's keys would show."""
-    fresh = [run(remote(degrees, fresh=True), size) for size in SIZES[:3]]
-    model = remote(degrees, fresh=True)
-    for index in (0, 1, 2, 0):
-        assert torch.equal(run(model, SIZES[index]), fresh[index]), index
-
-
 def test_a_tensor_changed_in_place_is_sent_again(remote, mini_model):
     """A host may reuse a buffer: what the ranks hold is compared with values, so the client must hold values too."""
     model = remote(Degrees(pipe=2), fresh=True)
@@ -85,14 +67,3 @@ def test_a_tensor_changed_in_place_is_sent_again(remote, mini_model):
     tensors["pooled"] += 1.0
     output = model.predict(ModelCall(x, timestep, tensors), lambda: None)
     assert mini.relative(output, mini.reference(mini_model, x, timestep, tensors)) <= 1e-5
-
-
-def test_what_a_cancelled_call_leaves_is_nothing_to_the_next_model(remote):
-    """Its output arrives when another model listens already, which has sent nothing yet."""
-    large = given({"batch": 4, "height": 32, "width": 32, "text": 7})
-    model = remote(Degrees(pipe=2), fresh=True)
-    expected = model.predict(ModelCall(*large), lambda: None)
-
-    with pytest.raises(Cancelled):
-        model.predict(ModelCall(*large), cancel)
-    assert torch.equal(remote(Degrees(pipe=2), fresh=True).predict(ModelCall(*large), lambda: None), expected)

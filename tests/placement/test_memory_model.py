@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel_backend.client.call import ModelCall
-from parallel_backend.client.memory_guard import MemoryGuard, request_of
+from parallel_backend.client.memory_guard import request_of
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core import host_memory as host_memory_module
@@ -28,7 +27,7 @@ from parallel_backend.placement.memory_model import Request, bytes_by_block, mem
 from parallel_backend.placement.model_sizes import model_sizes
 from parallel_backend.wire import messages as m
 from testing import mini
-from testing.models import conditioning_of, nobody
+from testing.models import conditioning_of
 from tests.support.one_rank import OneRank
 
 pytestmark = pytest.mark.threads
@@ -76,15 +75,6 @@ def test_buffers_of_every_mode(remote, degrees, extrapolate):
         assert [rank.buffer_bytes for rank in stats] == predicted(model, x, tensors, 1 + extrapolate)
         longer = tensors | {"context": torch.cat((tensors["context"], tensors["context"][:, :1]), dim=1)}
         assert predicted(model, x, longer, 1 + extrapolate) != predicted(model, x, tensors, 1 + extrapolate)  # the control
-
-
-@pytest.mark.parametrize("degrees", [Degrees(), Degrees(pipe=2), Degrees(tensor=2), Degrees(pipe=3)], ids=str)
-def test_weights(remote, degrees):
-    model = remote(degrees)
-    expected = [memory.weights for memory in model._memory.memory_check.memory(())]
-    assert model.weight_bytes == pytest.approx(expected, rel=0.03)
-    if degrees.tensor == 1:
-        assert model.weight_bytes == pytest.approx(expected, rel=2e-4)  # gaps between tensors
 
 
 def peak_bytes(work) -> int:
@@ -280,43 +270,3 @@ def test_degrees_that_are_named_do_fit(mini_file, pipe, share, entries, kept):
             spans = stages_by_size(bytes_by_block(sizes, degrees, (request,)), degrees.pipe)
             needs = [memory_of(sizes, degrees, spans, rank, (request,)) for rank in range(degrees.world)]
             assert max(need.total for need in needs) <= limit
-
-
-# On ranks.
-
-
-class Messages:
-    """What a pool is asked and told."""
-
-    def __init__(self, pool, monkeypatch):
-        self.asked: list[type] = []
-        send = pool.send
-
-        def noting(rank, message, *rest):
-            if rank == 0:
-                self.asked.append(type(message))
-            send(rank, message, *rest)
-
-        monkeypatch.setattr(pool, "send", noting)
-
-
-@pytest.mark.parametrize("in_bands", [False, True])
-def test_a_run_that_cannot_fit_is_refused_and_the_next_one_works(remote, mini_model, monkeypatch, in_bands):
-    model = remote(Degrees(pipe=2))
-    x, timestep, tensors = mini.inputs()
-    model.begin_timeline()
-    sent = Messages(model.pool, monkeypatch).asked
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            MemoryGuard, "_device_memories", lambda self, poll: (DeviceMemory("cpu", (0, 1), 1000, 10 * GB, None),)
-        )
-        with pytest.raises(ValueError, match=r"latent_image: this run needs about .* MB more on this machine, for 2 ranks"):
-            if in_bands:
-                sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, {}, 1.0), 2, 1)
-            else:
-                model.predict(ModelCall(x, timestep, tensors), nobody)
-    assert m.Step not in sent
-    model.begin_timeline()
-    found = model.predict(ModelCall(x, timestep, tensors), nobody)
-    assert mini.relative(found, mini.reference(mini_model, x, timestep, tensors)) < 1e-5
-    assert not model._memory.in_run

@@ -5,20 +5,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.pool import Pool, RankError
 from testing import mini
-from testing.models import Cancelled, cancel, on_ranks
+from testing.models import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 5.0
@@ -90,23 +88,6 @@ def test_a_file_that_vanished_fails_in_loading(pools, mini_model, given, tmp_pat
         on_ranks(pools(2), checkpoint, Degrees(pipe=2), "fp32", "sdpa", lambda: None, progress=vanish)
     with pytest.raises(ValueError, match=r"model_name: gone\.safetensors"):
         on_ranks(pools(2), checkpoint, Degrees(pipe=2), "fp32", "sdpa", lambda: None)
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("degrees", [Degrees(pipe=2), Degrees(pipe=2, ulysses=2)], ids=str)
-def test_cancel_in_a_run_leaves_ranks_that_work(remote, given, expected, degrees):
-    model = remote(degrees)
-    for _ in range(2):
-        poll = After(cancel, 0.3)
-        with pytest.raises(Cancelled):
-            many_steps(model, given, poll)
-        assert time.monotonic() - poll.at < LIMIT
-        assert mini.relative(model.predict(ModelCall(*given), lambda: None), expected) <= 1e-5
-    x, _, tensors = given
-    after = sample_in_bands(model, x, linear_sigmas(3), Prompt(tensors, tensors, 1.0), 3, 1)[0]
-    fresh = sample_in_bands(remote(degrees, fresh=True), x, linear_sigmas(3), Prompt(tensors, tensors, 1.0), 3, 1)[0]
-    assert torch.equal(after, fresh)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("band ")]
 
 
 @pytest.mark.processes

@@ -68,14 +68,6 @@ def test_ring_moves_keys_and_values_once_around_per_layer(remote, ranks, bands, 
     assert bands > 1 or len(set(moved(stats, "ring"))) == 1
 
 
-def test_naive_patches_move_nothing(remote):
-    model = remote(Degrees(patch=2, patch_mode="naive"))
-    x, timestep, tensors = mini.inputs()
-    model.close_run(model.open_run(), lambda: None)
-    model.predict(ModelCall(x, timestep, tensors), lambda: None)
-    assert all(rank.bytes_sent == {} for rank in model.close_run(model.open_run(), lambda: None))
-
-
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, "bf16"), (4, "fp32")])
 @pytest.mark.slow
 def test_tensor_parallel_adds_up_activations_twice_per_layer(remote, ranks, dtype):

@@ -1,25 +1,18 @@
 """Weights that come to an emulated device block by block give what weights on the device give, bit for bit."""
 
-import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel_backend.client.call import ModelCall, PostedCall
-from parallel_backend.client.lora import Delta
-from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.host_memory import host_store, sharing
 from parallel_backend.rank.stage.store import slots
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.emulated_device import EmulatedCopies, EmulatedDevice
-from testing.models import whole_call
 from testing.quantised import quantise_blocks
 from tests.support.one_rank import OneRank
-from tests.support.pools import Pools
 
 pytestmark = pytest.mark.threads
 
@@ -29,14 +22,6 @@ LARGE = 1 << 30
 CONFIG = mini.CONFIG | {"double_blocks": 2, "single_blocks": 6, "context_width": 64, "pooled_width": 64}
 """Of sides that every format can hold."""
 LAST = "single_blocks.5"
-
-
-@pytest.fixture(scope="module")
-def emulated(thread_pools) -> Iterator[Pools]:
-    """Ranks with room for everything."""
-    pools = Pools(functools.partial(thread_pools.start, device=EmulatedDevice(LARGE, RATE)), silence=300)
-    yield pools
-    pools.close()
 
 
 class Alone(OneRank):
@@ -220,37 +205,3 @@ def test_every_format(file, tmp_path, kind):
     assert model.streamed_bytes() > alone.store.device_bytes / 2
     model.engine.set_resident(alone.store.device_bytes)
     assert torch.equal(model.output(), expected)
-
-
-def begin_run(model, x, timestep, tensors) -> PostedCall:
-    """The first call of a run in bands, not posted yet."""
-    run = model.open_run()
-    model.watch_memory(run, 2, False, lambda: None)
-    return whole_call(model, x, timestep, tensors, run)
-
-
-def test_adapters_that_gave_way_are_sent_again_beside_weights_that_come_back(emulated, mini_file):
-    """All of a device goes, a LoRA's factors and a whole weight's difference too."""
-    model, given, nobody = emulated.mini(mini_file, Degrees(pipe=2), fresh=True), mini.inputs(), lambda: None
-    shape = model.checkpoint.original_shapes["double_blocks.0.img_attn.proj.weight"]
-    factors = torch.full((shape[0], 2), 0.1), torch.full((2, shape[1]), 0.1)
-    low, full = "double_blocks.0.img_attn.proj.weight", "single_blocks.0.linear2.bias"
-    deltas = Delta(low, *factors), Delta(full, torch.ones(model.checkpoint.original_shapes[full]))
-    plain = model.predict(ModelCall(*given), nobody)
-    model.adapt("a LoRA", deltas, nobody)
-    expected, held = model.predict(ModelCall(*given), nobody), model.bytes_on("cpu")
-    assert not expected.equal(plain)
-    for _ in range(2):
-        assert model.give_way("cpu", 1e32, nobody) == held
-        assert model.bytes_on("cpu") == 0
-        model.adapt("a LoRA", deltas, nobody)
-        assert model.predict(ModelCall(*given), nobody).equal(expected)
-        assert model.bytes_on("cpu") == held
-    run = begin_run(model, *given)
-    model.give_way("cpu", 1e32, nobody)  # between a call and its first micro-step
-    model.post(run)
-    assert mini.relative(model.built.patching.unpack(run.future.result(60), given[0].shape), expected) < 1e-5
-    model.close_run(run.run, nobody)
-    model.give_way("cpu", 1e32, nobody)
-    model.adapt(None, (), nobody)
-    assert model.predict(ModelCall(*given), nobody).equal(plain)

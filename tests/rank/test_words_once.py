@@ -1,6 +1,5 @@
 """Words that are the same in all calls run once in a run, and in every call where what is kept may not be used."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,29 +7,23 @@ import torch
 from safetensors.torch import save_file
 
 from parallel_backend.checkpoints.checkpoint import open_own_class
-from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.call_arguments import to_tensors
 from parallel_backend.own_class.calls.tried_calls import Call, draw_weights
 from parallel_backend.own_class.trials.trial import trial
-from parallel_backend.rank.engine import Engine
-from parallel_backend.rank.loaded_stage import LoadedStage
 from parallel_backend.rank.words_once import WordsOnce
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.heartbeat import Heartbeat
-from tests.support.alone import nobody
+from tests.support.one_rank import OneRank
 from tests.support.planted_comfyui import planted, planted_comfyui
 
 BOTH, FIRST, SECOND = Span(0, 2), Span(0, 1), Span(1, 2)
 WORDS, GRID = 5, (2, 4, 6)
 
 
-def step(seq, conditioning=1, entries=BOTH, run=0, with_text=True, residuals=None, time=1.0, x=None):
+def step(seq, conditioning=1, entries=BOTH, run=0, with_text=True, residuals=None):
     """A micro-step of the whole latent."""
-    x = torch.zeros(2, 48, 4) if x is None else x
-    sizes = {"tokens": Span(0, x.shape[1]), "timestep": torch.full((2,), time), "x": x}
+    sizes = {"tokens": Span(0, 48), "timestep": torch.ones(2), "x": torch.zeros(2, 48, 4)}
     told = {"run": run, "conditioning": conditioning, "entries": entries, "with_text": with_text}
     return m.Step(seq=seq, stale=False, overlap=True, residuals=residuals or (), added=(), **told, **sizes)
 
@@ -83,8 +76,8 @@ def test_what_ends_has_its_words_run_again(words, drop, again):
     assert tuple(have_words(words, *(step(10 + seq, **kind) for seq, kind in enumerate(kinds)))) == again
 
 
-class Rank:
-    """One rank in this process, with a planted class and conditioning 1."""
+class Rank(OneRank):
+    """Of a planted class, with conditioning 1."""
 
     def __init__(self, path):
         own, g = planted("Prefixed"), torch.Generator().manual_seed(0)
@@ -93,22 +86,14 @@ class Rank:
         given = {"context": torch.randn(2, WORDS, 16, generator=g)}
         self.call = Call(torch.randn(2, 4, *GRID, generator=g), torch.full((2,), 700.0), given)
         proof = trial(own, self.call, (900.0,), bands=True)
-        self.checkpoint = open_own_class(path, replace(own, blocks=proof.blocks, latent=proof.latent))
-        setup = Setup(path, "fp32", ("cpu",), Degrees(), "sdpa", own_class=self.checkpoint.built.own)
-        load = m.Load(setup, (Span(0, 4),), (1.0,))
-        stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat())
-        self.engine, self._seq = Engine(0, load, stage), itertools.count()
-        self.put(given["context"])
+        super().__init__(path, opened=open_own_class(path, replace(own, blocks=proof.blocks, latent=proof.latent)))
+        self.prompt(given["context"])
 
-    def put(self, context):
-        tensors = to_tensors({"context": context}, self.call.timestep, self.call.x.shape[1:])
-        self.engine.put_conditioning(m.PutConditioning(1, GRID, 0, 2, tensors))
+    def prompt(self, context):
+        self.put(self.call.x, to_tensors({"context": context}, self.call.timestep, self.call.x.shape[1:]))
 
     def computed(self, time):
-        x = self.checkpoint.built.patching.pack_all((self.call.x * time,))
-        output = self.engine.step(step(next(self._seq), time=700.0 * time, x=x), None)
-        assert output is not None
-        return output.value
+        return self.step(self.call.x * time, self.call.timestep * time)
 
 
 @pytest.fixture
@@ -119,11 +104,11 @@ def rank(tmp_path):
 
 def test_a_conditioning_in_the_place_of_another_has_its_own_words(rank):
     before = rank.computed(1.0)
-    rank.put(torch.ones(2, WORDS, 16))
+    rank.prompt(torch.ones(2, WORDS, 16))
     other = rank.computed(1.0)
     assert not torch.equal(other, before)
     rank.engine.drop_conditioning(1)
-    rank.put(rank.call.named["context"])
+    rank.prompt(rank.call.named["context"])
     assert torch.equal(rank.computed(1.0), before)
 
 

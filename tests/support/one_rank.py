@@ -1,4 +1,4 @@
-"""One rank's whole model of the mini class (mini.py) in this process, without a client."""
+"""One rank's whole model in this process, without a client."""
 
 import itertools
 from pathlib import Path
@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.block_changes import UNCHANGED, BlockChanges
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.core.setup import Setup
 from parallel_backend.core.spans import Span
 from parallel_backend.rank.engine import Engine
 from parallel_backend.rank.loaded_stage import LoadedStage
@@ -19,7 +21,8 @@ from tests.support.alone import nobody
 
 
 class OneRank:
-    """An Engine. `resident`: as that of Load; `copies`: of its device; `settings`: of Setup."""
+    """An Engine. `opened`: the file, of the mini class (mini.py) if None; `resident`: as that of Load; `copies`: of its
+    device; `settings`: of Setup."""
 
     def __init__(
         self,
@@ -27,12 +30,13 @@ class OneRank:
         dtype: str = "fp32",
         resident: tuple[int, ...] = (),
         copies: EmulatedCopies | None = None,
+        opened: Checkpoint | None = None,
         **settings: Any,
     ):
-        self.checkpoint = mini.opened(path)
+        self.checkpoint = opened or mini.opened(path)
         self.built = self.checkpoint.built
         blocks = (Span(0, self.built.total),)
-        setup = mini.setup(path, dtype, ("cpu",), Degrees(), "sdpa", **settings)
+        setup = Setup(path, dtype, ("cpu",), Degrees(), "sdpa", own_class=self.built.own, **settings)
         load = m.Load(setup, blocks, (1.0,), resident=resident)
         self.stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat(), copies)
         self.engine = Engine(0, load, self.stage)

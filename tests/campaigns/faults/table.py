@@ -86,7 +86,9 @@ KINDS = {
     ),
     "NaN": Kind({"one value": "not finite"}, COMPUTING, lives=True),
     "slow": Kind({"once": ""}, (*SERVED, "unload", *STREAMING), ending=RIGHT, lives=True),
-    "hangs": Kind({"in Python": rf"rank \d {_ON}"}, (*SERVED, "unload", *STREAMING), within=PATIENCE),
+    "hangs": Kind(
+        {"in Python": rf"rank \d {_ON}.*Current thread.* in _hang"}, (*SERVED, "unload", *STREAMING), within=PATIENCE
+    ),
     MODEL_FILE: Kind({"cut short": rf"rank \d {_ON}.*(killed by signal 7|{DAMAGED})"}, ("loading",), EITHER),
     "cancelled": Kind({name: "" for name in ("goes on", "unloads")}, CANCELLED, RIGHT, lives=True),
 }

@@ -1,6 +1,7 @@
-"""Random and damaged input for what comes over a connection: messages, streams, and bytes from a rank.
+"""Random and damaged input: messages, streams, bytes from a rank, and model files.
 
     python -m tests.campaigns.fuzz --count 10000
 
-A case is made from a number and nothing else, so that one that fails can be made again.
+A case is made from a number and nothing else, so that one that fails can be made again. Of a file comes a named error on the
+client, or a right image; no file ends a rank.
 """

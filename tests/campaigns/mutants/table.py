@@ -235,7 +235,7 @@ numbers above their limit accepted | tests/nodes/test_input_checks.py
 -if not least <= number <= most:
 +if not least <= number:
 # nodes/sampling/band_exchange.py
-a ControlNet sees this step of bands that have not made it | tests/client/test_controlnet.py -k it_sees
+a ControlNet sees this step of bands that have not made it | tests/nodes/test_band_controlnet.py -k it_sees
 -last = turn if exact or band <= index else turn - 1
 +last = turn if band <= index else turn - 1
 # nodes/sampling/band_guidance.py

@@ -1,13 +1,7 @@
-"""ControlNet: what it adds behind the blocks gives diffusers' own forward with the same additions, on the ranks that have
-the blocks and the tokens, and once per rank; and one ControlNet serves all bands of a run."""
+"""One ControlNet serves all bands of a run: what it sees of each of them, and that none waits for a band that failed."""
 
-import importlib
-import sys
 import threading
-import types
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -16,24 +10,8 @@ from parallel_backend.client.pipefusion.band_cut import BandCut
 from parallel_backend.client.pipefusion.banded_run import cut_rows
 from parallel_backend.own_class.calls.patching import Patching
 
-pytestmark = pytest.mark.threads
-
 PATIENCE = 20.0
 """Seconds after which a run that should have ended counts as hanging."""
-
-
-def node_module(name: str):
-    """A module of nodes/ which needs nothing of ComfyUI, unlike the package that it is in."""
-    package = types.ModuleType("nodes_without_comfyui")
-    package.__path__ = [str(Path(__file__).parents[2] / "nodes")]
-    sys.modules.setdefault(package.__name__, package)
-    return importlib.import_module(f"{package.__name__}.{name}")
-
-
-node = node_module("sampling.band_controlnet")
-
-
-# One ControlNet for all bands.
 
 
 @dataclass
@@ -41,14 +19,10 @@ class FakeControlNet:
     """Answers with the tokens of what it saw, number of call in front, as a native model with `patching` would have them."""
 
     patching: Patching
-    during: Callable[[int], None] = lambda turn: None
-
-    def __post_init__(self):
-        self.seen: list[torch.Tensor] = []
+    seen: list[torch.Tensor] = field(default_factory=list)
 
     def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
         self.seen.append(x_noisy)
-        self.during(len(self.seen) - 1)
         if len(self.seen) == 3:
             return None
         tokens = self.patching.pack(x_noisy)
@@ -99,16 +73,22 @@ PATCHINGS = {4: Patching(), 5: Patching(video=True)}
 SHAPES = [(1, 4, 12, 6), (2, 4, 11, 5), (1, 4, 3, 12, 6)]
 
 
-def shared_control(shape, exact_above, during=lambda turn: None, extrapolate=False, device=torch.device("cpu")):  # noqa: B008
-    patching = PATCHINGS[len(shape)]
-    net = FakeControlNet(patching, during)
-    cut = BandCut(patching, cut_rows(shape, BANDS, patching), (shape,))
-    return net, node.BandedControl(net, cut, exact_above, extrapolate, device)
+@pytest.fixture
+def shared_control(module):
+    """`shared_control(shape, exact_above, extrapolate)`: a FakeControlNet, and what shares it."""
+
+    def make(shape, exact_above, extrapolate=False):
+        patching = PATCHINGS[len(shape)]
+        net, cut = FakeControlNet(patching), BandCut(patching, cut_rows(shape, BANDS, patching), (shape,))
+        banded = module("sampling.band_controlnet").BandedControl(net, cut, exact_above, extrapolate, torch.device("cpu"))
+        return net, banded
+
+    return make
 
 
 @pytest.mark.parametrize("exact_above", [0.85, -1.0, float("inf")])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_sees_band_0_as_it_is_and_the_others_as_they_were(shape, exact_above):
+def test_it_sees_band_0_as_it_is_and_the_others_as_they_were(shared_control, shape, exact_above):
     net, shared = shared_control(shape, exact_above)
     got = run_control(shared, shape)
     patching = PATCHINGS[len(shape)]
@@ -137,7 +117,7 @@ TIMES = {"euler": (1.0, 0.8, 0.7, 0.5, 0.3), "heun": (1.0, 0.8, 0.8, 0.7, 0.7, 0
 @pytest.mark.parametrize("extrapolate", [True, False])
 @pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_sees_the_others_moved_on_to_the_present_time(shape, times, extrapolate):
+def test_it_sees_the_others_moved_on_to_the_present_time(shared_control, shape, times, extrapolate):
     """Latents on a straight line: but in the second step, when there is no line yet, they are seen as they are now."""
     start, way = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     net, shared = shared_control(shape, float("inf"), extrapolate=extrapolate)
@@ -157,7 +137,7 @@ def test_it_sees_the_others_moved_on_to_the_present_time(shape, times, extrapola
 
 @pytest.mark.parametrize("band", range(BANDS))
 @pytest.mark.parametrize("exact_above", [-1.0, float("inf")])
-def test_a_band_that_fails_elsewhere_leaves_none_waiting(band, exact_above):
+def test_a_band_that_fails_elsewhere_leaves_none_waiting(shared_control, band, exact_above):
     _, shared = shared_control(SHAPES[0], exact_above)
 
     def sample(me):

@@ -18,9 +18,9 @@ from parallel_backend.own_class.calls.call_arguments import to_tensors
 from parallel_backend.own_class.calls.tried_calls import Call, draw_weights
 from parallel_backend.own_class.trials.trial import trial
 from testing import mini, quantised
-from tests.campaigns.fuzz import damage
 from tests.support.planted_comfyui import planted
 
+from . import damage
 from .tensors import NUMBERS, TEXTS, Stored, changed, reshaped, resized, stored, write
 from .verdict import Trial
 

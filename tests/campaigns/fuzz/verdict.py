@@ -1,6 +1,10 @@
 """What comes of a file: refused in words, or run on ranks, right or wrong."""
 
+import contextlib
+import random
 import re
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +17,11 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
 from testing.mini import relative
 from testing.models import on_ranks
+from testing.thread_ranks import thread_ranks
+from tests.support.planted_comfyui import planted_comfyui
 from tests.support.pools import Pools
+
+from .runner import Case, Make
 
 MOST_LETTERS = 1500
 """Of an error's text."""
@@ -29,6 +37,20 @@ class Trial:
     call: ModelCall
     expected: torch.Tensor | None = None
     """What the model gives by other code. None: nothing is known of it."""
+
+
+@contextlib.contextmanager
+def on_threads(kind: Callable[[Path], Callable[[random.Random], Trial]]) -> Iterator[Make]:
+    """Files that are opened here, and run on rank threads, mostly on one."""
+    with tempfile.TemporaryDirectory() as folder, planted_comfyui(), thread_ranks() as start:
+        made, pools = kind(Path(folder)), Pools(start)
+
+        def make(rng: random.Random) -> Case:
+            trial, degrees = made(rng), rng.choice((*[Degrees()] * 4, Degrees(pipe=2), Degrees(ulysses=2)))
+            return lambda: judge(trial, pools, degrees)
+
+        yield make
+        pools.close()
 
 
 def judge(trial: Trial, pools: Pools, degrees: Degrees) -> str:
