@@ -246,9 +246,9 @@ class AttentionCall:
     ) -> torch.Tensor:
         """Attention by the function, of these heads, in which all queries see all keys. Returns [B, Q, h, D]."""
         mask = None if mask_bK is None else mask_bK[:, None, None]
-        tensors = (x.transpose(1, 2) for x in (q_BQhD, k_BKhD, v_BKhD))
+        q_BhQD, k_BhKD, v_BhKD = q_BQhD.transpose(1, 2), k_BKhD.transpose(1, 2), v_BKhD.transpose(1, 2)
         shapes = {"skip_reshape": True, "skip_output_reshape": True}
-        out_BhQD = self.function(*tensors, q_BQhD.shape[2], mask=mask, **self.arguments, **shapes)
+        out_BhQD = self.function(q_BhQD, k_BhKD, v_BhKD, q_BQhD.shape[2], mask=mask, **self.arguments, **shapes)
         return out_BhQD.transpose(1, 2)
 
     def result(self, out_BQHD: torch.Tensor) -> torch.Tensor:
@@ -280,7 +280,7 @@ def attention_call(
 ) -> AttentionCall:
     """The call of a function with ComfyUI's signature. Heads of keys that queries share are repeated."""
     if skip_reshape:
-        q_BQHD, k_BKHD, v_BKHD = (x.transpose(1, 2) for x in (q, k, v))
+        q_BQHD, k_BKHD, v_BKHD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     else:
         size = q.shape[-1] // heads
         # Some have heads apart already, and some have no tokens, whose heads torch could not count.
