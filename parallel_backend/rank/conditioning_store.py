@@ -1,7 +1,7 @@
 """Conditioning that a rank holds for one of its models."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +15,6 @@ from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.wire.sampling import PutConditioning, Step
 
 from .attention.words import WordKeys
-
-
-@dataclass(frozen=True)
-class StepForm:
-    """Values that all micro-steps with the same tokens and batch entries of a conditioning share."""
-
-    image: Span
-    """The rank's image tokens, with those of references."""
-    pictures: Span
-    """The image's tokens among them, numbered without references."""
-    tensors: dict[str, torch.Tensor]
-    """Conditioning tensors of the batch entries."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +32,8 @@ class RankConditioning:
     kept: defaultdict[Hashable, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
     """The rank's image tokens -> values made once for all micro-steps with these tokens. With further facts of micro-steps:
     see TokenCut.known."""
-
-    forms: dict[tuple[Span, Span], StepForm] = field(default_factory=dict)
-    """(tokens, batch entries) of micro-steps -> their form."""
+    forms: dict[tuple[Span, Span], Any] = field(default_factory=dict)
+    """(tokens, batch entries) of micro-steps -> their stage_forward.StepForm."""
 
     @property
     def made(self) -> int:
@@ -56,15 +43,6 @@ class RankConditioning:
     def is_whole(self, step: Step) -> bool:
         """Whether the micro-step computes all image tokens, rather than a band."""
         return step.tokens == self.token_order.span
-
-    def form(self, step: Step, rank_tokens: Callable[[Span], Span]) -> StepForm:
-        """`rank_tokens`: image tokens of a micro-step -> those of the rank."""
-        key = step.tokens, step.entries
-        if key not in self.forms:
-            image = rank_tokens(step.tokens)
-            tensors = {name: tensor[step.entries.slice] for name, tensor in self.tensors.items()}
-            self.forms[key] = StepForm(image, self.token_order.images(image), tensors)
-        return self.forms[key]
 
 
 class ConditioningStore:
