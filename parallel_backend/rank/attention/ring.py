@@ -51,12 +51,13 @@ class Ring:
 
 
 def merge(one: Part, two: Part, masked: bool) -> Part:
-    """Merge attention over two sets of keys to the same in float32. `masked`: a set may have no key that a query sees."""
+    """Merge attention over two sets of keys. Returns the same in float32. `masked`: a set may have no key that a query
+    sees."""
     return mix(one, two, masked), torch.logaddexp(one[1], two[1])
 
 
 def mix(one: Part, two: Part, masked: bool) -> torch.Tensor:
-    """The output of `merge`."""
+    """Return the merged output of two sets of keys, without the log-sum-exp."""
     # A set's weight is exp(lse) over the sum of both, which is a sigmoid of the difference: neither exponential overflows.
     weight_BQH = torch.sigmoid(two[1] - one[1])
     if masked:  # if neither set has a key, the difference is -inf + inf, and both outputs are zeros
