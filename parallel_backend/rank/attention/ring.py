@@ -41,7 +41,8 @@ class Ring:
                 if not overlap:
                     next_2BsHD = shift.wait()
             if lengths[source] and q_BsHD.shape[1]:
-                part = attend(q_BsHD, *block_2BsHD.unbind(), masks[source], scale)
+                k_BsHD, v_BsHD = block_2BsHD.unbind()
+                part = attend(q_BsHD, k_BsHD, v_BsHD, masks[source], scale)
                 if found is not None:  # the last log-sum-exp is not read
                     part = merge(found, part, masked) if shift is not None else (mix(found, part, masked), part[1])
                 found = part
