@@ -53,6 +53,16 @@ class Posting:
         self._window = window(degrees.pipe)
         self._waiting: list[deque[PostedStep]] = [deque() for _ in range(degrees.batch)]
         self._in_flight: list[dict[int, PostedStep]] = [{} for _ in range(degrees.batch)]
+        # By replica: its ranks with their sequence index, stage by stage.
+        self._ranks_of = [
+            [
+                (rank, index)
+                for stage in range(degrees.pipe)
+                for index in range(degrees.sequence)
+                for rank in degrees.ranks(replica, stage, index)
+            ]
+            for replica in range(degrees.batch)
+        ]
         # By replica, the ranks that send outputs; below, by micro-step, the ranks whose output has not come.
         self._output_ranks = [
             frozenset(degrees.ranks(replica, degrees.pipe - 1, index)[0] for index in range(degrees.sequence))
@@ -222,10 +232,8 @@ class Posting:
             self._wake()
             messages = self._messages(replica, step)
             with self._ranks.pool.together():
-                for stage in range(self._degrees.pipe):
-                    for index, message in enumerate(messages):
-                        for rank in self._degrees.ranks(replica, stage, index):
-                            self._ranks.send(rank, message)
+                for rank, index in self._ranks_of[replica]:
+                    self._ranks.send(rank, messages[index])
         except BaseException:
             self._shared.done(step.seq)
             raise
@@ -233,8 +241,7 @@ class Posting:
     def _messages(self, replica: int, step: PostedStep) -> list[m.Step]:
         """Return the message for each sequence rank."""
         call, entries, shards = step.output.call, step.entries.slice, step.output.shards
-        added = self._added(replica, step) if call.residuals else [()] * len(shards)
-        numbers = {tensor: number for number, tensor in enumerate(dict.fromkeys(map(id, call.residuals.values())))}
+        names, added = self._added(replica, step) if call.residuals else ((), [()] * len(shards))
         messages = []
         for (images, companion), of_rank in zip(shards, added, strict=True):
             x = call.x[entries, images.slice]
@@ -250,19 +257,21 @@ class Posting:
                 overlap=call.overlap,
                 entries=step.local,
                 timestep=call.timestep[entries],
-                residuals=tuple((name, numbers[id(tensor)]) for name, tensor in call.residuals.items()),
+                residuals=names,
                 added=of_rank,
                 x=x,
             )
             messages.append(message)
         return messages
 
-    def _added(self, replica: int, step: PostedStep) -> list[tuple[torch.Tensor, ...]]:
-        """For each sequence rank, its rows of the call's different residuals. Ranks that need the same rows share one
-        copy."""
+    def _added(self, replica: int, step: PostedStep) -> tuple[tuple[tuple[str, int], ...], list[tuple[torch.Tensor, ...]]]:
+        """(the call's residuals by name, each with the number of its tensor; for each sequence rank, its rows of these
+        tensors). Ranks that need the same rows share one copy."""
         # A ControlNet with few blocks uses one tensor for several blocks of the model: it is sent once.
         call, entries, shards = step.output.call, step.entries.slice, step.output.shards
         tensors = list({id(tensor): tensor for tensor in call.residuals.values()}.values())
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        names = tuple((name, numbers[id(tensor)]) for name, tensor in call.residuals.items())
         of_all = {id(tensor) for name, tensor in call.residuals.items() if name.startswith(AROUND)}
 
         def rows(tensor: torch.Tensor, images: Span) -> Span:
@@ -274,4 +283,4 @@ class Posting:
             for tensor in tensors
         }
         placed = dict(zip(parts, self._shared.place(replica, step.seq, list(parts.values())), strict=True))
-        return [tuple(placed[id(tensor), rows(tensor, images)] for tensor in tensors) for images, _ in shards]
+        return names, [tuple(placed[id(tensor), rows(tensor, images)] for tensor in tensors) for images, _ in shards]

@@ -1,7 +1,7 @@
 """The conditioning that a rank stores for one of its models."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +15,6 @@ from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.wire.sampling import PutConditioning, Step
 
 from .attention.words import WordKeys
-
-
-@dataclass(frozen=True)
-class StepForm:
-    """Values shared by all micro-steps of a conditioning with the same tokens and batch entries."""
-
-    image: Span
-    """The rank's image tokens, including references'."""
-    pictures: Span
-    """The image's own tokens among them, counted without references."""
-    tensors: dict[str, torch.Tensor]
-    """The conditioning tensors of these batch entries."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +33,8 @@ class RankConditioning:
     kept: defaultdict[Hashable, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
     """The rank's image tokens -> values that all micro-steps with these tokens share. With more facts of a micro-step in the
     key, the value is TokenCut.known."""
-
-    forms: dict[tuple[Span, Span], StepForm] = field(default_factory=dict)
-    """(tokens, batch entries) of a micro-step -> its form."""
+    forms: dict[tuple[Span, Span], Any] = field(default_factory=dict)
+    """(tokens, batch entries) of a micro-step -> its stage_forward.StepForm."""
 
     @property
     def made(self) -> int:
@@ -57,15 +44,6 @@ class RankConditioning:
     def is_whole(self, step: Step) -> bool:
         """Whether the micro-step computes all image tokens, not only a band."""
         return step.tokens == self.token_order.span
-
-    def form(self, step: Step, rank_tokens: Callable[[Span], Span]) -> StepForm:
-        """Return the form of a micro-step. `rank_tokens`: maps its image tokens to this rank's."""
-        key = step.tokens, step.entries
-        if key not in self.forms:
-            image = rank_tokens(step.tokens)
-            tensors = {name: tensor[step.entries.slice] for name, tensor in self.tensors.items()}
-            self.forms[key] = StepForm(image, self.token_order.images(image), tensors)
-        return self.forms[key]
 
 
 class ConditioningStore:

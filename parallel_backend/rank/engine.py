@@ -10,7 +10,7 @@ from parallel_backend.wire.loading import Load, Residency
 from parallel_backend.wire.sampling import OpenRun, Output, PutConditioning, RunStats, Step
 from parallel_backend.wire.timeline_kinds import OUTSIDE, WORK, StepLabel
 
-from .conditioning_store import ConditioningStore
+from .conditioning_store import ConditioningStore, RankConditioning
 from .finite_check import bad_adapters, bad_weights
 from .loaded_stage import LoadedStage
 from .micro_step_graphs import CAPTURES, Kind, MicroStepGraphs
@@ -149,11 +149,12 @@ class Engine:
         """Run one micro-step. Returns the output on the last stage, None on others. `upcoming`: the next micro-step, if
         known. If the stage receives early, its receive is posted before this one is computed."""
         clock, recorder = self._traffic.clock, self._traffic.recorder
-        began = clock.now()
-        recorder.step = label = self._label(step)
+        conditioning, began = self.conditionings[step.conditioning], clock.now()
+        recorder.step = label = _label(step, conditioning)
         self._traffic.mark(began)
-        self.stage.own_link.begin_step(self._decided(step), None if upcoming is None else self._decided(upcoming))
-        output = self._compute(step)
+        decided = self._decided(step)
+        self.stage.own_link.begin_step(decided, None if upcoming is None else self._decided(upcoming))
+        output = self._compute(step, decided, conditioning)
         self._micro_steps += 1
         ended = clock.now()
         self._traffic.mark(ended, idle=True)
@@ -182,10 +183,8 @@ class Engine:
         """Return the micro-step, without its text if that need not be computed again."""
         return step if self.conditionings[step.conditioning].words is None else self._words.of(step)
 
-    def _compute(self, step: Step) -> torch.Tensor:
+    def _compute(self, step: Step, decided: Step, conditioning: RankConditioning) -> torch.Tensor:
         self.stage.store.begin_step()
-        conditioning = self.conditionings[step.conditioning]
-        decided = self._decided(step)
         is_new = decided.form not in self._measured  # others take as much: torch's statistics cost some 0.1 ms
         if is_new:
             self.stage.copies.begin_measuring()
@@ -197,6 +196,7 @@ class Engine:
             self._working_bytes = max(self._working_bytes, self.stage.copies.working_bytes)
         return output
 
-    def _label(self, step: Step) -> StepLabel:
-        exact = not step.stale and self.conditionings[step.conditioning].is_whole(step)
-        return step.seq, step.tokens.start, step.tokens.stop, int(exact)
+
+def _label(step: Step, conditioning: RankConditioning) -> StepLabel:
+    exact = not step.stale and conditioning.is_whole(step)
+    return step.seq, step.tokens.start, step.tokens.stop, int(exact)

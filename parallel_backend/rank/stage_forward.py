@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from parallel_backend.core.device_copies import to_device
+from parallel_backend.core.spans import Span
 from parallel_backend.own_class.calls.call_arguments import (
     LATENT,
     LATENTS,
@@ -29,18 +30,21 @@ from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.sparse import SparseStep
 from parallel_backend.wire.sampling import Step
 
-from .conditioning_store import RankConditioning, StepForm
+from .conditioning_store import RankConditioning
 from .loaded_stage import LoadedStage
 from .micro_step_graphs import MicroStepGraphs, MicroStepInputs, MicroStepState, Outputs
 
-ALIKE = "alike"
-"""Key of an Alike in RankConditioning.kept."""
-
 
 @dataclass(frozen=True)
-class Alike:
-    """Values shared by all calls of a conditioning with the same image tokens."""
+class StepForm:
+    """Values shared by all micro-steps of a conditioning with the same tokens and batch entries."""
 
+    image: Span
+    """The rank's image tokens, with those of references."""
+    pictures: Span
+    """The image's tokens among them, numbered without references."""
+    tensors: dict[str, torch.Tensor]
+    """Conditioning tensors of the batch entries."""
     patching: Patching
     structure: Mapping[str, Any]
     """The decoded call_arguments.STRUCTURE."""
@@ -83,7 +87,7 @@ class StageForward:
         """Return (the result of `compute`, *tensors for the next stage). May be captured: `state` has all host data it
         depends on."""
         stage, step, conditioning = self._stage, state.step, state.conditioning
-        form = conditioning.form(step, stage.image)
+        form = self._form(conditioning, step)
         words = None if step.run or step.residuals else conditioning.words
         stage.attention.step = AttentionStep(
             kernel=stage.kernel_of(conditioning.changes.attention),
@@ -112,8 +116,7 @@ class StageForward:
         """Call the class with the micro-step's inputs. Returns [b, m + a, c]: the m tokens of `form.pictures`, and the
         rank's a tokens of the companion. A stage that is not the last one returns no tokens."""
         stage, pictures, order = self._stage, form.pictures, conditioning.token_order
-        alike, companion_tokens = self._alike(conditioning, form), conditioning.companion_tokens
-        patching, structure = alike.patching, alike.structure
+        patching, structure, companion_tokens = form.patching, form.structure, conditioning.companion_tokens
         x, companion = inputs.x.tensor_split((len(pictures),), dim=1)
         has_companion = companion.shape[1] > 0
         # The prologue runs whole, and what it makes of other bands' tokens is left out.
@@ -122,10 +125,10 @@ class StageForward:
             x[:, pictures.slice] = own_x
         if has_companion:
             x[:, order.image :] = companion
-        named = self._arguments(conditioning, form, alike)
+        named = self._arguments(conditioning, form)
         timestep = timestep_of(inputs.timestep, structure)
         if not companion_tokens:
-            out = run_call(stage.blocks.call, patching.unpack(x, alike.sizes), timestep, named)
+            out = run_call(stage.blocks.call, patching.unpack(x, form.sizes), timestep, named)
             return x[:, :0] if out is None else patching.pack(out)[:, pictures.slice]
         shapes = [(len(x), *shape) for shape in structure[LATENTS]]
         out = run_call(stage.blocks.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
@@ -134,29 +137,34 @@ class StageForward:
         tokens = patching.pack_all(tuple(unpack(out, structure[LATENTS])))
         return torch.cat((tokens[:, pictures.slice], tokens[:, order.image if has_companion else tokens.shape[1] :]), dim=1)
 
-    def _alike(self, conditioning: RankConditioning, form: StepForm) -> Alike:
-        """Return the Alike for these tokens, made once: to read the structure, the host waits for the device."""
-        kept = conditioning.kept[form.image]
-        if ALIKE not in kept:
-            stage, latent = self._stage, self._stage.built.own.latent
-            tokens, order, grid = stage.blocks.tokens, conditioning.token_order, conditioning.grid
-            patching, structure, band = stage.built.patching.cut(order.along), structure_of(conditioning.tensors), None
-            if tokens is not None and latent is not None:
-                numbers = class_numbers(order, grid)
-                numbers = None if numbers is None else to_device(numbers, stage.device)
-                ahead = latent.tokens_ahead(from_tensors(form.tensors, structure))
-                band = BandTokens(latent, order, form.image, numbers, conditioning.companion_tokens, ahead, tokens.alone)
-            # A naive patch has no row of another one with which the class could fill it up.
-            sizes = () if tokens is not None and tokens.alone else structure[LATENT][1:]
-            kept[ALIKE] = Alike(patching, structure, tuple(sizes or patching.whole(grid)), band)
-        return kept[ALIKE]
+    def _form(self, conditioning: RankConditioning, step: Step) -> StepForm:
+        """Return the form of a micro-step, made once: to read the structure, the host waits for the device."""
+        key = step.tokens, step.entries
+        if key not in conditioning.forms:
+            conditioning.forms[key] = self._new_form(conditioning, step)
+        return conditioning.forms[key]
 
-    def _arguments(self, conditioning: RankConditioning, form: StepForm, alike: Alike) -> dict[str, Any]:
+    def _new_form(self, conditioning: RankConditioning, step: Step) -> StepForm:
+        stage, latent, image = self._stage, self._stage.built.own.latent, self._stage.image(step.tokens)
+        cut, order, grid = stage.blocks.tokens, conditioning.token_order, conditioning.grid
+        tensors = {name: tensor[step.entries.slice] for name, tensor in conditioning.tensors.items()}
+        patching, structure, band = stage.built.patching.cut(order.along), structure_of(conditioning.tensors), None
+        if cut is not None and latent is not None:
+            numbers = class_numbers(order, grid)
+            numbers = None if numbers is None else to_device(numbers, stage.device)
+            ahead = latent.tokens_ahead(from_tensors(tensors, structure))
+            band = BandTokens(latent, order, image, numbers, conditioning.companion_tokens, ahead, cut.alone)
+        # A naive patch has no row of another one with which the class could fill it up.
+        sizes = () if cut is not None and cut.alone else structure[LATENT][1:]
+        sizes = tuple(sizes or patching.whole(grid))
+        return StepForm(image, order.images(image), tensors, patching, structure, sizes, band)
+
+    def _arguments(self, conditioning: RankConditioning, form: StepForm) -> dict[str, Any]:
         """Return the call's arguments by name, without latent and timestep. Also tells the blocks the call's band."""
         blocks = self._stage.blocks
-        named: dict[str, Any] = {OPTIONS: {}} | from_tensors(form.tensors, alike.structure)
-        if alike.band is not None and blocks.tokens is not None:
-            blocks.tokens.band = alike.band
+        named: dict[str, Any] = {OPTIONS: {}} | from_tensors(form.tensors, form.structure)
+        if form.band is not None and blocks.tokens is not None:
+            blocks.tokens.band = form.band
         if (guidance := conditioning.changes.guidance) is not None:
             named[OPTIONS][GUIDED] = guidance
         if residuals := blocks.residuals():

@@ -247,9 +247,9 @@ class AttentionCall:
     ) -> torch.Tensor:
         """Return attention [B, Q, h, D] by the class's function, of these heads only, under this mask of keys."""
         mask = None if mask_bK is None else mask_bK[:, None, None]
-        tensors = (x.transpose(1, 2) for x in (q_BQhD, k_BKhD, v_BKhD))
+        q_BhQD, k_BhKD, v_BhKD = q_BQhD.transpose(1, 2), k_BKhD.transpose(1, 2), v_BKhD.transpose(1, 2)
         shapes = {"skip_reshape": True, "skip_output_reshape": True}
-        out_BhQD = self.function(*tensors, q_BQhD.shape[2], mask=mask, **self.arguments, **shapes)
+        out_BhQD = self.function(q_BhQD, k_BhKD, v_BhKD, q_BQhD.shape[2], mask=mask, **self.arguments, **shapes)
         return out_BhQD.transpose(1, 2)
 
     def result(self, out_BQHD: torch.Tensor) -> torch.Tensor:
@@ -281,7 +281,7 @@ def attention_call(
 ) -> AttentionCall:
     """The AttentionCall of a function with ComfyUI's signature. Key heads that several query heads share are repeated."""
     if skip_reshape:
-        q_BQHD, k_BKHD, v_BKHD = (x.transpose(1, 2) for x in (q, k, v))
+        q_BQHD, k_BKHD, v_BKHD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     else:
         size = q.shape[-1] // heads
         # Some have heads apart already, and some have no tokens, whose heads torch could not count.

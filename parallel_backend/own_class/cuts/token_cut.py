@@ -117,7 +117,7 @@ class TokenCut(ABC):
 
     def _keys_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str] | None:
         """Positions and names of the arguments to be cut. None: some are nested. Cached, because the search is slow."""
-        form = tuple(map(type, args)), tuple((name, type(value)) for name, value in kwargs.items())
+        form = *map(type, args), *kwargs, *map(type, kwargs.values())
         known, keys = self._keys.get(number, (None, None))
         if known != form:
             leaves = pytree.tree_leaves((args, kwargs))

@@ -48,7 +48,7 @@ class Ulysses:
         axis, heads = self._axis, q_BQHD.shape[2]
         queries, keys = at.queries[self._own], at.keys[self._own]
         in_one = self._in_one or not at.step.overlap
-        count = 1 if in_one else groups_of(q_BQHD, sum(queries), heads // axis.size)
+        count = 1 if in_one else groups_of(q_BQHD, queries, heads // axis.size)
         groups = head_groups(heads, axis.size, count)
         sent, tokens = [q_BQHD, k_BKHD, v_BKHD], [queries, keys, keys]
         if at.gate_BQhD is not None:
@@ -56,17 +56,16 @@ class Ulysses:
         # All ranks issue the transfers of a layer in this order, as their group's communicator needs: the next group comes
         # in before this one's attention, which goes out behind it.
         ready = start_sequence_to_heads(sent, tokens, groups[0], *self._shared)
-        out_BQHD, finishing = torch.empty_like(q_BQHD, memory_format=torch.contiguous_format), []
+        finishing = []
         for number, group in enumerate(groups, 1):
             q_BQhD, k_BKhD, v_BKhD, *gates = ready()
             if number < len(groups):
                 ready = start_sequence_to_heads(sent, tokens, groups[number], *self._shared)
             at.heads, at.gate_BQhD = group.spans[axis.index], gates[0] if gates else None
             out_BQhD = self._inner.attend(at, q_BQhD, k_BKhD, v_BKhD)
-            finishing.append(start_heads_to_sequence(out_BQhD, out_BQHD, queries, group, *self._shared))
-        for finish in finishing:
-            finish()
-        return out_BQHD
+            finishing.append(start_heads_to_sequence(out_BQhD, queries, group, *self._shared))
+        # A rank's heads of all groups, then the next rank's.
+        return torch.cat([part for of_rank in zip(*(finish() for finish in finishing), strict=True) for part in of_rank], 2)
 
 
 def start_sequence_to_heads(
@@ -82,7 +81,7 @@ def start_sequence_to_heads(
     That function returns each tensor as [B, S, h, D], with tokens in rank order. `tensors_BsHD`: queries, keys and values,
     or some of them. `tokens[i][j]`: number of tokens of tensor i on rank j.
     """
-    if not group.are_even or any(of_tensor != tokens[0] for of_tensor in tokens):
+    if not group.are_even or tokens.count(tokens[0]) < len(tokens):
         return _start_apart(tensors_BsHD, tokens, group, axis, traffic, codec)
     # One all-to-all carries all tensors, since a slow link costs by the message. Tokens are the first axis of every part, so
     # that the received parts of all ranks, one behind the other, are one tensor of S tokens.
@@ -129,15 +128,14 @@ def _start_apart(
 
 def start_heads_to_sequence(
     part_BShD: torch.Tensor,
-    out_BsHD: torch.Tensor,
     lengths: Sequence[int],
     group: HeadGroup,
     axis: Axis,
     traffic: Traffic,
     codec: Codec | None = None,
-) -> Callable[[], None]:
-    """Start the all-to-all after attention, from heads to tokens. The returned function fills the group's heads of
-    `out_BsHD`. `lengths[j]`: query tokens of rank j."""
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """Start the all-to-all after attention, from heads to tokens. The returned function waits for it and returns, for each
+    rank, [B, s, h, D]: that rank's heads of the group. `lengths[j]`: query tokens of rank j."""
     batch, _, heads, size = part_BShD.shape
     values = batch * size
     send = [values * heads * rank_tokens for rank_tokens in lengths]
@@ -145,12 +143,11 @@ def start_heads_to_sequence(
     receive = [values * length * of_rank for of_rank in group.heads]
     wait = _start(codec, size, part_BShD.transpose(0, 1).reshape(-1), send, receive, axis, traffic)
 
-    def finish() -> None:
+    def finish() -> Sequence[torch.Tensor]:
         if group.are_even:
-            _of_ranks(out_BsHD, group).copy_(wait().view(axis.size, length, batch, group.heads[0], size))
-            return
-        for span, part_n in zip(group.spans, wait().split(receive), strict=True):
-            out_BsHD[:, :, span.slice] = part_n.view(length, batch, len(span), size).transpose(0, 1)
+            return wait().view(axis.size, length, batch, heads, size).transpose(1, 2).unbind()
+        parts = zip(wait().split(receive), group.heads, strict=True)
+        return [part_n.view(length, batch, of_rank, size).transpose(0, 1) for part_n, of_rank in parts]
 
     return finish
 
@@ -174,11 +171,12 @@ def _start(
     return codec.start_all_to_all(size, x_N, send, receive, axis, traffic)
 
 
-def groups_of(q_BQHD: torch.Tensor, tokens: int, heads: int) -> int:
-    """Number of head groups. `heads`: of the rank with the fewest. `tokens`: query tokens of all Ulysses ranks."""
+def groups_of(q_BQHD: torch.Tensor, queries: Sequence[int], heads: int) -> int:
+    """Number of head groups. `heads`: of the rank with the fewest. `queries`: query tokens of each Ulysses rank."""
     groups = HEAD_GROUPS[q_BQHD.device.type]
-    work = len(q_BQHD) * tokens * (heads // groups)
-    return 1 if heads < groups or (q_BQHD.is_cuda and work < LEAST_WORK) else groups
+    if heads < groups or (q_BQHD.is_cuda and len(q_BQHD) * sum(queries) * (heads // groups) < LEAST_WORK):
+        return 1
+    return groups
 
 
 @functools.lru_cache

@@ -11,13 +11,13 @@ FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defaul
 def attend(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
     """Attention by torch's public function, which chooses one of torch's kernels."""
     mask_B11K = None if mask_BK is None else mask_BK[:, None, None]
-    q_BHQD, k_BHKD, v_BHKD = (x.transpose(1, 2) for x in (q_BQHD, k_BKHD, v_BKHD))
+    q_BHQD, k_BHKD, v_BHKD = q_BQHD.transpose(1, 2), k_BKHD.transpose(1, 2), v_BKHD.transpose(1, 2)
     return F.scaled_dot_product_attention(q_BHQD, k_BHKD, v_BHKD, attn_mask=mask_B11K, scale=scale).transpose(1, 2)
 
 
 def attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
     """Attention and log-sum-exp by torch's private kernels, because the public function does not return the log-sum-exp."""
-    q_BHQD, *kv_BHKD = (x.transpose(1, 2) for x in (q_BQHD, k_BKHD, v_BKHD))
+    q_BHQD, kv_BHKD = q_BQHD.transpose(1, 2), (k_BKHD.transpose(1, 2), v_BKHD.transpose(1, 2))
     dtype, bias_B11K = q_BQHD.dtype, None
     if mask_BK is not None:
         bias_B11K = torch.zeros_like(mask_BK, dtype=dtype).masked_fill_(~mask_BK, -torch.inf)[:, None, None]
