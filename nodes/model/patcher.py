@@ -268,13 +268,11 @@ def make_model(
     file: ModelFile, setup: Setup, comm_overlap: bool, devices: tuple[str, ...] | None = None
 ) -> RemoteModelPatcher:
     """The MODEL for this file. Nothing is started or loaded. `devices`: as in RemoteDiffusionModel, or the setup's."""
-    model, config = file.model, file.model.model_config
+    model = file.model
     dtype = compute_dtype(setup.dtype, torch.device(device_kind(setup.devices[0])))
-    config.set_inference_dtype(dtype, None)
+    model.model_config.set_inference_dtype(dtype, None)
     weights = NativeWeights(file.checkpoint, file.own, dtype)
-    model.diffusion_model = RemoteDiffusionModel(
-        file.checkpoint, setup, devices or setup.devices, comm_overlap, weights, config.unet_config
-    )
+    model.diffusion_model = RemoteDiffusionModel(file.checkpoint, setup, devices or setup.devices, comm_overlap, weights)
     # This process computes nothing. With no memory to reserve, ComfyUI joins conditional and unconditional to one batch.
     model.memory_usage_factor = 0.0
     patcher = RemoteModelPatcher(

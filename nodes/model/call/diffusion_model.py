@@ -61,10 +61,9 @@ log = logging.getLogger(__name__)
 class RemoteDiffusionModel(torch.nn.Module):
     """Answers ComfyUI's model call with the ranks' output. Holds no parameters and no process.
 
-    A call of another structure than before is tried first. `weights`: names and shapes of the weights; `unet_config`:
-    arguments of the native model's class. `devices`: the devices that the model may use. `setup.devices` are those that it
-    does use: with degrees `auto`, AutoDegrees sets `setup` before each run. `patchers_elsewhere`: see
-    RemoteModelPatcher.get_nested_additional_models.
+    A call of another structure than before is tried first. `weights`: names and shapes of the weights. `devices`: the
+    devices that the model may use. `setup.devices` are those that it does use: with degrees `auto`, AutoDegrees sets `setup`
+    before each run. `patchers_elsewhere`: see RemoteModelPatcher.get_nested_additional_models.
     """
 
     on_ranks = True
@@ -77,12 +76,10 @@ class RemoteDiffusionModel(torch.nn.Module):
         devices: tuple[str, ...],
         comm_overlap: bool,
         weights: NativeWeights,
-        unet_config: dict[str, Any],
     ):
         super().__init__()
         self.checkpoint, self.setup, self.devices, self.comm_overlap = checkpoint, setup, devices, comm_overlap
-        self.weights, self.unet_config = weights, unet_config
-        self.run = SamplingRun()
+        self.weights, self.run = weights, SamplingRun()
         self.patchers_elsewhere: dict[torch.device, comfy.model_patcher.ModelPatcher] = {}
         self.dtype = weights.dtype
         self.current_patcher: comfy.model_patcher.ModelPatcher | None = None
@@ -113,8 +110,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         super().__delattr__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
-        device_settings = self.setup, self.devices, self.comm_overlap
-        return type(self)(self.checkpoint, *device_settings, self.weights, self.unet_config)
+        return type(self)(self.checkpoint, self.setup, self.devices, self.comm_overlap, self.weights)
 
     def enlarged_by(self, patches: Mapping[str, list[Patch]]) -> TensorSizes:
         """Tensors that the patches enlarge, with their new sizes. Further output heads do not count."""
@@ -134,7 +130,7 @@ class RemoteDiffusionModel(torch.nn.Module):
                 "size. Use a LoRA that was made for the model."
             ) from None
         setup, weights = replace(self.setup, own_class=file.own, enlarged=sizes), self.weights.enlarged(sizes)
-        return type(self)(file.checkpoint, setup, self.devices, self.comm_overlap, weights, self.unet_config)
+        return type(self)(file.checkpoint, setup, self.devices, self.comm_overlap, weights)
 
     @property
     def own(self) -> OwnClass:
@@ -161,7 +157,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     @functools.cached_property
     def controls_here(self) -> ControlsHere:
-        return ControlsHere(self.checkpoint, lambda: self.native, self.unet_config, self.dtype)
+        return ControlsHere(self.checkpoint, self.weights)
 
     @functools.cached_property
     def native(self) -> NativeClass:

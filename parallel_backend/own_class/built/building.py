@@ -77,15 +77,18 @@ def class_of(own: OwnClass) -> type[nn.Module]:
     return imported(own.folder, own.module, own.name, own.settings, own.imports)
 
 
-def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model of the class, told to be in `dtype`. Its parameters are on the meta device; tables that it makes are not."""
-    kind = class_of(own)
-    arguments = {
+def arguments_of(own: OwnClass) -> dict[str, Any]:
+    """The class's arguments beside operations, dtype and device."""
+    return {
         name: getattr(torch, value.removeprefix(DTYPE)) if isinstance(value, str) and value.startswith(DTYPE) else value
         for name, value in json.loads(own.arguments).items()
     }
+
+
+def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model of the class, told to be in `dtype`. Its parameters are on the meta device; tables that it makes are not."""
     with meta_parameters():
-        model = kind(**arguments, operations=TorchLayers, dtype=dtype, device=None)
+        model = class_of(own)(**arguments_of(own), operations=TorchLayers, dtype=dtype, device=None)
     fuse(model)
     adapt(own.kind, model)
     for module in model.modules():
