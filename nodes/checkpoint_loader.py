@@ -1,7 +1,6 @@
 """Parallel Checkpoint Loader: an all-in-one file -> MODEL on the ranks, CLIP and VAE in ComfyUI."""
 
 from .loader import CHECKPOINTS, check_widgets, file_path, load_model, safetensors_names, widgets
-from .model.early_start import start_ranks_of
 from .model.loading.all_in_one import clip_and_vae
 from .ui.input_checks import coerce, renamed_input, short, validate
 from .ui.widgets import CATEGORY, SEVERAL_GPUS
@@ -29,5 +28,5 @@ class ParallelCheckpointLoader:
             raise ValueError(f"ckpt_name: {short(ckpt_name)} is not in models/{CHECKPOINTS}. Refresh the node list.")
         with renamed_input("model_name", "ckpt_name"):
             model = load_model(path, values)
-        start_ranks_of(model)
+        model.start_ranks()
         return (model, *clip_and_vae(path))

@@ -1,7 +1,6 @@
 """Parallel DiT Loader: a checkpoint and degrees -> a native MODEL whose transformer lives on several devices."""
 
 import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import folder_paths
 
 from parallel_backend.checkpoints.tensor_files import GGUF, SAFETENSORS
-from parallel_backend.core.degrees import DTYPES, Degrees
+from parallel_backend.core.degrees import DTYPES, WIDGETS, Degrees
 from parallel_backend.core.devices import device_kind, names_ray
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.setup import Setup
@@ -17,9 +16,7 @@ from parallel_backend.placement.balance import check_stage_split
 from parallel_backend.placement.residency import offload_of
 from parallel_backend.quickstart.model import WEIGHTS
 
-from .model.early_start import start_ranks_of
 from .model.loading.model_file import ModelFile, importing, open_file
-from .model.loading.own_degrees import check_own_class
 from .model.patcher import RemoteModelPatcher, make_model
 from .parallel_config import ParallelConfig
 from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, check_no_stages, model_to_plan
@@ -53,28 +50,14 @@ def safetensors_names(folder: str) -> list[str]:
 
 
 def model_path(name: str) -> Path:
-    """Path of an entry of `model_names`. ValueError if the file is gone, and for a diffusers folder."""
+    """Path of an entry of `model_names`. ValueError if the file is gone."""
     if name == BUNDLED:
         return Path(WEIGHTS)
     if (path := file_path(FOLDER, name)) is not None:
         return path
     if name.startswith(IN_CHECKPOINTS) and (path := file_path(CHECKPOINTS, name.removeprefix(IN_CHECKPOINTS))) is not None:
         return path
-    if _is_diffusers_folder(name):
-        raise ValueError(
-            f"model_name: {short(name)} is a diffusers folder, which cannot be loaded. Use the model's single file, as "
-            "for ComfyUI."
-        )
     raise ValueError(f"model_name: {short(name)} is not in models/{FOLDER}. Refresh the node list, or pick another file.")
-
-
-def _is_diffusers_folder(name: str) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        for base in folder_paths.get_folder_paths(FOLDER):
-            folder = Path(os.path.normpath(Path(base) / name))  # symbolic links may lead elsewhere, names may not
-            if folder.is_relative_to(os.path.normpath(base)) and (folder / "config.json").is_file():
-                return True
-    return False
 
 
 def file_path(folder: str, name: str) -> Path | None:
@@ -201,7 +184,7 @@ class ParallelDiTLoader:
 
     def load(self, model_name, **values):
         model = load_model(model_path(coerce("model_name", model_name, "STRING", {})), values)
-        start_ranks_of(model)
+        model.start_ranks()
         return (model,)
 
 
@@ -231,7 +214,8 @@ def model_of(
 
     ValueError as `load_model`."""
     checkpoint = file.checkpoint
-    check_own_class(file.own, checkpoint.path.name, degrees, planned, bool(values["compile"]))
+    if file.own.unet:
+        _check_unet(checkpoint.path.name, degrees, planned, bool(values["compile"]))
     native = wanted_halves(half_dtypes(devices), file.own.halves, values["weight_dtype"])
     dtype = resolve_dtype(values["weight_dtype"], checkpoint.dtype, devices, file.own.halves, native)
     options = options_line(dtype, device_kind(devices[0]))
@@ -260,6 +244,18 @@ def model_of(
         # Displaced patches keep keys from step to step, within one sampler's run. PipeFusion Sampler replaces this wrapper.
         model, _ = apply_pipefusion(model, 1, config.patch_warmup_steps, config.comm_overlap, True)
     return model
+
+
+def _check_unet(name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
+    """ValueError, naming the widget, for settings with which ranks cannot run a UNet."""
+    runs = f"{name} runs by split_batch_degree alone"
+    if planned:
+        raise ValueError(f"degrees: {runs}, which auto cannot choose. Set degrees to 'as set'.")
+    for axis, widget in WIDGETS.items():
+        if axis != "batch" and getattr(degrees, axis) > 1:
+            raise ValueError(f"{widget} is {getattr(degrees, axis)}: {runs}. Set it to 1.")
+    if compiled:
+        raise ValueError(f"compile: {runs}. Switch it off.")
 
 
 def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:

@@ -13,7 +13,6 @@ from .loader import SETUP_WIDGETS, model_of, widgets
 from .model.call.concurrent_conds import WRAPPER_KEY as CONDS_KEY
 from .model.call.diffusion_model import RemoteDiffusionModel
 from .model.carry_over import carry_over
-from .model.early_start import start_ranks_of
 from .model.loading.model_file import importing, open_file
 from .model.loading.native_source import NativeSource, check_not_rewritten, give_back_memory, native_source, unload
 from .model.patcher import RemoteModelPatcher
@@ -106,7 +105,7 @@ class ParallelizeModel:
                 parallel, _ = apply_pipefusion(parallel, 0, 1, True, True, is_asked=False)
             devices = ", ".join(parallel.model.diffusion_model.setup.devices)
             say("\n".join(filter(None, (left_over, f"Parallel DiT: {degrees} on {devices}"))))
-        start_ranks_of(parallel)
+        parallel.start_ranks()
         return (parallel,)
 
 

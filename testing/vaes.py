@@ -58,10 +58,6 @@ class OnRanks:
     ):
         self.remote, self._dtype = RemoteVAE(pool, name, part, made), dtype
 
-    @property
-    def bytes_sent(self) -> list[dict[str, int]]:
-        return self.remote.bytes_sent
-
     def run(self, x: torch.Tensor, poll: Poll, bytes_needed: int = 0) -> torch.Tensor:
         """The output for x."""
         rows, columns = x.shape[-2:]

@@ -84,7 +84,6 @@ def measure(subject: Subject, ranks: int, made: Made, x: torch.Tensor) -> tuple[
         return {
             "seconds": round(time.perf_counter() - started, 1),
             "by_rank": figures(watch),
-            "MB_sent_by_rank": [round(sum(sent.values()) / 1e6, 1) for sent in remote.bytes_sent],
         }, output
 
 

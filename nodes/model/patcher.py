@@ -1,7 +1,6 @@
 """The native MODEL without weights: ComfyUI's own BaseModel of the file, whose diffusion_model asks the ranks."""
 
 import copy
-import logging
 import uuid
 import weakref
 from typing import Any
@@ -11,20 +10,21 @@ import comfy.patcher_extension
 import torch
 
 from parallel_backend.client.registry import registry
-from parallel_backend.core.devices import device_kind
+from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.adapters.adapters import adapter_of
 
 from ..ui.host import refuse
-from ..ui.node_text import say
+from ..ui.node_text import tell
 from ..ui.other_nodes import calling_nodes, named
+from ..ui.prompt_graph import present_prompt
 from .call.concurrent_conds import add_concurrent_conds
 from .call.diffusion_model import RemoteDiffusionModel
 from .end_of_run import tell_of_run
 from .loading.model_file import ModelFile
 from .lora.bypass import bypass_patches, check_injections
-from .lora.left_out import UNNAMED, fitting, tell
+from .lora.left_out import UNNAMED, fitting
 from .lora.lora import NativeWeights
 from .lora.saving import for_saving, key_patches, patched_weight, stored_weights
 from .patches.attention_choice import PREFERRED, wished_of_object, wishes, without_settings
@@ -35,8 +35,6 @@ from .rank_memory import OnAnotherGPU, RankMemoryPatcher, other_gpus
 from .run.kept_run import end
 from .run.sampling_run import SamplingRun
 from .run.step_cache import CACHE_KEY, HOOKED, begin_cache
-
-log = logging.getLogger(__name__)
 
 INSIDE = "diffusion_model"
 """Attribute of ComfyUI's BaseModel that holds the native model."""
@@ -140,6 +138,15 @@ class RemoteModelPatcher(RankMemoryPatcher):
     def stub(self) -> RemoteDiffusionModel:
         return self.model.diffusion_model
 
+    def start_ranks(self) -> None:
+        """Begin to start the ranks, while a prompt's other nodes, such as text encoders, compute. Never waits.
+
+        Starts nothing on a Ray cluster.
+        """
+        devices = self.stub.devices
+        if present_prompt() is not None and not any(map(on_ray, devices)):
+            registry().begin(devices)
+
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
         """As RankMemoryPatcher's. ValueError if patched values are needed in place, as other packs' saving nodes do."""
         if force_patch_weights:
@@ -190,8 +197,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
     def _skip_compile(self) -> None:
         if not self._told_of_compile:  # a node may add an object patch for each block
             self._told_of_compile = True
-            log.warning("Parallel DiT: %s", COMPILE_SKIPPED)
-            say(f"Parallel DiT: {COMPILE_SKIPPED}")
+            tell(COMPILE_SKIPPED)
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
         """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights, and for weights with

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.devices import device_kind, on_ray
-from parallel_backend.processes.pool import LinksDown, Pool, RankError
+from parallel_backend.processes.pool import LinksDown, Pool
 from parallel_backend.processes.pool_part import PoolPart, SomeRanks, ranks_on, union
 from parallel_backend.wire.rank_settings import P2P_DISABLE, SELF_TEST, SelfTest
 
@@ -38,7 +38,6 @@ class Pools:
     ):
         self._start, self._verdicts, self._chosen = start, verdicts, chosen
         self._used: dict[tuple[str, ...], tuple[str, ...]] = {}  # devices of a pool -> those of its last use
-        self._apart: set[tuple[str, ...]] = set()  # devices of several uses whose ranks could not start together
         self._pools: tuple[Pool, ...] = ()  # in the order of their last use
         self._begun: set[tuple[str, ...]] = set()  # devices of pools that have been begun for a use to come
 
@@ -83,18 +82,7 @@ class Pools:
         """The result of `action` with the ranks on these devices, started if necessary. `alone`: a pool without others."""
         self.end_failed()
         where = devices if alone else self._where(devices)
-        if where == devices or any(pool.devices == where for pool in self._pools):
-            return self._use(where, lambda pool: action(self._part(pool, devices)))
-        pool = self._on(where)  # that has grown
-        try:
-            return action(self._part(pool, devices))
-        except RankError as error:
-            if pool.ready.done() and pool.ready.exception() is None:
-                raise
-            log.warning("%s\nParallel DiT: starting ranks on %s only", str(error), ", ".join(devices))
-        self._apart.add(where)
-        self.end(where, politely=False)
-        return self._use(devices, action)
+        return self._use(where, lambda pool: action(self._part(pool, devices)))
 
     def _where(self, devices: tuple[str, ...]) -> tuple[str, ...]:
         """The devices of the pool that is to have ranks on `devices`."""
@@ -103,7 +91,7 @@ class Pools:
                 return pool.devices
         overlapping = [pool.devices for pool in self._pools if not apart(pool.devices, devices)]
         together = union([*overlapping, devices]) if overlapping else None
-        return devices if together is None or together in self._apart else together
+        return devices if together is None else together
 
     def _part(self, pool: Pool, devices: tuple[str, ...]) -> SomeRanks:
         """The pool's ranks on these devices."""

@@ -3,7 +3,7 @@
 import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -57,8 +57,6 @@ class RemoteVAE:
     """Called only if ranks lack the part."""
     make_room: Callable[[int], None] = lambda nbytes: None
     """Called before weights are sent, with the bytes of one copy and of one rank's band."""
-    bytes_sent: list[dict[str, int]] = field(default_factory=list)
-    """By rank and mesh axis, bytes that were sent to other ranks for the last image."""
 
     def run(
         self,
@@ -121,24 +119,17 @@ class RemoteVAE:
     ) -> Generator[list[m.VAEOutput], None, None]:
         """The ranks' answers to each request. IN_FLIGHT requests are in progress at a time."""
         self._begin(bytes_needed, poll, trial)
-        self.bytes_sent = [{} for _ in self.pool.devices]
         pending: deque = deque()
         try:
             for messages in requests:
                 pending.append(self.pool.ask_each(messages, m.VAEOutput))
                 if len(pending) == IN_FLIGHT:
-                    yield self._counted(wait_for(pending.popleft(), poll))
+                    yield wait_for(pending.popleft(), poll)
             while pending:
-                yield self._counted(wait_for(pending.popleft(), poll))
+                yield wait_for(pending.popleft(), poll)
         finally:
             with contextlib.suppress(RankError):  # failed ranks keep nothing
                 self.pool.tell(m.EndVAE())
-
-    def _counted(self, parts: list[m.VAEOutput]) -> list[m.VAEOutput]:
-        for part, total in zip(parts, self.bytes_sent, strict=True):
-            for axis, count in part.bytes_sent.items():
-                total[axis] = total.get(axis, 0) + count
-        return parts
 
     def _begin(self, bytes_needed: int, poll: Poll, trial: m.RunVAE | None) -> None:
         wait_for(self.pool.ready, poll)

@@ -74,8 +74,6 @@ class VAEOutput:
     rank: int
     band: torch.Tensor
     """[B, C, (frames,) rows, columns]."""
-    bytes_sent: dict[str, int]
-    """Payload that the rank sent to others for it, by mesh axis."""
 
 
 @dataclass(frozen=True)
