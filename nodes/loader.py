@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +196,6 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
     """
     values = {"parallel_config": None, **defaults(widgets("", ("", {}))), **settings}
     config = ParallelConfig() if values["parallel_config"] is None else values["parallel_config"]
-    if not isinstance(config, ParallelConfig):
-        raise ValueError("parallel_config: this input is not from Ulysses Config or Parallel Doctor.")
     planned = values["degrees"] == AUTO
     degrees, devices = _to_plan(values["devices"]) if planned else _as_set(values, config)
     return model_of(open_file(path, importing(devices[0])), degrees, devices, planned, values, config)
@@ -270,13 +269,10 @@ def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:
 
 def _as_set(values: Mapping[str, Any], config: ParallelConfig) -> tuple[Degrees, tuple[str, ...]]:
     """The degrees of the widgets and of Ulysses Config, and a device for each rank."""
-    degrees = Degrees(
+    degrees = replace(
+        config.degrees,
         batch=values["split_batch_degree"],
         pipe=values["pipefusion_degree"],
-        patch=config.patch_degree,
-        patch_mode=config.patch_mode,
-        ring=config.ring_degree,
-        ulysses=config.ulysses_degree,
         tensor=values["tensor_parallel_degree"],
     )
     return degrees, choose_devices(values["devices"], degrees)

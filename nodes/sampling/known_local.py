@@ -4,7 +4,6 @@ Functions are listed by their `name_of`. A new row also belongs into the test th
 tests/comfyui/inside/guidance_in_bands.py.
 """
 
-import inspect
 from typing import Any
 
 from ..ui.other_nodes import name_of
@@ -39,7 +38,6 @@ WHOLE_GUIDANCE = {
     "nodes_apg.APG.execute.<locals>.pre_cfg_function": (),
     "nodes_cfg.CFGZeroStar.execute.<locals>.cfg_zero_star": (),
     "nodes_fresca.FreSca.execute.<locals>.custom_cfg_function": (),
-    "nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function": (),
     "nodes_lumina2.RenormCFG.execute.<locals>.renorm_cfg_func": (),
     "nodes_mahiro.Mahiro.execute.<locals>.mahiro_normd": (),
     "nodes_model_advanced.RescaleCFG.patch.<locals>.rescale_cfg": (),
@@ -62,20 +60,6 @@ WHOLE_GUIDANCE = {
 }
 """Options of a MODEL that need the whole latent, but nothing of other steps except what they keep in their closures -> names
 of those closure variables whose objects they change in place. (Variables that they rebind need no name.)"""
-
-PIXEL_WISE_AT_ZERO = {"nodes_slg.SkipLayerGuidanceDiT.execute.<locals>.post_cfg_function": "rescaling_scale"}
-"""Functions of WHOLE_GUIDANCE that are pixel-wise if this closure variable is 0."""
-
-OPERATION = {"nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function": "operation"}
-"""Functions of WHOLE_GUIDANCE that call an exchangeable function -> the closure variable that holds that function."""
-
-OPERATIONS = frozenset(
-    {
-        "nodes_latent.LatentOperationSharpen.execute.<locals>.sharpen",
-        "nodes_latent.LatentOperationTonemapReinhard.execute.<locals>.tonemap_reinhard",
-    }
-)
-"""Functions for OPERATION without state and randomness: all bands that call them get the same result."""
 
 PIXEL_WISE_GUIDERS = frozenset(
     {
@@ -102,16 +86,10 @@ PIXEL_WISE_MASKS = frozenset(
 
 
 def is_known_guidance(function: Any) -> bool:
-    """Whether a function is in PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE, and one that it calls (OPERATION) is known too."""
-    name = name_of(function)
-    if name in OPERATION and name_of(inspect.getclosurevars(function).nonlocals[OPERATION[name]]) not in OPERATIONS:
-        return False
-    return name in PIXEL_WISE_GUIDANCE or name in WHOLE_GUIDANCE
+    """Whether a function is in PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE."""
+    return name_of(function) in PIXEL_WISE_GUIDANCE or looks_at_the_whole(function)
 
 
 def looks_at_the_whole(function: Any) -> bool:
-    """Whether a function needs the whole latent with the present values of its closure."""
-    name = name_of(function)
-    if name in PIXEL_WISE_AT_ZERO and not inspect.getclosurevars(function).nonlocals[PIXEL_WISE_AT_ZERO[name]]:
-        return False
-    return name in WHOLE_GUIDANCE
+    """Whether a function needs the whole latent."""
+    return name_of(function) in WHOLE_GUIDANCE

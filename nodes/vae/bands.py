@@ -145,10 +145,11 @@ def with_room(pool: SomeRanks, work: Callable[[], T]) -> T:
     try:
         return work()
     except TooLittleMemory as short:
-        if any(registry().held_on(pool, device) < missing for device, missing in short.missing.items()):
+        models = registry().models
+        if any(models.held_on(pool, device) < missing for device, missing in short.missing.items()):
             raise
         for device, missing in short.missing.items():
-            registry().make_way(pool, device, missing)
+            models.make_way(pool, device, missing)
     return work()
 
 

@@ -14,11 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.core.devices import device_kind
-from parallel_backend.core.host_memory import room_for_weights
 from parallel_backend.core.setup import Setup
 from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
@@ -60,12 +56,11 @@ class Registry:
         """Returns the class of new ranks by their devices."""
         self._lock = threading.RLock()  # reentrant: make_room may unload another model on the thread that loads this one
         self._pools = Pools(self._start, P2PVerdicts(lambda: self.folder()), lambda: self.threads)
-        self._models = ModelsOnRanks()
-        self.use_again = self._models.use_again  # in the place of `model`
+        self.models = ModelsOnRanks(self._lock)
+        """The models on the ranks, and the memory that they give way with."""
         self._files = PromptFiles()
         self._learnt: Learnt = {}
         self._exiting = False
-        self._former_owners: list[Any] = []  # kept alive: an owner may be what calls `unload`, and must outlive that call
 
     def model(
         self,
@@ -86,7 +81,7 @@ class Registry:
         model is loaded once more and streams more of its weights (memory_guard.py).
         """
         with self._lock:
-            entry = self._models.find(setup)
+            entry = self.models.find(setup)
             checkpoint = self._files.of(setup, entry, opened)
             if entry is not None and entry.model.checkpoint.file_state != checkpoint.file_state:
                 log.info("Parallel DiT: %s has changed on disk and is read again", setup.path.name)
@@ -102,17 +97,16 @@ class Registry:
                     log.warning("Parallel DiT: %s", error.next_try)
                     progress(error.next_try, 0.0)
                     model = load()
-                entry = self._models.add(setup, model)
-            self._models.use(entry, owner)
+                entry = self.models.add(setup, model)
+            self.models.use(entry, owner)
             self._pools.note(entry.model.pool)
-            self._former_owners.clear()
             return entry.model
 
     def checkpoint(self, prompt: str | None, setup: Setup, opened: Checkpoint) -> Checkpoint:
         """The files of `setup` with which this prompt computes, see PromptFiles. `opened`: as a node opened them."""
         with self._lock:
             self._files.begin(prompt)
-            return self._files.of(setup, self._models.find(setup), opened)
+            return self._files.of(setup, self.models.find(setup), opened)
 
     def _load(
         self,
@@ -124,11 +118,11 @@ class Registry:
         expected: Expected,
     ) -> RemoteTransformer:
         checkpoint.check_unchanged()
-        while len(present := list(self._models)) >= MOST_MODELS:
+        while len(present := list(self.models)) >= MOST_MODELS:
             self._unload(present[0], poll)
 
         def load(pool: SomeRanks) -> RemoteTransformer:
-            ask = functools.partial(self._make_room, setup, pool, make_room)
+            ask = functools.partial(self.models.make_room, setup, pool, make_room)
             return load_model(
                 pool, checkpoint, setup, poll, progress, ask, expected(), keep_others=True, learnt=self._learnt
             )
@@ -141,68 +135,16 @@ class Registry:
             self._pools.end(setup.devices, politely=False)
             raise
 
-    def _make_room(self, setup: Setup, pool: SomeRanks, make_room: MakeRoom, device: str, missing: int) -> int:
-        """A MakeRoom for the model of `setup`: calls `make_room` for GPUs, then frees memory of other models on `pool`."""
-        freed = make_room(device, missing) if device_kind(device) == "cuda" else 0
-        with self._lock:
-            models, asking = self._models.that_give_way_to(setup, pool), self._models.find(setup)
-            return freed + self._make_way(models, device, missing - freed, asking, in_turns=True)
-
-    def make_way(self, pool: SomeRanks, device: str, nbytes: int) -> int:
-        """Free `nbytes` of one device by moving the models on these ranks, without waiting. Bytes that become free."""
-        with self._lock:
-            return self._make_way(self._models.of(pool), device, nbytes)
-
-    def held_on(self, pool: SomeRanks, device: str) -> int:
-        """Bytes of the models on these ranks on one device."""
-        with self._lock:
-            return sum(each.model.bytes_on(device) for each in self._models.of(pool))
-
-    def _make_way(
-        self, models: list[OnRanks], device: str, nbytes: int, asking: OnRanks | None = None, in_turns: bool = False
-    ) -> int:
-        """As `make_way`, with these models in this order. `asking`: the model that needs the memory, if it is on ranks.
-        `in_turns`: models that are used in turns with the new one in this run keep the minimum that they need."""
-        freed = 0
-        for each in models:
-            held, wanted = each.model.bytes_on(device), nbytes - freed
-            if wanted <= 0:
-                break
-            if not held:
-                continue
-            working = in_turns and each.run == self._models.run
-            to_host = min(held, wanted, each.model.host_lacks)
-            has_room = self._host_has_room(device_kind(device), to_host, asking)
-            moved = each.model.make_way(device, wanted, working) if has_room else None
-            if moved is None:
-                self._let_go(each)
-                moved = held
-            freed += moved
-        return freed
-
-    def _host_has_room(self, kind: str, nbytes: int, asking: OnRanks | None) -> bool:
-        """Whether `nbytes` of weights fit into host memory, from ranks on this kind of device. To make room, models that are
-        in host memory alone are unloaded, the least recently used first, except `asking`, which is about to come back.
-        """
-        if not nbytes:
-            return True
-        free = room_for_weights(torch.device(kind))
-        for each in self._models:
-            if free < nbytes and each.model.is_parked and each is not asking:
-                free += sum(each.model.resident.host_bytes)
-                self._let_go(each)
-        return free >= nbytes
-
     def planned(self, setup: Setup) -> Setup | None:
         """Setup of a model on ranks that differs from `setup` only in the planner's choices. None: there is none."""
-        same = [each.setup for each in self._models if setup.differs_by_plan_alone(each.setup)]
+        same = [each.setup for each in self.models if setup.differs_by_plan_alone(each.setup)]
         return same[-1] if same else None
 
     def begin_run(self) -> None:
         """A sampling run begins: see RemoteTransformer.begin_timeline."""
         with self._lock:
-            self._models.run += 1
-            for each in self._models:
+            self.models.run += 1
+            for each in self.models:
                 with contextlib.suppress(RankError):  # the model's next use starts new ranks
                     each.model.begin_timeline()
 
@@ -213,28 +155,19 @@ class Registry:
         """
         with self._lock:
             if setup is not None:
-                if (entry := self._models.find(setup)) is not None:
+                if (entry := self.models.find(setup)) is not None:
                     self._unload(entry, poll)
                 return
-            for each in self._models:
-                self._let_go(each)
+            for each in self.models:
+                self.models.let_go(each)
             for pool in self._pools.working:
                 self._free(pool, poll)
 
     def _unload(self, gone: OnRanks, poll: Poll) -> None:
         """Free the ranks' memory of one model; with the last one on them everything, a VAE's part too."""
-        pool, freed = gone.model.pool.whole, self._let_go(gone)
-        if freed is not None or not self._models.of(pool):
-            self._free(pool, poll, freed if self._models.of(pool) else None)
-
-    def _let_go(self, gone: OnRanks) -> Future | None:
-        """As `_unload`, for this model alone. The future ends when the memory is free. None: the ranks have failed."""
-        self._models.remove(gone)
-        self._former_owners.append(gone.owner)
-        try:
-            return gone.model.unload()
-        except RankError:
-            return None
+        pool, freed = gone.model.pool.whole, self.models.let_go(gone)
+        if freed is not None or not self.models.of(pool):
+            self._free(pool, poll, freed if self.models.of(pool) else None)
 
     def _free(self, pool: Pool, poll: Poll, freed: Future | None = None) -> None:
         """Wait for `freed`. None: have these ranks free everything. Drops ranks that have failed: their memory is free."""
@@ -244,40 +177,13 @@ class Registry:
             log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
             self._pools.end(pool.devices)
 
-    def give_back(self, setup: Setup, device: str, nbytes: float) -> int:
-        """Free `nbytes` of `device` by moving the model of `setup`, see RemoteTransformer.give_way. Bytes that came free.
-        The model stays on the ranks. Waits for micro-steps in progress."""
-        with self._lock:
-            model = self._model_of(setup)
-            if model is None or model.pool.error is not None:
-                return 0
-            try:
-                return model.give_way(device, nbytes, lambda: None)
-            except RankError as error:  # the ranks' memory is free, but is not counted
-                log.warning("%s", str(error))
-                return 0
-
-    def _model_of(self, setup: Setup) -> RemoteTransformer | None:
-        """The model of `setup`, if it is on ranks."""
-        return None if (entry := self._models.find(setup)) is None else entry.model
-
     def overview(self) -> list[dict[str, Any]]:
         """An overview of each pool for the user, as JSON values. Never waits."""
-        return [overview_of(pool, self._models.of(pool)) for pool in self._pools.all]
+        return [overview_of(pool, self.models.of(pool)) for pool in self._pools.all]
 
     def runs_on(self, devices: tuple[str, ...]) -> bool:
         """Whether there are working ranks on these devices. Never waits."""
         return self._pools.serves(devices)
-
-    def bytes_on(self, setup: Setup, device: str) -> int:
-        """Bytes of the model of `setup` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
-        model = self._model_of(setup)
-        return 0 if model is None else model.bytes_on(device)
-
-    def wanted_on(self, setup: Setup, device: str) -> int | None:
-        """As `bytes_on`, if no other model needs the memory. None: the model is not loaded."""
-        model = self._model_of(setup)
-        return None if model is None else model.wanted_on(device)
 
     def begin(self, devices: tuple[str, ...]) -> None:
         """Begin to start ranks on these devices for a later use, unless there are ranks on any of them.
@@ -308,7 +214,7 @@ class Registry:
 
     def present(self) -> RemoteTransformer | None:
         """The model used last, or None if there is none or its ranks have failed. Loads and starts nothing."""
-        models = list(self._models)
+        models = list(self.models)
         return models[-1].model if models else None
 
     @contextlib.contextmanager
@@ -331,7 +237,7 @@ class Registry:
     def close(self) -> None:
         """End all ranks."""
         with self._lock:
-            self._models.clear()
+            self.models.clear()
             self._pools.close()
 
     def exit(self) -> None:

@@ -1,6 +1,5 @@
 """Calibrations on disk: one small JSON file for each machine, kind of model and dtype."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,6 @@ from .calibrated_costs import BlockCost, Calibration, DeviceCost
 from .machine import Device, Machine
 
 NAME = "calibration"
-
-
-def cached(
-    folder: Path,
-    key: dict[str, object],
-    measure: Callable[[], Calibration],
-    fits: Callable[[Calibration], bool] = lambda _calibration: True,
-) -> Calibration:
-    """The calibration of `key` from its file in `folder`; else, or if it does not fit, it is measured and kept there."""
-    calibration = load(folder, key)
-    if calibration is None or not fits(calibration):
-        calibration = measure()
-        keep(folder, key, calibration)
-    return calibration
 
 
 def keep(folder: Path, key: dict[str, object], calibration: Calibration) -> None:

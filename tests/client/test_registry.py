@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel_backend.client import p2p_verdicts, pools, prompt_files
+from parallel_backend.client import models_on_ranks, p2p_verdicts, pools, prompt_files
 from parallel_backend.client import registry as registry_module
 from parallel_backend.client.memory_guard import no_room
 from parallel_backend.client.models_on_ranks import MOST_MODELS
@@ -201,7 +201,7 @@ def test_devices_that_overlap_have_one_pool(registry, loaded, first, then, toget
     assert again.pool.devices == first and again.pool.whole is second.pool.whole is registry.pool is pool
     assert registry.pool_for(None, nobody).devices == first
     assert registry.runs_on(first) and registry.runs_on(then) and not pool.closed
-    assert registry.held_on(pool, first[-1]) == SIZE * (1 + (first[-1] in then))
+    assert registry.models.held_on(pool, first[-1]) == SIZE * (1 + (first[-1] in then))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_a_model_read_again_in_a_prompt_is_that_of_its_beginning(registry, loade
 
 
 def test_the_least_recently_used_model_makes_room_first_and_no_more_than_is_asked(loaded, monkeypatch):
-    monkeypatch.setattr(registry_module, "room_for_weights", lambda device: SIZE)  # the machine may have less
+    monkeypatch.setattr(models_on_ranks, "room_for_weights", lambda device: SIZE)  # the machine may have less
     freed = []
     loaded("a"), loaded("b"), loaded("a")
     third = loaded("c", make_room=lambda *_: freed.append(1) or 7)[1]
@@ -328,7 +328,7 @@ def test_where_the_host_has_no_room_the_model_that_was_parked_first_is_unloaded(
     models = {name: loaded(name)[1] for name in "ab"}
     last = loaded("c")[1]
     assert last.make_room("cpu", SIZE) == SIZE
-    monkeypatch.setattr(registry_module, "room_for_weights", lambda device: free)
+    monkeypatch.setattr(models_on_ranks, "room_for_weights", lambda device: free)
     assert last.make_room("cpu", SIZE) == SIZE
     assert [name for name, model in models.items() if not model.unloaded] == left
 
@@ -358,14 +358,14 @@ def test_further_uses_of_the_newest_model_are_uses_in_its_run(registry, loaded):
     newest = loaded("b")[1]
     registry.begin_run()
     loaded("a"), loaded("b")
-    assert not registry.use_again(other)
-    assert registry.use_again(newest)
+    assert not registry.models.use_again(other)
+    assert registry.models.use_again(newest)
     assert newest.make_room("cpu", 10) == 0  # the other one keeps what it has in this run
     registry.begin_run()
-    assert registry.use_again(newest)
+    assert registry.models.use_again(newest)
     assert newest.make_room("cpu", 10) == 10
     newest.unloaded = True
-    assert not registry.use_again(newest)
+    assert not registry.models.use_again(newest)
 
 
 def test_ranks_talk_through_gloo_where_nccl_fails_in_every_way(starts, monkeypatch):
@@ -507,7 +507,7 @@ def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkey
 
     def make_room(device: str, missing: int) -> int:
         registry.unload(keys[0])
-        return 7 + registry.give_back(keys[0], device, 1)
+        return 7 + registry.models.give_back(keys[0], device, 1)
 
     monkeypatch.setattr(registry_module, "load_model", Loading)
     monkeypatch.setattr(prompt_files, "open_setup", lambda setup: FakeCheckpoint(setup.path))

@@ -216,7 +216,7 @@ class RemoteDiffusionModel(torch.nn.Module):
     def _loaded(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """As `transformer`, but the weights may still have the patches of an earlier run."""
         known = self.run.loaded()
-        if known is not None and self.run.of_setup is self.setup and registry().use_again(known):
+        if known is not None and self.run.of_setup is self.setup and registry().models.use_again(known):
             return known
         given = self.run.patcher(), make_room, expected, self.checkpoint
         model = registry().model(self.setup, check_cancelled, LoadingBar(), *given)

@@ -19,13 +19,6 @@ def core(module: str, name: str, *arguments) -> Callable:
     return put
 
 
-def filtered(operation: str, *arguments) -> Callable:
-    """Puts Latent Apply Operation CFG on a MODEL."""
-    importlib.import_module("comfy_extras.nodes_post_processing")  # nodes_latent imports it in a circle
-    operation = core("nodes_latent", operation, *arguments)
-    return lambda model: core("nodes_latent", "LatentApplyOperationCFG", operation())(model)
-
-
 def perp_neg(model):
     return core("nodes_perpneg", "PerpNeg", node("QuickstartPrompt", "7"), 0.8)(model)
 
@@ -50,7 +43,6 @@ PIXEL_WISE = {
     "LTXV STG": core("nodes_lt", "LTXVSpatioTemporalGuidance", 1.5, "1", 0.2, 1.0),
     "Temporal Score Rescaling": core("nodes_eps", "TemporalScoreRescaling", 0.9, 0.8),
     "Perturbed Attention": core("nodes_pag", "PerturbedAttentionGuidance", 2.0),
-    "Skip Layers": core("nodes_slg", "SkipLayerGuidanceDiT", 3.0, 0.0, 0.7, "", "2"),
     "Skip Layers simple": core("nodes_slg", "SkipLayerGuidanceDiTSimple", 0.2, 0.7, "", "2"),
     "Video Linear CFG": core("nodes_video_model", "VideoLinearCFGGuidance", 1.0),
     "Video Triangle CFG": core("nodes_video_model", "VideoTriangleCFGGuidance", 1.0),
@@ -59,8 +51,6 @@ WHOLE = {
     "APG": core("nodes_apg", "APG", 0.5, 4.0, -0.5),
     "CFG-Zero*": core("nodes_cfg", "CFGZeroStar"),
     "FreSca": core("nodes_fresca", "FreSca", 0.9, 1.4, 3),
-    "Latent Sharpen": filtered("LatentOperationSharpen", 2, 1.0, 0.3),
-    "Latent Tonemap": filtered("LatentOperationTonemapReinhard", 0.7),
     "Mahiro": core("nodes_mahiro", "Mahiro"),
     "Perp-Neg": perp_neg,
     "RenormCFG": core("nodes_lumina2", "RenormCFG", 100.0, 0.9),

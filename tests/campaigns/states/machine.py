@@ -192,9 +192,9 @@ class States(RuleBasedStateMachine):
     def give_way(self, which: int, rank: int, share: float, look: Look) -> None:
         """For another program: so much of what the model has on a device."""
         setup, device = self.world.subjects[which].setup(self.world.devices), self.world.devices[rank]
-        held = self.registry.bytes_on(setup, device)
-        freed = self.registry.give_back(setup, device, held * share)
-        assert freed == held - self.registry.bytes_on(setup, device)
+        held = self.registry.models.bytes_on(setup, device)
+        freed = self.registry.models.give_back(setup, device, held * share)
+        assert freed == held - self.registry.models.bytes_on(setup, device)
         self.look(look)
 
     @rule(which=WHICH, given=GIVEN)
@@ -261,8 +261,8 @@ class States(RuleBasedStateMachine):
             except RankError as error:
                 assert f"rank {rank} " in str(error)
         self.opened.clear()
-        assert not self.registry.held_on(pool, self.world.devices[rank])
-        assert self.registry.bytes_on(subject.setup(self.world.devices), self.world.devices[rank]) == 0
+        assert not self.registry.models.held_on(pool, self.world.devices[rank])
+        assert self.registry.models.bytes_on(subject.setup(self.world.devices), self.world.devices[rank]) == 0
         self.look(look)
 
     @rule(which=WHICH, everything=st.booleans(), look=LOOK)

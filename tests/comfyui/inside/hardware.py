@@ -65,7 +65,7 @@ def main(results: Results) -> None:
 
     def host() -> list[object]:
         found = devices.host()
-        return [found.kind, found.cuda_device, found.takes_all, list(devices.gpus())]
+        return [found.kind, found.cuda_device, list(devices.gpus())]
 
     results.case("host", host)
 
