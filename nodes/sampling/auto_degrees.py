@@ -26,7 +26,7 @@ from ..model.patcher import RemoteModelPatcher, make_model
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed
 from .eligibility import Sampling
-from .own_plan import can_be_planned, chosen, first_trial, unplanned
+from .own_plan import RunTrials, can_be_planned, unplanned
 from .pipefusion import AUTO_KEY, WRAPPER_KEY
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,8 @@ class AutoDegrees:
         stub, bands = sampling.stub, warm_up < steps
         if len(devices) == 1:
             return replace(setup, degrees=Degrees())
-        trials = first_trial(sampling, stub, setup, bands)
+        tried = RunTrials(sampling, setup, bands)
+        trials = tried.first()
         checkpoint = stub.checkpoint  # with the call that was tried
         if not can_be_planned(stub):
             return self._unplanned(setup, sampling, trials)
@@ -105,7 +106,7 @@ class AutoDegrees:
         workload = workload_of(checkpoint, setup.dtype, devices[0], *run)
         calibration = calibrated(devices, checkpoint, setup.dtype, setup.attention)
         costs = CalibratedCosts(calibration, replace(workload, warm_up=warm_up, trials=trials))
-        prediction, trials = chosen(sampling, stub, setup, bands, costs)
+        prediction, trials = tried.chosen(costs)
         if prediction.lacks:
             log.warning(
                 "Parallel DiT: degrees auto: by its estimate nothing fits these devices; the mode that needs "

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from parallel_backend.core.spans import Span, in_proportion, split
+from parallel_backend.core.spans import Span, split
 from parallel_backend.processes.pool import Poll, RankError, wait_for
 from parallel_backend.processes.pool_part import SomeRanks
 from parallel_backend.wire import messages as m
@@ -58,18 +58,12 @@ class RemoteVAE:
     make_room: Callable[[int], None] = lambda nbytes: None
     """Called before weights are sent, with the bytes of one copy and of one rank's band."""
 
-    def run(
-        self,
-        x: torch.Tensor,
-        unit: int,
-        output: torch.Tensor,
-        poll: Poll,
-        bytes_needed: int = 0,
-    ) -> None:
-        """Fill `output` [B, C', (frames',) rows', columns'] from x [B, C, (frames,) rows, columns]. Exact up to rounding.
+    def run(self, x: torch.Tensor, unit: int, poll: Poll, bytes_needed: int = 0) -> torch.Tensor:
+        """The output [B, C', (frames',) rows', columns'] for x [B, C, (frames,) rows, columns]. Exact up to rounding.
 
         `unit`: rows of x that must stay together. `bytes_needed`: for one rank's band; TooLittleMemory if a device has less.
-        NotExact if the ranks' trial has shown it. If `poll` raises, the ranks finish the image.
+        NotExact if the ranks' trial has shown it. If `poll` raises, the ranks finish the image. RankError for bands that do
+        not fit each other.
         """
         columns = cut_along_columns(x)
         dim = x.ndim - 1 if columns else x.ndim - 2
@@ -77,8 +71,14 @@ class RemoteVAE:
         assert min(sizes) > 0, "a rank would have no rows"
         request = [m.RunVAE(band.contiguous(), sizes, columns) for band in x.split(sizes, dim)]
         with contextlib.closing(self._replies(iter([request]), bytes_needed, poll, self._trial(x, unit))) as replies:
-            for span, reply in zip(in_proportion(sizes, output.shape[dim]), next(replies), strict=True):
-                self._take(output.narrow(dim, span.start, len(span)), reply)
+            parts = next(replies)
+        first = parts[0].band.shape
+        for part, size in zip(parts, sizes, strict=True):
+            shape = part.band.shape
+            beside = len(shape) == x.ndim and (shape[:dim], shape[dim + 1 :]) == (first[:dim], first[dim + 1 :])
+            if not beside or shape[dim] * sizes[0] != first[dim] * size:
+                raise self.pool.refuse(part.rank, f"a band of an image of the shape {list(shape)}, beside {list(first)}")
+        return torch.cat([part.band for part in parts], dim)
 
     def run_tiles(
         self, clips: Iterable[torch.Tensor], poll: Poll, bytes_needed: int = 0
@@ -106,13 +106,6 @@ class RemoteVAE:
         corner = corner[:, :, : FRAMES_TRIED[self.part]] if x.ndim == 5 else corner
         along_columns = cut_along_columns(corner)
         return m.RunVAE(corner.contiguous(), self._sizes(corner, unit), along_columns)
-
-    def _take(self, target: torch.Tensor, reply: m.VAEOutput) -> None:
-        """Copy a rank's band into `target`. RankError for a band of another shape."""
-        if reply.band.shape != target.shape:
-            shapes = f"{list(reply.band.shape)} for {list(target.shape)}"
-            raise self.pool.refuse(reply.rank, f"a band of an image of the shape {shapes}")
-        target.copy_(reply.band)
 
     def _replies(
         self, requests: Iterator[list[m.RunVAE]], bytes_needed: int, poll: Poll, trial: m.RunVAE | None = None
