@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_setup, with_class
 from parallel_backend.core.setup import Setup
 from parallel_backend.placement.memory_model import Request
 from parallel_backend.processes.pool import LoadProgress, Poll, Pool, RankError, wait_for
@@ -29,7 +29,6 @@ from .models_on_ranks import MOST_MODELS, ModelsOnRanks, OnRanks
 from .overview import overview_of
 from .p2p_verdicts import P2PVerdicts
 from .pools import Pools
-from .prompt_files import PromptFiles
 from .remote_transformer import RemoteTransformer
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,6 @@ class Registry:
         self._pools = Pools(self._start, P2PVerdicts(lambda: self.folder()), lambda: self.threads)
         self.models = ModelsOnRanks(self._lock)
         """The models on the ranks, and the memory that they give way with."""
-        self._files = PromptFiles()
         self._learnt: Learnt = {}
         self._exiting = False
 
@@ -72,17 +70,20 @@ class Registry:
         expected: Expected = lambda: None,
         opened: Checkpoint | None = None,
     ) -> RemoteTransformer:
-        """The model of `setup`. Starts ranks and loads the model if it is not on working ranks, or its files had changed
-        when the prompt began.
+        """The model of `setup`. Starts ranks and loads the model if it is not on working ranks, or if its file is another
+        one.
 
         `owner` is kept alive while the model is on ranks, and then until the next use of a model: the object that frees the
         weights must outlive them. `make_room`, `expected()`: for loading, see loading.load_model; other models on the same
-        ranks give way after `make_room`. `opened`: see PromptFiles.of. If a device runs out of memory during loading, the
-        model is loaded once more and streams more of its weights (memory_guard.py).
+        ranks give way after `make_room`. `opened`: the file. None: the file as it is now. If a device runs out of memory
+        during loading, the model is loaded once more and streams more of its weights (memory_guard.py).
         """
         with self._lock:
             entry = self.models.find(setup)
-            checkpoint = self._files.of(setup, entry, opened)
+            known = opened or (None if entry is None else entry.model.checkpoint)
+            checkpoint = known if known is not None and (opened or not known.has_changed) else open_setup(setup)
+            if checkpoint.built.own != setup.own_class:  # more of its calls has been proven since
+                checkpoint = with_class(checkpoint, setup.own_class)
             if entry is not None and entry.model.checkpoint.file_state != checkpoint.file_state:
                 log.info("Parallel DiT: %s has changed on disk and is read again", setup.path.name)
                 self._unload(entry, poll)
@@ -101,12 +102,6 @@ class Registry:
             self.models.use(entry, owner)
             self._pools.note(entry.model.pool)
             return entry.model
-
-    def checkpoint(self, prompt: str | None, setup: Setup, opened: Checkpoint) -> Checkpoint:
-        """The files of `setup` with which this prompt computes, see PromptFiles. `opened`: as a node opened them."""
-        with self._lock:
-            self._files.begin(prompt)
-            return self._files.of(setup, self.models.find(setup), opened)
 
     def _load(
         self,

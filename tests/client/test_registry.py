@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel_backend.client import models_on_ranks, p2p_verdicts, pools, prompt_files
+from parallel_backend.client import models_on_ranks, p2p_verdicts, pools
 from parallel_backend.client import registry as registry_module
 from parallel_backend.client.memory_guard import no_room
 from parallel_backend.client.models_on_ranks import MOST_MODELS
@@ -142,7 +142,7 @@ def loaded(registry, monkeypatch):
     """
 
     monkeypatch.setattr(registry_module, "load_model", FakeModel)
-    monkeypatch.setattr(prompt_files, "open_setup", lambda setup: FakeCheckpoint(setup.path))
+    monkeypatch.setattr(registry_module, "open_setup", lambda setup: FakeCheckpoint(setup.path))
 
     def load(name, *devices, make_room=no_room, owner=None):
         devices = devices or DEVICES
@@ -275,14 +275,12 @@ def test_a_model_that_is_refused_costs_the_others_nothing(loaded):
 
 
 @pytest.mark.parametrize("on_disk", ["new", "away"])
-def test_a_file_that_changes_in_a_prompt_is_read_by_the_next_one(registry, loaded, monkeypatch, on_disk):
+def test_a_file_that_changes_is_read_again_unless_its_user_has_the_old_one(registry, loaded, monkeypatch, on_disk):
     """A prompt computes with one model, in all its runs. A file that is away is missed only if its data is needed."""
     key, model = loaded("a")
-    opened = registry.checkpoint("one", key, model.checkpoint)
+    opened = model.checkpoint
     monkeypatch.setattr(FakeCheckpoint, "on_disk", on_disk)
-    assert registry.checkpoint("one", key, opened) is loaded("a")[1].checkpoint is opened
-    assert loaded("a")[1] is model
-    assert registry.checkpoint("two", key, opened).file_state == ("old" if on_disk == "away" else "new")
+    assert registry.model(key, nobody, opened=opened) is model
     again = loaded("a")[1]
     assert (again is model, model.unloaded) == ((True, False) if on_disk == "away" else (False, True))
     assert loaded("a")[1] is again
@@ -292,14 +290,14 @@ def test_a_file_that_changes_in_a_prompt_is_read_by_the_next_one(registry, loade
 def test_a_model_read_again_in_a_prompt_is_that_of_its_beginning(registry, loaded, monkeypatch, on_disk):
     """Another model took its memory, or its ranks were killed: with the new file a run would be of two models."""
     key, model = loaded("a")
-    opened = registry.checkpoint("one", key, model.checkpoint)
+    opened = model.checkpoint
     monkeypatch.setattr(FakeCheckpoint, "on_disk", on_disk)
     registry.unload(key)
     with pytest.raises(ValueError, match="a has changed"):
-        loaded("a")
+        registry.model(key, nobody, opened=opened)
     assert not model.pool.closed
     monkeypatch.setattr(FakeCheckpoint, "on_disk", "old")
-    assert loaded("a")[1].checkpoint is opened
+    assert registry.model(key, nobody, opened=opened).checkpoint is opened
 
 
 def test_the_least_recently_used_model_makes_room_first_and_no_more_than_is_asked(loaded, monkeypatch):
@@ -510,7 +508,7 @@ def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkey
         return 7 + registry.models.give_back(keys[0], device, 1)
 
     monkeypatch.setattr(registry_module, "load_model", Loading)
-    monkeypatch.setattr(prompt_files, "open_setup", lambda setup: FakeCheckpoint(setup.path))
+    monkeypatch.setattr(registry_module, "open_setup", lambda setup: FakeCheckpoint(setup.path))
     found = []
     load = threading.Thread(target=lambda: found.append(registry.model(keys[1], nobody, make_room=make_room)), daemon=True)
     load.start()

@@ -11,7 +11,7 @@ from typing import Any
 import comfy.model_patcher
 import torch
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_setup
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.registry import registry
@@ -86,6 +86,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         """Set by ComfyUI's own BaseModel of Qwen-Image 2.1 before a run, and None again after it."""
         self.advised = False
         """Whether faster degrees have been looked for, to tell the user."""
+        self._prompt: str | None = None  # the last one in which the model was used
         self._finished = True
 
     @property  # type: ignore[misc]
@@ -220,18 +221,19 @@ class RemoteDiffusionModel(torch.nn.Module):
             return known
         given = self.run.patcher(), make_room, expected, self.checkpoint
         model = registry().model(self.setup, check_cancelled, LoadingBar(), *given)
-        self._take(model.checkpoint)
         self.run.answers(model, self.setup)
         return model
 
     def follow_files(self) -> None:
-        """At the first use in a prompt: take the model's files as they are now, as ranks do. See PromptFiles."""
-        self._take(registry().checkpoint(present_prompt(), self.setup, self.checkpoint))
-
-    def _take(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.file_state != self.checkpoint.file_state:
-            self.checkpoint = checkpoint
-            self.weights.read_from(checkpoint)
+        """At the first use in a prompt: take the model's file as it is now. If it changes later, that changes none of the
+        prompt's results. ValueError for a file that cannot be opened as this class."""
+        prompt = present_prompt()
+        if prompt is not None and prompt == self._prompt:
+            return
+        self._prompt = prompt
+        if self.checkpoint.has_changed:
+            self.checkpoint = replace(open_setup(self.setup), built=self.checkpoint.built)
+            self.weights.read_from(self.checkpoint)
             for made in ("_methods", "controls_here", "whole_bytes"):
                 vars(self).pop(made, None)
 

@@ -124,7 +124,7 @@ class FaultSession:
         """A prompt: an exact call, and a run with a warm-up step and stale ones."""
         x, timestep, tensors = self.given
         assert key.own_class is not None
-        checkpoint = self.registry.checkpoint(None, key, mini.with_call(open_own_class(key.path, key.own_class)))
+        checkpoint = mini.with_call(open_own_class(key.path, key.own_class))
         model = self.registry.model(key, self.poll, opened=checkpoint)
         if key.devices == ("cuda:1", "cuda:0"):
             self.give_way(model)
