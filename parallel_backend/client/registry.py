@@ -80,8 +80,8 @@ class Registry:
         """
         with self._lock:
             entry = self.models.find(setup)
-            known = opened or (None if entry is None else entry.model.checkpoint)
-            checkpoint = known if known is not None and (opened or not known.has_changed) else open_setup(setup)
+            known = None if entry is None or entry.model.checkpoint.has_changed else entry.model.checkpoint
+            checkpoint = opened or known or open_setup(setup)
             if checkpoint.built.own != setup.own_class:  # more of its calls has been proven since
                 checkpoint = with_class(checkpoint, setup.own_class)
             if entry is not None and entry.model.checkpoint.file_state != checkpoint.file_state:

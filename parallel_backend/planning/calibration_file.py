@@ -1,46 +1,22 @@
 """Calibrations on disk: one small JSON file for each machine, kind of model and dtype."""
 
-from dataclasses import asdict
+import json
 from pathlib import Path
-from typing import Any
 
 from parallel_backend.core import kept_file
-from parallel_backend.placement.links import Link, Links
+from parallel_backend.wire.encoding import Encoding
 
-from .calibrated_costs import BlockCost, Calibration, DeviceCost
-from .machine import Device, Machine
+from .calibrated_costs import Calibration
 
 NAME = "calibration"
+_ENCODING = Encoding((Calibration,))
 
 
 def keep(folder: Path, key: dict[str, object], calibration: Calibration) -> None:
     """See kept_file.keep."""
-    kept_file.keep(folder, key, NAME, _plain(calibration))
+    kept_file.keep(folder, key, NAME, json.loads(_ENCODING.encode(calibration)[0]))
 
 
 def load(folder: Path, key: dict[str, object]) -> Calibration | None:
     """See kept_file.find_kept."""
-    return kept_file.find_kept(folder, key, NAME, _calibration)
-
-
-def _plain(calibration: Calibration) -> dict[str, Any]:
-    """The calibration as JSON values, without momentary free memory and P2P access."""
-    machine, links = calibration.machine, calibration.machine.links
-    return {
-        "devices": [[device.name, device.kind, device.memory, device.copies] for device in machine.devices],
-        "between": [[*pair, link.latency, link.bandwidth] for pair, link in links.between.items()],
-        "shared": [links.crowding],
-        "costs": [asdict(cost) for cost in calibration.costs],
-        "hop": calibration.hop,
-    }
-
-
-def _calibration(content: dict[str, Any]) -> Calibration:
-    """The inverse of `_plain`."""
-    between = {(one, two): Link(*figures) for one, two, *figures in content["between"]}
-    devices = tuple(Device(name, kind, memory, None, copies) for name, kind, memory, copies in content["devices"])
-    costs = tuple(
-        DeviceCost({name: BlockCost(**one) for name, one in cost["blocks"].items()}, BlockCost(**cost["around"]))
-        for cost in content["costs"]
-    )
-    return Calibration(Machine(devices, Links(between, content["shared"][0])), costs, content["hop"])
+    return kept_file.find_kept(folder, key, NAME, lambda content: _ENCODING.decode(json.dumps(content).encode())[0].message)
