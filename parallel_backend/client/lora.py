@@ -1,4 +1,4 @@
-"""Additions to a checkpoint's tensors (LoRA and similar adapters), and the messages that bring them to the ranks."""
+"""Additions to a checkpoint's tensors (LoRA and similar adapters), and the messages that send them to the ranks."""
 
 import itertools
 import threading
@@ -17,10 +17,8 @@ from parallel_backend.wire.loading import Adapt, Adapted, AdaptersSent, DropAdap
 
 @dataclass(frozen=True)
 class Delta:
-    """Adds `scale` * `up` [rows, r] @ `down` [r, columns] to the rows `rows` (None: all) of checkpoint tensor `key`.
-
-    Without `down`, `up` has the shape of those rows. `key` is a name in the file.
-    """
+    """Adds `scale` * `up` [rows, r] @ `down` [r, columns] to the rows `rows` (None: all) of checkpoint tensor `key`. Without
+    `down`, `up` has the shape of these rows. `key` is a name in the file."""
 
     key: str
     up: torch.Tensor
@@ -28,9 +26,9 @@ class Delta:
     scale: float = 1.0
     rows: Span | None = None
     group: int = 0
-    """Group whose strength scales the delta. Group 0 has strength 1."""
+    """The group whose strength scales the delta. Group 0 has strength 1."""
     instead: bool = False
-    """`up` replaces the checkpoint's tensor. Such a delta comes before other deltas of the key."""
+    """Whether `up` replaces the checkpoint's tensor. Such a delta comes before other deltas of the key."""
 
     def has_factors_of(self, other: "Delta") -> bool:
         """Whether both have the same tensors in memory, for the same rows and group. Their scales may differ."""
@@ -41,7 +39,7 @@ class Delta:
 
 
 TakeRoom = Callable[[int, Adapt], None]
-"""(rank, part of a delta)."""
+"""(rank, part of a delta) -> None. Makes room on the rank."""
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -49,12 +47,12 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Adaptation:
-    """The additions to one model's weights on the ranks. Thread-safe."""
+    """The additions to one model's weights on its ranks. Thread-safe."""
 
     def __init__(
         self, ranks: ModelRanks, checkpoint: Checkpoint, loaded: Sequence[Loaded], answered: Callable[[Future], None]
     ):
-        """`loaded`: the ranks' replies to Load. `answered` is called with the ranks' replies (Adapted), on the pool's
+        """`loaded`: the ranks' replies to Load. `answered`: called with the ranks' replies (Adapted) on the pool's
         thread."""
         self.bytes = [0] * len(loaded)
         """By rank, bytes of the additions."""
@@ -72,7 +70,7 @@ class Adaptation:
         return self._name is not None
 
     def has(self, name: Hashable | None, strengths: tuple[float, ...]) -> bool:
-        """Whether the ranks compute with the deltas of this name in these strengths."""
+        """Whether the ranks compute with the deltas of this name at these strengths."""
         return (name, strengths) == (self._name, self._strengths)
 
     def replace(
@@ -102,8 +100,8 @@ class Adaptation:
             self._name, self._strengths = name, strengths
 
     def drop(self) -> list[int]:
-        """Free the additions on all ranks, without waiting. The next `replace` sends everything, even under the same name.
-        Bytes that become free, by rank; none while they are being sent."""
+        """Free the additions on all ranks, without waiting. Returns the bytes that become free, by rank; 0 while some are
+        being sent. The next `replace` sends everything, even under the same name."""
         if not self._lock.acquire(blocking=False):
             return [0] * len(self.bytes)
         try:

@@ -34,21 +34,19 @@ from .remote_transformer import RemoteTransformer
 log = logging.getLogger(__name__)
 
 Expected = Callable[[], Request | None]
-"""Returns the run for which a model is loaded, if it is known."""
+"""Returns the run for which a model is loaded, or None if it is unknown."""
 BORROWED = "Parallel DiT: the ranks were used for something else, and the model is no longer there"
 
 
 class Registry:
-    """Keeps the pools and the models on them. Thread-safe.
-
-    If a model needs memory, others move to host memory or are unloaded, the least recently used first.
-    """
+    """Keeps the pools and the models on them. Thread-safe. If a model needs memory, others move to host memory or are
+    unloaded, the least recently used first."""
 
     def __init__(self):
         self.logs: Callable[[], Path | None] = lambda: None
         """Returns the folder for the logs of new ranks, see pool.Pool."""
         self.folder: Callable[[], Path | None] = lambda: None
-        """Returns the folder for files that later processes read, see P2PVerdicts. None: nothing is kept."""
+        """Returns the folder for files that later processes read, see P2PVerdicts. None: nothing is stored."""
         self.threads: int | None = None
         """CPU threads of each new rank, see pool.Pool. None: the cores are divided evenly."""
         self.start_of = start_of
@@ -136,7 +134,7 @@ class Registry:
         return same[-1] if same else None
 
     def begin_run(self) -> None:
-        """A sampling run begins: see RemoteTransformer.begin_timeline."""
+        """Begin a sampling run, see RemoteTransformer.begin_timeline."""
         with self._lock:
             self.models.run += 1
             for each in self.models:
@@ -144,10 +142,8 @@ class Registry:
                     each.model.begin_timeline()
 
     def unload(self, setup: Setup | None = None, poll: Poll = lambda: None) -> None:
-        """Free the ranks' memory of the model of `setup`, or of everything if `setup` is None. The ranks stay.
-
-        Returns when the memory is free. Micro-steps in progress finish first. An exception of `poll` ends only the waiting.
-        """
+        """Free the ranks' memory of the model of `setup`, or of everything if `setup` is None. The ranks stay. Returns when
+        the memory is free. Micro-steps in progress finish first. An exception of `poll` only ends the waiting."""
         with self._lock:
             if setup is not None:
                 if (entry := self.models.find(setup)) is not None:
@@ -165,7 +161,7 @@ class Registry:
             self._free(pool, poll, freed if self.models.of(pool) else None)
 
     def _free(self, pool: Pool, poll: Poll, freed: Future | None = None) -> None:
-        """Wait for `freed`. None: have these ranks free everything. Drops ranks that have failed: their memory is free."""
+        """Wait for `freed`. None: have these ranks free everything. Drops failed ranks, whose memory is free already."""
         try:
             wait_for(freed or pool.ask(m.Unload(), m.Unloaded), poll)
         except RankError as error:
@@ -181,10 +177,8 @@ class Registry:
         return self._pools.serves(devices)
 
     def begin(self, devices: tuple[str, ...]) -> None:
-        """Begin to start ranks on these devices for a later use, unless there are ranks on any of them.
-
-        Never waits. Does nothing while another thread loads a model, because that model needs the devices first.
-        """
+        """Begin to start ranks on these devices for a later use, unless there are ranks on any of them. Never waits. Does
+        nothing while another thread loads a model, because that model needs the devices first."""
         if self._lock.acquire(blocking=False):
             try:
                 if not self._exiting:
@@ -214,10 +208,8 @@ class Registry:
 
     @contextlib.contextmanager
     def borrow(self, devices: tuple[str, ...], poll: Poll = lambda: None) -> Iterator[Pool]:
-        """Context with a pool on exactly these devices, started if necessary, for other purposes than sampling.
-
-        Its models are unloaded. An exception in the context ends the ranks, whose state is then unknown.
-        """
+        """Context with a pool on exactly these devices, started if necessary, for other purposes than sampling. Its models
+        are unloaded. An exception in the context ends the ranks, because their state is then unknown."""
         try:
             with self._lock:
                 pool = self._pools.use(devices, lambda pool: _ready(pool, poll), alone=True).whole
@@ -236,11 +228,8 @@ class Registry:
             self._pools.close()
 
     def exit(self) -> None:
-        """End all ranks, because the process is about to end. From then on none are started.
-
-        Never waits for a load in progress on another thread, whose ranks are killed. A forked process leaves its parent's
-        ranks alone.
-        """
+        """End all ranks, because the process is about to end. No new ranks start afterwards. Never waits for a load in
+        progress on another thread; its ranks are killed. A forked process leaves its parent's ranks alone."""
         self._exiting = True
         idle = self._lock.acquire(blocking=False)
         try:

@@ -1,4 +1,5 @@
-"""A VAE's decoder or encoder on ranks, as the nodes use it: latents or pixels go to the ranks in bands, or in tiles."""
+"""A VAE's decoder or encoder on ranks, as the nodes use it: latents or pixels are sent to the ranks in bands, or in
+tiles."""
 
 import contextlib
 from collections import deque
@@ -17,14 +18,12 @@ Part = Literal["decoder", "encoder"]
 IN_FLIGHT = 2
 """Number of clips whose tiles are in progress, so that the next clip's tiles are on the ranks when they finish one."""
 FRAMES_TRIED = {"decoder": 4, "encoder": 24}
-"""Maximum frames of the input with which bands are tried. Some encoders take only multiples of four or eight frames."""
+"""Maximum frames of the input with which bands are tried. Some encoders only take multiples of four or eight frames."""
 
 
 class TooLittleMemory(RuntimeError):
-    """A device has too little memory for its bands. Nothing was computed, and the ranks are as before.
-
-    `missing`: bytes that each device lacks.
-    """
+    """A device has too little memory for its bands. Nothing was computed, and the ranks are as before. `missing`: bytes that
+    each device lacks."""
 
     def __init__(self, text: str, missing: Mapping[str, int]):
         super().__init__(text)
@@ -32,7 +31,7 @@ class TooLittleMemory(RuntimeError):
 
 
 class NotExact(RuntimeError):
-    """Bands are not the whole image, as a trial has shown."""
+    """Raised if a trial has shown that bands give a different result than the whole image."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class RemoteVAE:
     """Name of the weights. Ranks that have weights of this name are not sent them again."""
     part: Part
     made: Callable[[], Made]
-    """Called only if ranks lack the part."""
+    """Returns the part. Called only if ranks lack it."""
     make_room: Callable[[int], None] = lambda nbytes: None
     """Called before weights are sent, with the bytes of one copy and of one rank's band."""
 
@@ -96,7 +95,7 @@ class RemoteVAE:
                 yield torch.cat([reply.band for reply in parts if reply.band.numel()])
 
     def _sizes(self, x: torch.Tensor, unit: int) -> tuple[int, ...]:
-        """Rows, or columns, of each rank."""
+        """Number of rows (or columns) of each rank."""
         return tuple(len(span) * unit for span in bands(x, unit, len(self.pool.devices)))
 
     def _trial(self, x: torch.Tensor, unit: int) -> m.RunVAE:
@@ -143,10 +142,8 @@ class RemoteVAE:
             raise NotExact(f"this VAE cannot be cut: {why}")
 
     def _held_as(self, trial: m.RunVAE | None) -> str:
-        """The name by which ranks know the part. It differs by ranks, direction of bands and number of frames.
-
-        `trial`: the trial of bands; None: the part computes tiles, which need no trial.
-        """
+        """The name by which ranks know the part. It depends on ranks, direction of bands and number of frames. `trial`: the
+        trial of bands; None: the part computes tiles, which need no trial."""
         form = "tiles" if trial is None else f"columns {trial.columns}, frames {list(trial.band.shape[2:-2])}"
         return f"{self.part} {self.name} on {self.pool.part_ranks or 'all'}, {form}"
 
@@ -157,7 +154,7 @@ class RemoteVAE:
         return wait_for(self.pool.ask_each(messages, m.VAEBegun), poll)
 
     def _check_room(self, replies: Sequence[m.VAEBegun], bytes_needed: int) -> None:
-        """TooLittleMemory if a device lacks memory."""
+        """Raise TooLittleMemory if a device lacks memory."""
         missing: dict[str, int] = {}
         for device, reply in zip(self.pool.devices, replies, strict=True):
             if reply.missing:
@@ -172,5 +169,5 @@ def cut_along_columns(x: torch.Tensor) -> bool:
 
 
 def bands(x: torch.Tensor, unit: int, ranks: int) -> tuple[Span, ...]:
-    """Each rank's rows of x, or columns, counted in units of `unit` rows that must stay together."""
+    """Each rank's rows (or columns) of x, counted in units of `unit` rows that must stay together."""
     return split(Span(0, max(x.shape[-2:]) // unit), ranks)

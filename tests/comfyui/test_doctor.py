@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from scripts.comfyui_server import PACK
-from tests.comfyui.websocket import Events
+from tests.comfyui.events import Events
 
 pytestmark = pytest.mark.comfyui
 

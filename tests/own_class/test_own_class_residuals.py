@@ -5,12 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel_backend.own_class.calls.residuals import (
-    AROUND,
-    TRIED_ROWS,
-    fitted,
-    for_trial,
-)
+from parallel_backend.own_class.calls.residuals import AROUND, TRIED_ROWS, fitted, for_trial
 from parallel_backend.own_class.calls.tried_calls import Call
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.plans.proof import Proof

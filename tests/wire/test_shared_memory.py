@@ -13,12 +13,7 @@ import torch
 from parallel_backend.wire import channel as channels
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
-from parallel_backend.wire.shared_memory import (
-    DropSegment,
-    OpenSegment,
-    make_segment,
-    sharing_possible,
-)
+from parallel_backend.wire.shared_memory import DropSegment, OpenSegment, make_segment, sharing_possible
 from parallel_backend.wire.tcp import socket_of
 
 fcntl = pytest.importorskip("fcntl", reason="files without a name are Linux's")

@@ -1,9 +1,9 @@
 """Z-Image's Fun control (ZImageFunControlnet), run in ComfyUI's process. Ranks get its output as residuals.
 
-The node puts a network on the MODEL, as a patch that the native model calls behind each noise refiner and each block. The
-network reads the image's tokens before the refiners and before the blocks, the time and the positions, but no block's
-output. So all residuals of a call can be computed before the ranks begin. The few layers in front of the blocks run here
-too, and the patch is called with zeros, to which it adds the residual.
+The node puts a network on the MODEL, as a patch that the native model calls after each noise refiner and each block. The
+network reads the image's tokens before the refiners and before the blocks, the timestep and the positions, but no block's
+output. So all residuals of a call can be computed before the ranks begin. The few layers before the blocks run here too, and
+the patch is called with zeros, to which it adds the residual.
 """
 
 import re
@@ -37,7 +37,7 @@ def fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def without_fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """transformer_options without them."""
+    """The transformer_options without Fun controls."""
     controls = fun_controls(kind, options)
     patches = {
         name: [each for each in functions if each not in controls.get(name, ())]

@@ -1,9 +1,9 @@
 """Controls of VACE's kind (Fun control of Qwen-Image 2.1 and MiniMax H3), run in ComfyUI's process. Ranks get residuals.
 
-The node puts a patch around some blocks of the native model. A branch of copies of such blocks starts from the first
-block's input, and each copy adds to the output of one block, for all tokens. The branch reads times and positions, but no
-block's output. So the native model runs here without its blocks. Each patch is called around a block that returns zeros.
-The residual is what the patch adds.
+The node puts a patch around some blocks of the native model. A branch of copies of such blocks starts from the first block's
+input, and each copy adds to the output of one block, for all tokens. The branch reads timesteps and positions, but no
+block's output. So the native model runs here without its blocks. Each patch is called around a block that returns zeros;
+what it adds is the residual.
 """
 
 import copy
@@ -21,8 +21,8 @@ from ...ui.other_nodes import is_known
 from ..native.native_call import NativeArguments, NativeClass
 
 CONTROL = re.compile(r"nodes_(?:qwen\.QwenImage21|minimax_h3\.MiniMaxH3)FunControlBlockPatch")
-"""Class of the nodes' patches around a block. All of a branch have one `control_patch`. `previous` is the patch that was
-around the block before, or None."""
+"""Class of the nodes' patches around a block. All patches of a branch have the same `control_patch`. `previous`: the patch
+that was around the block before, or None."""
 
 Replacement = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 

@@ -26,13 +26,13 @@ class RunReport:
     along: str | None = None
     """The axis, "rows" or "frames", along which a video was cut. None: an image."""
     gained: str = ""
-    """Against one GPU: "1.7 x one GPU". Empty: unknown."""
+    """Speed relative to one GPU, as "1.7 x one GPU". Empty: unknown."""
     transfer_dtype: str = "full"
     """Setup.transfer_dtype."""
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """Payload sent by all ranks, by mesh axis."""
+        """Payload bytes sent by all ranks, by mesh axis."""
         total: dict[str, int] = {}
         for rank in self.ranks:
             for axis, count in rank.bytes_sent.items():
@@ -59,8 +59,8 @@ class RunReport:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Lines for the sampler's node: how long, how exact, what else the user should know. The node shows two lines of
-        some 38 characters, with "Parallel DiT: " in front of the first; wider or higher, it shows the others."""
+        """Lines for the sampler's node: duration, exactness, and other facts that the user should know. The node shows two
+        lines of about 38 characters, with "Parallel DiT: " before the first. A larger node shows the others."""
         exact, _ = self.calls or (0, 0)
         if self.degrees.naive:
             how = "naive patches, a control"
