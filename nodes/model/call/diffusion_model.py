@@ -46,7 +46,7 @@ from ..patches.reach import Unread, refuse_unread
 from ..patches.text_guidance import TextLayers
 from ..run.band import BAND_KEY, Band
 from ..run.kept_run import kept
-from ..run.long_step import LongStep
+from ..run.long_step import long_step
 from ..run.make_room import make_room
 from ..run.sampling_run import CallShape, SamplingRun
 from .answered_call import answered
@@ -333,7 +333,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
         def predict(model: RemoteTransformer) -> torch.Tensor | Latents:
             cache = None if self.run.cache is None else self.run.cache.for_calls
-            poll = LongStep(model, first=not self.run.calls)
+            poll = long_step(model, first=not self.run.calls)
             with self.run.counted(shape, steps):
                 return model.predict(call, poll, self.comm_overlap, cache, evaluation.start_next)
 
