@@ -2,9 +2,8 @@
 
 from parallel_backend.client.registry import registry
 
-from .checkpoint_loader import ParallelCheckpointLoader
 from .doctor import ParallelDoctor
-from .loader import ParallelDiTLoader
+from .loader import ParallelCheckpointLoader, ParallelDiTLoader
 from .move_in import move_in
 from .parallel_config import UlyssesConfig
 from .parallelize import ParallelizeModel

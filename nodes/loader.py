@@ -1,4 +1,5 @@
-"""Parallel DiT Loader: a checkpoint and degrees -> a native MODEL whose transformer lives on several devices."""
+"""Parallel DiT Loader: a file and degrees -> a native MODEL whose transformer is on several devices. Parallel Checkpoint
+Loader: the same with CLIP and VAE of an all-in-one file, in ComfyUI."""
 
 import contextlib
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from parallel_backend.placement.balance import check_stage_split
 from parallel_backend.placement.residency import offload_of
 from parallel_backend.quickstart.model import WEIGHTS
 
+from .model.loading.all_in_one import clip_and_vae
 from .model.loading.model_file import ModelFile, importing, open_file
 from .model.patcher import RemoteModelPatcher, make_model
 from .parallel_config import ParallelConfig
@@ -24,7 +26,7 @@ from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, check_no_stages, model
 from .sampling.pipefusion import apply_pipefusion
 from .ui.attention import attention_for
 from .ui.devices import check_devices, choose_devices, half_dtypes, possible_devices, why_hidden
-from .ui.input_checks import coerce, defaults, short, validate
+from .ui.input_checks import coerce, defaults, renamed_input, short, validate
 from .ui.node_text import say
 from .ui.start_options import FP8_PRODUCTS, is_fast, options_line, wanted_halves
 from .ui.widgets import CATEGORY, SEVERAL_GPUS, Widget, choice, degree, flag, link, offload, text
@@ -187,6 +189,32 @@ class ParallelDiTLoader:
         model = load_model(model_path(coerce("model_name", model_name, "STRING", {})), values)
         model.start_ranks()
         return (model,)
+
+
+@validate("ckpt_name", early=check_widgets)
+class ParallelCheckpointLoader:
+    CATEGORY = CATEGORY
+    SEARCH_ALIASES = (*SEVERAL_GPUS, "load checkpoint", "checkpoint loader")
+    RETURN_TYPES = ("MODEL", "CLIP", "VAE")
+    FUNCTION = "load"
+    DESCRIPTION = (
+        "Loads an all-in-one file. Its transformer is split over several GPUs, and only the rank processes read it. "
+        "Text encoder and VAE load as in Load Checkpoint."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        tooltip = "An all-in-one safetensors file in models/checkpoints. The model type is detected from the weights."
+        return widgets("ckpt_name", (safetensors_names(CHECKPOINTS), {"tooltip": tooltip}))
+
+    def load(self, ckpt_name, **values):
+        path = file_path(CHECKPOINTS, coerce("ckpt_name", ckpt_name, "STRING", {}))
+        if path is None:
+            raise ValueError(f"ckpt_name: {short(ckpt_name)} is not in models/{CHECKPOINTS}. Refresh the node list.")
+        with renamed_input("model_name", "ckpt_name"):
+            model = load_model(path, values)
+        model.start_ranks()
+        return (model, *clip_and_vae(path))
 
 
 def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:

@@ -15,8 +15,7 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.core.short_text import short
 from parallel_backend.placement.model_sizes import block_lists
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
-from parallel_backend.planning.calibration import calibrate, calibration_key, lasting
-from parallel_backend.planning.calibration_file import keep, load
+from parallel_backend.planning.calibration import calibrate, calibration_key, keep, lasting, load
 from parallel_backend.planning.report import choice
 from parallel_backend.planning.trials import Trials
 from parallel_backend.planning.workload import workload_of

@@ -30,8 +30,7 @@ from parallel_backend.planning.calibrated_costs import (
     StepKind,
     through,
 )
-from parallel_backend.planning.calibration import calibration_of, contexts, lasting
-from parallel_backend.planning.calibration_file import keep, load
+from parallel_backend.planning.calibration import calibration_of, contexts, keep, lasting, load
 from parallel_backend.planning.machine import Device, Machine
 from parallel_backend.planning.modes import Mode, possible
 from parallel_backend.planning.planner import Plan, choose
