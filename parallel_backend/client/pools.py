@@ -16,10 +16,11 @@ from .p2p_verdicts import BY_GLOO, WITH_P2P, WITHOUT_P2P, P2PVerdicts
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-WITHOUT_P2P_SECONDS = 30.0
-"""Time limit of the self-test's parts without P2P. It is shorter, because the test with P2P has taken a minute already."""
-WAYS = {WITH_P2P: "with P2P", WITHOUT_P2P: "without P2P", BY_GLOO: "that use Gloo instead of NCCL"}
-"""Ways in which ranks on GPUs may transfer, in the order of trials. The text follows "ranks"."""
+_WITHOUT_P2P = replace(SELF_TEST, p2p=False, seconds=30.0)  # shorter: the test with P2P has taken a minute already
+WAYS = (SELF_TEST, _WITHOUT_P2P, replace(_WITHOUT_P2P, gloo=True))
+"""Settings of ranks on GPUs by the way in which they transfer (WITH_P2P, WITHOUT_P2P, BY_GLOO), in the order of trials."""
+TOLD = ("with P2P", "without P2P", "that use Gloo instead of NCCL")
+"""The ways in words that follow "ranks"."""
 
 
 class Pools:
@@ -111,16 +112,16 @@ class Pools:
         """
         pool = self._on(devices)
         self._begun.discard(devices)
-        first, way = way_of(pool.self_test), None
+        first, way = WAYS.index(pool.self_test), None
         while True:
             try:
                 result = action(pool)
             except LinksDown as error:
-                way = next_way(way_of(pool.self_test)) if error.backend == "nccl" else None
+                way = next_way(WAYS.index(pool.self_test)) if error.backend == "nccl" else None
                 if way is None:
                     self._verdicts.forget(devices)  # an earlier start's verdict does not help now
                     raise
-                log.warning("%s\nParallel DiT: starting new ranks %s", str(error), WAYS[way])
+                log.warning("%s\nParallel DiT: starting new ranks %s", str(error), TOLD[way])
             except BaseException:  # the links were not the cause, or that is unknown, such as after Cancel
                 if way is not None:
                     self._verdicts.forget(devices)
@@ -184,21 +185,9 @@ class Pools:
         pool = next((pool for pool in self._pools if pool.devices == devices), None)
         if pool is None:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
-            pool = self._start(devices, self_test_of(self._verdicts.way(devices)))
+            pool = self._start(devices, WAYS[self._verdicts.way(devices)])
         self._pools = (*(other for other in self._pools if other is not pool), pool)
         return pool
-
-
-def self_test_of(way: int) -> SelfTest:
-    """The settings of ranks that transfer in this way, one of WAYS."""
-    if way == WITH_P2P:
-        return SELF_TEST
-    return replace(SELF_TEST, p2p=False, gloo=way == BY_GLOO, seconds=WITHOUT_P2P_SECONDS)
-
-
-def way_of(settings: SelfTest) -> int:
-    """The way in which ranks with these settings transfer."""
-    return WITH_P2P if settings.p2p else BY_GLOO if settings.gloo else WITHOUT_P2P
 
 
 def next_way(way: int) -> int | None:

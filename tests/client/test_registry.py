@@ -392,7 +392,7 @@ def starts(monkeypatch, tmp_path):
         one = Registry()
         one.folder = lambda: tmp_path / "parallel_dit"
         try:
-            return pools.way_of(one.pool_for(devices, nobody).self_test), len(made)
+            return pools.WAYS.index(one.pool_for(devices, nobody).self_test), len(made)
         finally:
             one.close()
 
