@@ -35,14 +35,28 @@ BOOKKEEPING = frozenset(
 )
 """Entries of transformer_options that describe the call. No native model's result depends on them."""
 
-FOR_PATCHES = re.compile(
-    # RES4LYF: its samplers set them for its models, which come by object patches and are refused.
-    r"y0|y0_\w+|yt_\w+|x_(init|tmp)|z_|sigma_next|regional_conditioning_\w+|freqsep_\w+|(AttnMask|RegContext)(_neg)?"
-    r"|(blocks|noise_mode)_(adain|attninj)\w*|sort_and_scatter|ExtraOptions|StyleMMDiT|update_cross_attn|model_sampling"
-    r"|latent_type|row|patch_size"
-    # TeaCache and NAG, KJNodes, Efficiency.
-    r"|enable_teacache|rel_l1_thresh|coefficients|cache_device|model_type|current_percent|enhance_weight"
-    r"|krea2_token_weights|minimax_head_chunks|sol_take_forward|promptrelay_mask_fn|from_smZ"
+FOR_PATCHES = frozenset(
+    {
+        # RES4LYF: its samplers set them for its models, which come by object patches and are refused.
+        *(f"regional_conditioning_{name}" for name in ("weight", "floor", "mask_orig", "weight_neg", "floor_neg")),
+        *("sigma_next", "z_"),
+        *("AttnMask", "AttnMask_neg", "RegContext", "RegContext_neg", "ExtraOptions", "StyleMMDiT", "update_cross_attn"),
+        *("x_init", "x_tmp", "y0", "y0_inv", "y0_standard_guide", "y0_inv_standard_guide", "model_sampling", "latent_type"),
+        *("y0_adain", "blocks_adain", "blocks_adain_cache", "sort_and_scatter", "noise_mode_adain", "y0_attninj"),
+        *("blocks_attninj", "blocks_attninj_qkv", "blocks_attninj_cache", "yt_positive", "yt_negative", "row", "patch_size"),
+        *(f"freqsep_{name}" for name in ("lowpass_method", "sigma", "kernel_size", "inner_kernel_size", "stride", "mask")),
+        *("freqsep_lowpass_weight", "freqsep_highpass_weight", "y0_style_method"),
+        *(f"y0_style_tile_{name}" for name in ("height", "width", "padding")),
+        *(
+            f"y0_style_{sign}{name}"
+            for sign in ("pos", "neg")
+            for name in ("", "_weight", "_synweight", "_mask", "_mask_edge")
+        ),
+        # TeaCache and NAG, KJNodes, Efficiency.
+        *("enable_teacache", "rel_l1_thresh", "coefficients", "cache_device", "model_type", "current_percent"),
+        *("enhance_weight", "krea2_token_weights", "minimax_head_chunks", "sol_take_forward", "promptrelay_mask_fn"),
+        "from_smZ",
+    }
 )
 """Entries of transformer_options that packs set for their own patches. The native model ignores them, and a patch inside the
 model is refused as such."""
@@ -86,7 +100,7 @@ def told_to_own_class(options: Mapping[str, Any], ours: Collection[str]) -> dict
         name: value
         for name, value in options.items()
         if value is not None
-        and not (name in (*BOOKKEEPING, *TABLES, OVERRIDE) or FOR_PATCHES.fullmatch(name))
+        and not (name in BOOKKEEPING or name in FOR_PATCHES or name in (*TABLES, OVERRIDE))
         and (name in ours or not name.startswith(OURS))
     }
     others = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in others.items()}
