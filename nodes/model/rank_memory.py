@@ -108,7 +108,7 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         setup, device = stub.setup, str(self.load_device)
         if (wanted := registry().models.wanted_on(setup, device)) is not None:
             return wanted
-        process = 0 if registry().runs_on(setup.devices) else context_bytes(device)
+        process = 0 if registry().pools.serves(setup.devices) else context_bytes(device)
         share = stub.whole_bytes // (setup.degrees.pipe * setup.degrees.tensor)
         return setup.devices.count(device) * (share + process)
 

@@ -52,7 +52,8 @@ class Registry:
         self.start_of = start_of
         """Returns the class of new ranks by their devices."""
         self._lock = threading.RLock()  # reentrant: make_room may unload another model on the thread that loads this one
-        self._pools = Pools(self._start, P2PVerdicts(lambda: self.folder()), lambda: self.threads)
+        self.pools = Pools(self._start, P2PVerdicts(lambda: self.folder()), lambda: self.threads)
+        """The pools of ranks. Changed under the registry's lock, read without it."""
         self.models = ModelsOnRanks(self._lock)
         """The models on the ranks, and the memory that they give way with."""
         self._learnt: Learnt = {}
@@ -98,7 +99,7 @@ class Registry:
                     model = load()
                 entry = self.models.add(setup, model)
             self.models.use(entry, owner)
-            self._pools.note(entry.model.pool)
+            self.pools.note(entry.model.pool)
             return entry.model
 
     def _load(
@@ -121,11 +122,11 @@ class Registry:
             )
 
         try:
-            return self._pools.use(setup.devices, load)
+            return self.pools.use(setup.devices, load)
         except ValueError:  # refused before anything was sent to the ranks
             raise
         except BaseException:  # such as Cancel: half-loaded ranks are of no use
-            self._pools.end(setup.devices, politely=False)
+            self.pools.end(setup.devices, politely=False)
             raise
 
     def planned(self, setup: Setup) -> Setup | None:
@@ -151,7 +152,7 @@ class Registry:
                 return
             for each in self.models:
                 self.models.let_go(each)
-            for pool in self._pools.working:
+            for pool in self.pools.working:
                 self._free(pool, poll)
 
     def _unload(self, gone: OnRanks, poll: Poll) -> None:
@@ -166,15 +167,11 @@ class Registry:
             wait_for(freed or pool.ask(m.Unload(), m.Unloaded), poll)
         except RankError as error:
             log.warning("%s", str(error))  # as text: a kept record would keep the traceback's frames
-            self._pools.end(pool.devices)
+            self.pools.end(pool.devices)
 
     def overview(self) -> list[dict[str, Any]]:
         """An overview of each pool for the user, as JSON values. Never waits."""
-        return [overview_of(pool, self.models.of(pool)) for pool in self._pools.all]
-
-    def runs_on(self, devices: tuple[str, ...]) -> bool:
-        """Whether there are working ranks on these devices. Never waits."""
-        return self._pools.serves(devices)
+        return [overview_of(pool, self.models.of(pool)) for pool in self.pools.all]
 
     def begin(self, devices: tuple[str, ...]) -> None:
         """Begin to start ranks on these devices for a later use, unless there are ranks on any of them. Never waits. Does
@@ -182,7 +179,7 @@ class Registry:
         if self._lock.acquire(blocking=False):
             try:
                 if not self._exiting:
-                    self._pools.begin(devices)
+                    self.pools.begin(devices)
             finally:
                 self._lock.release()
 
@@ -191,15 +188,9 @@ class Registry:
         Pools.use."""
         with self._lock:
             if devices is not None:
-                return self._pools.use(devices, lambda pool: _ready(pool, poll), alone)
-            self._pools.end_failed()
-            return None if (pool := self._pools.used_last) is None else _ready(pool, poll)
-
-    @property
-    def pool(self) -> Pool | None:
-        """The pool used last, or None. Never waits."""
-        working = self._pools.working
-        return working[-1] if working else None
+                return self.pools.use(devices, lambda pool: _ready(pool, poll), alone)
+            self.pools.end_failed()
+            return None if (pool := self.pools.used_last) is None else _ready(pool, poll)
 
     def present(self) -> RemoteTransformer | None:
         """The model used last, or None if there is none or its ranks have failed. Loads and starts nothing."""
@@ -212,20 +203,20 @@ class Registry:
         are unloaded. An exception in the context ends the ranks, because their state is then unknown."""
         try:
             with self._lock:
-                pool = self._pools.use(devices, lambda pool: _ready(pool, poll), alone=True).whole
+                pool = self.pools.use(devices, lambda pool: _ready(pool, poll), alone=True).whole
                 pool.clear(RuntimeError(BORROWED))
             yield pool
             pool.clear(RuntimeError(BORROWED))
         except BaseException:
             with self._lock:
-                self._pools.end(devices, politely=False)
+                self.pools.end(devices, politely=False)
             raise
 
     def close(self) -> None:
         """End all ranks."""
         with self._lock:
             self.models.clear()
-            self._pools.close()
+            self.pools.close()
 
     def exit(self) -> None:
         """End all ranks, because the process is about to end. No new ranks start afterwards. Never waits for a load in
@@ -233,13 +224,13 @@ class Registry:
         self._exiting = True
         idle = self._lock.acquire(blocking=False)
         try:
-            self._pools.end_all(politely=idle)
+            self.pools.end_all(politely=idle)
         finally:
             if idle:
                 self._lock.release()
 
     def _start(self, devices: tuple[str, ...], self_test: SelfTest) -> Pool:
-        threads = self._pools.threads(devices) if self.threads is None else self.threads
+        threads = self.pools.threads(devices) if self.threads is None else self.threads
         if self._exiting:
             raise RankError("Parallel DiT: ComfyUI is closing and starts no more ranks")
         return Pool(devices, threads=threads, start=self.start_of(devices), logs=self.logs(), self_test=self_test)

@@ -171,7 +171,7 @@ def test_nothing_of_models_of_failed_ranks_is_kept_beside_the_next_model(loaded)
 def test_failed_ranks_are_ended_and_not_given_out_again(registry, loaded):
     failed = loaded("one")[1].pool
     failed.error = RankError("rank 1 (cpu) was killed by signal 9")
-    assert registry.present() is registry.pool is None
+    assert registry.present() is None and not registry.pools.working
     pool = registry.pool_for(DEVICES, nobody)
     assert failed.closed
     assert pool is not failed
@@ -192,15 +192,15 @@ def test_devices_that_overlap_have_one_pool(registry, loaded, first, then, toget
     """The pool grows once; from then on neither ranks nor models change however often the sets take turns."""
     before = loaded("first", *first)[1].pool
     _, second = loaded("then", *then)
-    pool = registry.pool
+    pool = registry.pools.working[-1]
     assert (second.pool.devices, pool.devices, before.whole.closed) == (then, together, pool is not before.whole)
     _, again = loaded("first", *first)
     for _ in range(3):
         assert loaded("then", *then)[1] is second
         assert loaded("first", *first)[1] is again
-    assert again.pool.devices == first and again.pool.whole is second.pool.whole is registry.pool is pool
+    assert again.pool.devices == first and again.pool.whole is second.pool.whole is registry.pools.working[-1] is pool
     assert registry.pool_for(None, nobody).devices == first
-    assert registry.runs_on(first) and registry.runs_on(then) and not pool.closed
+    assert registry.pools.serves(first) and registry.pools.serves(then) and not pool.closed
     assert registry.models.held_on(pool, first[-1]) == SIZE * (1 + (first[-1] in then))
 
 
@@ -214,22 +214,22 @@ def test_devices_that_overlap_have_one_pool(registry, loaded, first, then, toget
 )
 def test_devices_that_cannot_have_one_pool_end_each_other(registry, loaded, first, then):
     pool = loaded("first", *first)[1].pool
-    assert loaded("then", *then)[1].pool.devices == then == registry.pool.devices
+    assert loaded("then", *then)[1].pool.devices == then == registry.pools.working[-1].devices
     assert pool.closed
 
 
 def test_ranks_that_were_begun_are_those_of_the_next_use(registry, loaded):
     registry.begin(DEVICES)
-    begun = registry.pool
+    begun = registry.pools.working[-1]
     registry.begin(DEVICES)
-    assert registry.pool is begun
+    assert registry.pools.working[-1] is begun
     assert loaded("one")[1].pool is begun
 
 
 def test_ranks_that_were_begun_and_are_not_wanted_end_without_being_asked(registry):
     """A rank that starts reads no messages: to ask it would take seconds."""
     registry.begin(DEVICES)
-    begun = registry.pool
+    begun = registry.pools.working[-1]
     begun.ready = Future()
     registry.pool_for((*DEVICES, "cpu"), nobody)
     assert begun.closed
@@ -477,7 +477,7 @@ def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begi
     monkeypatch.setattr(FakePool, "down", down)
     with pytest.raises(LinksDown, match="the self-test failed"):
         registry.pool_for(DEVICES, nobody)
-    registry._pools._pools[-1].error = LinksDown("the self-test failed")  # as a pool has it
+    registry.pools._pools[-1].error = LinksDown("the self-test failed")  # as a pool has it
     monkeypatch.setattr(FakePool, "down", {})
     assert registry.pool_for(DEVICES, nobody).self_test.p2p
 
@@ -485,7 +485,7 @@ def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begi
 def test_ranks_that_were_begun_and_have_died_are_started_anew(registry, loaded):
     """As while the prompt's text is encoded: the prompt has lost nothing."""
     registry.begin(DEVICES)
-    begun = registry.pool
+    begun = registry.pools.working[-1]
     begun.error = RankError("rank 1 (cpu) was killed by signal 9")
     begun.ready = Future()
     begun.ready.set_exception(begun.error)
@@ -525,12 +525,12 @@ def test_exit_does_not_wait_for_a_load(registry):
 
     def model():
         with registry._lock:
-            registry._pools.use(DEVICES, load)
+            registry.pools.use(DEVICES, load)
 
     thread = threading.Thread(target=model)
     thread.start()
     assert loading.wait(30)
-    (pool,) = registry._pools.working
+    (pool,) = registry.pools.working
     registry.exit()
     assert (pool.closed, pool.politely) == (True, False)
     over.set()

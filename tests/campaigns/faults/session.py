@@ -93,7 +93,8 @@ class FaultSession:
         return pool
 
     def pool(self) -> Pool | None:
-        return self.registry.pool
+        working = self.registry.pools.working
+        return working[-1] if working else None
 
     def bound(self, patience: float) -> float:
         """Have the ranks' watchdog wait no longer than `patience` seconds for a sign of progress; for how long it does."""

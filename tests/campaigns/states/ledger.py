@@ -16,7 +16,7 @@ GAPS = 4096
 
 def check(registry: Registry, runs: Mapping[int, set[int]]) -> None:
     """`runs`: by id() of a model, its open runs. Waits until all ranks have done what they were told."""
-    for pool in registry._pools.working:
+    for pool in registry.pools.working:
         models = [each.model for each in registry.models.of(pool)]
         read_memory(pool)
         for model in models:
