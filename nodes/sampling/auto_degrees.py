@@ -77,7 +77,7 @@ class AutoDegrees:
         return executor(*arguments)
 
     def settled(self, sampling: Sampling) -> Setup:
-        """The setup with planned degrees and devices: of the loaded model, or of a new plan for this run."""
+        """The setup with planned degrees and devices: that of the loaded model, or of a new plan for this run."""
         options = sampling.extra_args["model_options"]
         pipelines = comfy.patcher_extension.get_wrappers_with_key(KIND, WRAPPER_KEY, options, is_model_options=True)
         # A plan for PipeFusion does not suit a run without it, and vice versa: `planned` tells the two apart.
@@ -117,7 +117,7 @@ class AutoDegrees:
         return replace(setup, devices=chosen_devices, degrees=mode.degrees, own_class=trials.class_for(mode.degrees))
 
     def _unplanned(self, setup: Setup, sampling: Sampling, trials: Trials) -> Setup:
-        """The setup of a class whose blocks cannot be timed."""
+        """The setup for a class whose blocks cannot be timed."""
         degrees = unplanned(trials, len(setup.devices), sampling.entries)
         devices = setup.devices[: degrees.world]
         name = trials.own.name
@@ -126,7 +126,7 @@ class AutoDegrees:
 
 
 def check_no_stages(stage_split: str) -> None:
-    """ValueError if `stage_split` names stages, which are not known while `degrees` is auto."""
+    """Raise ValueError if `stage_split` names stages, which are unknown while `degrees` is auto."""
     if stage_split.strip().lower() not in ("auto", "even"):
         raise ValueError(
             f"stage_split is '{short(stage_split)}', but the stages are unknown if degrees is auto. Set stage_split to "

@@ -1,7 +1,7 @@
-"""The guider of one band: conditioning with the latent's shape is cut to the band's rows, and ComfyUI's BaseModel gets the
+"""The guider of one band. Conditioning with the latent's shape is cut to the band's rows, and ComfyUI's BaseModel gets the
 shapes of the band's nested latents.
 
-A video model's denoise mask stays whole, because every band needs the timesteps of all frames, which are made from it.
+A video model's denoise mask stays whole, because every band needs the timesteps of all frames, which it determines.
 """
 
 import copy

@@ -58,8 +58,8 @@ WHOLE_GUIDANCE = {
     "misc.ContrastiveOrthoCFG.precfg_patch": (),
     "misc.ContrastiveOrthoCFG.postcfg_patch": (),
 }
-"""Options of a MODEL that need the whole latent, but nothing of other steps except what they keep in their closures -> names
-of those closure variables whose objects they change in place. (Variables that they rebind need no name.)"""
+"""Options of a MODEL that need the whole latent, but nothing of other steps except what they store in their closures. Value:
+names of the closure variables whose objects they change in place. (Variables that they rebind need no name.)"""
 
 PIXEL_WISE_GUIDERS = frozenset(
     {

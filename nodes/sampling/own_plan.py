@@ -1,4 +1,4 @@
-"""Which modes a model has: its calls are tried before a plan is made, and tensor degrees when one is chosen."""
+"""Finds the modes that a model supports: its calls are tried before a plan is made, tensor degrees when one is chosen."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,8 +24,8 @@ from .pipefusion import AUTO_KEY, WRAPPER_KEY, prove
 
 @dataclass(frozen=True)
 class RunTrials:
-    """Trials of the first step of a run: which modes they prove, in bands too if `bands`. They change the setup of the run's
-    model."""
+    """Trials of the first step of a run, which show the modes that its model has, in bands too if `bands`. They change the
+    model's setup."""
 
     sampling: Sampling
     setup: Setup
@@ -33,7 +33,7 @@ class RunTrials:
     bands: bool
 
     def first(self) -> Trials:
-        """Which modes are proven, without tensor degrees above 1. ValueError if the class does not run."""
+        """The modes that are proven, without tensor degrees above 1. Raises ValueError if the class does not run."""
         return Trials(self.setup.own_class, {1: self._proof(1)})
 
     def with_tensor(self, trials: Trials, degree: int) -> Trials:
@@ -45,7 +45,7 @@ class RunTrials:
         return trials.with_tensor(degree, found)
 
     def chosen(self, costs: CalibratedCosts) -> tuple[Prediction, Trials]:
-        """The best mode that is proven, by the costs of a workload with `trials`."""
+        """(the best mode that is proven, its trials), by the costs of a workload with `trials`."""
         assert costs.workload.trials is not None, "its calls have been tried"
         trials = replace(costs.workload.trials, guesses=True)
         while True:
@@ -57,7 +57,7 @@ class RunTrials:
             trials = self.with_tensor(trials, tensor)
 
     def _proof(self, tensor: int) -> Proof:
-        """On one rank, or this number of tensor ranks."""
+        """The proof for one rank, or for this number of tensor ranks."""
         stub = self.sampling.stub
         stub.setup = replace(self.setup, devices=self.setup.devices[:1], degrees=Degrees(tensor=tensor))
         prove(self.sampling, self.bands)
@@ -65,11 +65,11 @@ class RunTrials:
         return stub.run.proof
 
 
-def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positive: Any, devices: tuple[str, ...]) -> Trials:
-    """Which modes the trials of a sampler's first step prove, for this number of devices. The MODEL's class keeps its setup.
-
-    ValueError if there is no prompt, or if the class does not run.
-    """
+def trials_of(
+    model: Any, latent: dict[str, Any], steps: int, cfg: float, positive: Any, devices: tuple[str, ...], counts: list[int]
+) -> Trials:
+    """The modes that trials of a sampler's first step prove, for each of these `counts` of devices. The MODEL's setup is
+    restored. Raises ValueError if there is no prompt, or if the class does not run."""
     stub = remote_stub(model)
     if positive is None:
         raise ValueError(f"positive: the trial of {stub.checkpoint.path.name} needs a prompt. Connect one.")
@@ -80,8 +80,8 @@ def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positi
         sampling = Sampling(executor.class_obj, *arguments)
         tried = RunTrials(sampling, setup, bands=True)
         trials = tried.first()
-        for degree in range(2, len(devices) + 1):
-            if len(devices) % degree == 0:
+        for degree in range(2, max(counts) + 1):
+            if any(count % degree == 0 for count in counts):
                 trials = tried.with_tensor(trials, degree)
         found.append(trials)
         return sampling.noise
@@ -101,12 +101,12 @@ def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positi
 
 
 def can_be_planned(stub: RemoteDiffusionModel) -> bool:
-    """Whether the class's blocks can be timed by its last call."""
+    """Whether the class's blocks can be timed with its last call."""
     return probe_of(stub.checkpoint, stub.setup.dtype, (2, 1)) is not None
 
 
 def check_can_be_planned(stub: RemoteDiffusionModel, trials: Trials) -> None:
-    """ValueError for a UNet, and for a class whose blocks cannot be timed."""
+    """Raise ValueError for a UNet, and for a class whose blocks cannot be timed."""
     if trials.own.unet or not can_be_planned(stub):
         raise ValueError(
             f"model: the blocks of {stub.checkpoint.path.name} cannot be timed. Set the degrees by hand. If cfg is not 1, "
@@ -115,6 +115,7 @@ def check_can_be_planned(stub: RemoteDiffusionModel, trials: Trials) -> None:
 
 
 def unplanned(trials: Trials, ranks: int, entries: int) -> Degrees:
-    """The degrees of a class whose blocks cannot be timed: stages, so that it fits, or else entries side by side."""
+    """The degrees for a class whose blocks cannot be timed: stages if they are proven, so that it fits; otherwise split
+    batch."""
     ways = Degrees(pipe=ranks), Degrees(batch=min(ranks, entries))
     return next((degrees for degrees in ways if not trials.lacks(degrees)), Degrees())

@@ -1,7 +1,5 @@
-"""The memory that a mode takes of devices and host, and the weights that it streams as devices do not hold them.
-
-Each rank has a device of its own.
-"""
+"""The memory that a mode takes of devices and host, and the weights that it streams because devices are too small. Each rank
+has its own device."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +46,7 @@ def holdings(
     weights: Sequence[RankWeights],
     offload: Offload,
 ) -> tuple[Holding, ...]:
-    """By rank. `devices`: the number of each rank's device in the machine."""
+    """Each rank's memory. `devices`: the number of each rank's device in the machine."""
     held = []
     for number, need, one in zip(devices, needs, weights, strict=True):
         device, resident = machine.devices[number], one.total
@@ -72,7 +70,7 @@ def bytes_on_host(machine: Machine, mode: Mode, held: Sequence[Holding]) -> int:
 def lacking(
     held: Mapping[int, int], devices: Sequence[str], free: Sequence[int | None], on_host: int, host_free: int | None
 ) -> str:
-    """Why ranks that need these bytes do not fit; empty if they do.
+    """Why ranks that need these bytes do not fit. Empty if they do.
 
     `held`: number of a device -> bytes that its rank needs there. `devices`, `free`: name and free bytes of each device of
     the machine, None for a device that computes in the host's memory. `on_host`: see bytes_on_host.

@@ -296,7 +296,7 @@ class Worker:
         self._release_unused()
 
     def _release_unused(self) -> int:
-        """Return unused memory to the driver or the system. Returns the number of bytes; 0 on a CPU, where it is unknown."""
+        """Return unused memory to the driver or the system. Returns its bytes; 0 on a CPU, because they are unknown."""
         if self.device.type != "cuda":
             give_back()
             return 0

@@ -215,6 +215,12 @@ const LINES = [
     [/^advice: (.*), ([\d.]+) s, ([\d.]+) x one device$/, "建议：$1，$2 秒，速度是单个设备的 $3 倍"],
     [/^advice: (.*), (\d+) patches, ([\d.]+) s$/, "建议：$1、$2 个分片，$3 秒"],
     [/^advice: (.*), ([\d.]+) s$/, "建议：$1，$2 秒"],
+    [/^with (.*), predicted: nothing fits$/, "加上 $1（推算）：仍然放不下"],
+    [/^with (.*), predicted: no gain$/, "加上 $1（推算）：不会更快"],
+    [/^with (.*), predicted: (.*), (\d+) patches, ([\d.]+) s a step, without it nothing fits$/, "加上 $1（推算）：$2、$3 个分片，每步 $4 秒；没有它放不下"],
+    [/^with (.*), predicted: (.*), ([\d.]+) s a step, without it nothing fits$/, "加上 $1（推算）：$2，每步 $3 秒；没有它放不下"],
+    [/^with (.*), predicted: (.*), (\d+) patches, ([\d.]+) s a step, ([\d.]+) x without it$/, "加上 $1（推算）：$2、$3 个分片，每步 $4 秒，速度是现在的 $5 倍"],
+    [/^with (.*), predicted: (.*), ([\d.]+) s a step, ([\d.]+) x without it$/, "加上 $1（推算）：$2，每步 $3 秒，速度是现在的 $4 倍"],
     [/^(.*), (\d+) of (\d+) checks$/, "正在自检 $1，已完成 $2/$3 项"],
     [/^(\S*_degree \d+.*) on (.*)$/, "$1，设备 $2"],
     // of a VAE (nodes/vae)

@@ -210,7 +210,7 @@ class WeightStore:
         return kept
 
     def _to_device(self, names: list[str]) -> None:
-        """Copy groups from host memory to the device, where they stay."""
+        """Copy groups from host memory to the device to stay there."""
         tickets: list[Ticket] = []
         for name in names:
             memory = self._allocate(name)
