@@ -36,10 +36,12 @@ class Way(NamedTuple):
     why_not: Callable[[Cut, Any, torch.Tensor, int], str | None]
     """Why so many ranks cannot do it."""
     compute: Callable[[Any, Cut, torch.Tensor, SomeRanks], torch.Tensor]
+    by_comfyui: str
+    """The text if ComfyUI does it."""
 
 
-DECODE = Way("Decoded", too_small, decode_on_ranks)
-ENCODE = Way("Encoded", pixels_too_small, encode_on_ranks)
+DECODE = Way("Decoded", too_small, decode_on_ranks, "Decoded whole by ComfyUI, because %s.")
+ENCODE = Way("Encoded", pixels_too_small, encode_on_ranks, "Encoded whole by ComfyUI, because %s.")
 
 
 @validate(early=check_devices)
@@ -109,7 +111,7 @@ def computed_on_ranks(way: Way, vae: Any, cut: Cut | str, x: torch.Tensor, devic
     """x decoded or encoded on the ranks of the widget `devices`. None: ComfyUI has to compute it whole. Tells the
     user."""
     result, how = _computed(way, vae, cut, x, devices)
-    text = f"{way.did} whole by ComfyUI, because {how}." if result is None else f"{way.did} in {how}."
+    text = way.by_comfyui % how if result is None else f"{way.did} in {how}."
     log.info("Parallel DiT: %s", text)
     say(text)
     return result
