@@ -4,6 +4,7 @@ Functions are listed by their `name_of`. A new row also belongs into the test th
 tests/comfyui/inside/guidance_in_bands.py.
 """
 
+import inspect
 from typing import Any
 
 from ..ui.other_nodes import name_of
@@ -38,6 +39,7 @@ WHOLE_GUIDANCE = {
     "nodes_apg.APG.execute.<locals>.pre_cfg_function": (),
     "nodes_cfg.CFGZeroStar.execute.<locals>.cfg_zero_star": (),
     "nodes_fresca.FreSca.execute.<locals>.custom_cfg_function": (),
+    "nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function": (),
     "nodes_lumina2.RenormCFG.execute.<locals>.renorm_cfg_func": (),
     "nodes_mahiro.Mahiro.execute.<locals>.mahiro_normd": (),
     "nodes_model_advanced.RescaleCFG.patch.<locals>.rescale_cfg": (),
@@ -60,6 +62,10 @@ WHOLE_GUIDANCE = {
 }
 """Options of a MODEL that need the whole latent, but nothing of other steps except what they store in their closures. Value:
 names of the closure variables whose objects they change in place. (Variables that they rebind need no name.)"""
+
+OPERATION = "nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function"
+"""The function of WHOLE_GUIDANCE that calls an exchangeable one, `operation`. Other packs' operations may keep a state or
+draw noise, so that bands would get different results."""
 
 PIXEL_WISE_GUIDERS = frozenset(
     {
@@ -86,8 +92,11 @@ PIXEL_WISE_MASKS = frozenset(
 
 
 def is_known_guidance(function: Any) -> bool:
-    """Whether a function is in PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE."""
-    return name_of(function) in PIXEL_WISE_GUIDANCE or looks_at_the_whole(function)
+    """Whether a function is in PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE, and its OPERATION is ComfyUI's own."""
+    name = name_of(function)
+    if name == OPERATION:
+        return name_of(inspect.getclosurevars(function).nonlocals["operation"]).startswith("nodes_latent.")
+    return name in PIXEL_WISE_GUIDANCE or name in WHOLE_GUIDANCE
 
 
 def looks_at_the_whole(function: Any) -> bool:

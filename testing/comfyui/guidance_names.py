@@ -6,6 +6,6 @@ PIXEL_WISE = (
     *("LTXV Modality Guidance", "LTXV Reference Audio", "LTXV STG"),
 )
 WHOLE = (
-    *("APG", "CFG-Zero*", "FreSca", "Mahiro", "Perp-Neg", "RenormCFG", "RescaleCFG"),
+    *("APG", "CFG-Zero*", "FreSca", "Latent Sharpen", "Latent Tonemap", "Mahiro", "Perp-Neg", "RenormCFG", "RescaleCFG"),
     *("TCFG", "PerpNegGuider", "Skip Layers rescaled"),
 )

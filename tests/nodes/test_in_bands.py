@@ -66,15 +66,18 @@ def test_entries_of_a_conditioning_in_bands(why_not_banded, name, outcome):
     assert reason is None or outcome == COMPUTED
 
 
-def named(name):
-    """A function of this name."""
+def named(name, operation=None):
+    """A function of this name, whose closure has the variable that the pack looks at."""
 
     def function():
-        pass
+        return operation
 
     module, _, function.__qualname__ = name.partition(".")
     function.__module__ = f"comfy.k_diffusion.{module}" if module in ("sampling", "uni_pc") else module
     return function
+
+
+LATENT_OPERATION = "nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function"
 
 
 @pytest.mark.parametrize(
@@ -83,6 +86,8 @@ def named(name):
         (named("nodes_cfg.CFGNorm.execute.<locals>.cfg_norm"), True, False),
         (named("nodes_apg.APG.execute.<locals>.pre_cfg_function"), True, True),
         (named("nodes_sag.SelfAttentionGuidance.execute.<locals>.post_cfg_function"), False, False),
+        (named(LATENT_OPERATION, named("nodes_latent.LatentOperationSharpen.execute.<locals>.sharpen")), True, True),
+        (named(LATENT_OPERATION, named("a_pack.operation")), False, True),
     ],
 )
 def test_guidance_in_bands(module, function, is_known, whole):

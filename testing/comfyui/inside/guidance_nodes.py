@@ -19,6 +19,13 @@ def core(module: str, name: str, *arguments) -> Callable:
     return put
 
 
+def filtered(operation: str, *arguments) -> Callable:
+    """Puts Latent Apply Operation CFG on a MODEL."""
+    importlib.import_module("comfy_extras.nodes_post_processing")  # nodes_latent imports it in a circle
+    operation = core("nodes_latent", operation, *arguments)
+    return lambda model: core("nodes_latent", "LatentApplyOperationCFG", operation())(model)
+
+
 def perp_neg(model):
     return core("nodes_perpneg", "PerpNeg", node("QuickstartPrompt", "7"), 0.8)(model)
 
@@ -51,6 +58,8 @@ WHOLE = {
     "APG": core("nodes_apg", "APG", 0.5, 4.0, -0.5),
     "CFG-Zero*": core("nodes_cfg", "CFGZeroStar"),
     "FreSca": core("nodes_fresca", "FreSca", 0.9, 1.4, 3),
+    "Latent Sharpen": filtered("LatentOperationSharpen", 2, 1.0, 0.3),
+    "Latent Tonemap": filtered("LatentOperationTonemapReinhard", 0.7),
     "Mahiro": core("nodes_mahiro", "Mahiro"),
     "Perp-Neg": perp_neg,
     "RenormCFG": core("nodes_lumina2", "RenormCFG", 100.0, 0.9),
