@@ -93,8 +93,7 @@ class FaultSession:
         return pool
 
     def pool(self) -> Pool | None:
-        working = self.registry.pools.working
-        return working[-1] if working else None
+        return next(reversed(self.registry.pools.working), None)
 
     def bound(self, patience: float) -> float:
         """Have the ranks' watchdog wait no longer than `patience` seconds for a sign of progress; for how long it does."""

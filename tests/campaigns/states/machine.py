@@ -242,7 +242,7 @@ class States(RuleBasedStateMachine):
     def kill(self, which: int, given: Given, rank: int, messages: int, look: Look) -> None:
         """A rank dies without a word at a message while the model is loaded, adapted or called."""
         subject = self.world.subjects[which]
-        pool, model, left = self.registry.pools.working[-1], None, iter(range(messages))
+        pool, model, left = next(reversed(self.registry.pools.working), None), None, iter(range(messages))
         if pool is None:
             return
         worker = pool.ranks.workers[rank]
