@@ -1,4 +1,4 @@
-"""Parallel Doctor: which degrees are fastest on this machine, for this model and image, and why."""
+"""Parallel Doctor: finds which degrees are fastest on this machine, for this model and image, and says why."""
 
 import itertools
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ from .ui.widgets import CATEGORY, cfg_scale, choice, link, text, whole_number
 def doctor_devices(widget: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
     """Devices that the widget names. `auto`: all GPUs, or the model's CPU ranks if there is no GPU.
 
-    ValueError for a device that does not exist, and for a mixture of GPUs and CPUs.
+    Raises ValueError for a device that does not exist, and for a mixture of GPUs and CPUs.
     """
     devices = (gpus() or stub.devices) if is_auto(widget) else named_devices(widget)
     check_one_kind(devices)
@@ -45,7 +45,7 @@ def doctor_devices(widget: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
 
 @contextmanager
 def loaded(setup: Setup, checkpoint: Checkpoint, request: Request, poll: Poll) -> Iterator[RemoteTransformer]:
-    """The model on its ranks, for a rehearsal (rehearsal.Load). It is unloaded at the end."""
+    """Context with the model on its ranks, for a rehearsal (rehearsal.Load). It is unloaded at the end."""
     try:
         yield registry().model(setup, poll, make_room=make_room, expected=lambda: request, opened=checkpoint)
     finally:
@@ -53,7 +53,7 @@ def loaded(setup: Setup, checkpoint: Checkpoint, request: Request, poll: Poll) -
 
 
 def advised_config(found: Plan, stub: RemoteDiffusionModel) -> ParallelConfig:
-    """The MODEL's settings with the advised degrees. With the degrees of one device if nothing can be advised."""
+    """Return the MODEL's settings with the advised degrees, or with those of one device if nothing can be advised."""
     config = config_of(stub)
     if found.best is None or found.doubt:
         return config

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def gain_and_advice(
     stub: "RemoteDiffusionModel", calls: Mapping[CallShape, int], exact_calls: int, seconds: float
 ) -> tuple[str, tuple[str, ...]]:
-    """(RunReport.gained of a run, lines of advice). There is at most one line, once for each MODEL. See MeasuredRun.
+    """Return (RunReport.gained of a run, lines of advice). There is at most one line, once for each MODEL. See MeasuredRun.
 
     Both are empty for a run with a step cache, because one GPU may have the cache too, and for a run that lost ranks. If
     there is a stored calibration, the pool gets its links, for the sidebar.

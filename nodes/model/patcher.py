@@ -20,6 +20,7 @@ from ..ui.node_text import tell
 from ..ui.other_nodes import calling_nodes, named
 from ..ui.prompt_graph import present_prompt
 from .call.concurrent_conds import add_concurrent_conds
+from .call.concurrent_windows import add_concurrent_windows
 from .call.diffusion_model import RemoteDiffusionModel
 from .end_of_run import tell_of_run
 from .loading.model_file import ModelFile
@@ -286,4 +287,5 @@ def make_model(
         offload_device=comfy.model_management.unet_offload_device(),
     )
     add_concurrent_conds(patcher)
+    add_concurrent_windows(patcher)
     return patcher

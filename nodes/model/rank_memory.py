@@ -92,13 +92,13 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         return super().detach(unpatch_all)
 
     def rank_bytes(self) -> int:
-        """Bytes of weights and adapters that ranks have on this GPU now."""
+        """Return the bytes of weights and adapters that ranks have on this GPU now."""
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
         return registry().models.bytes_on(stub.setup, str(self.load_device))
 
     def _wanted_bytes(self) -> int:
-        """Bytes of weights and adapters that ranks take on this GPU while no other program needs them.
+        """Return the bytes of weights and adapters that ranks take on this GPU while no other program needs them.
 
         Before loading, an estimate: equal shares of the weights, whatever stage_split says, and the memory of processes that
         are not running yet.
@@ -116,7 +116,7 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         return comfy.model_management.is_device_cpu(self.load_device)
 
     def _local_bytes(self) -> int:
-        """Bytes in this process. (ComfyUI would use `state_dict`, which lists the ranks' weights.)"""
+        """Return the bytes in this process. (ComfyUI would use `state_dict`, which lists the ranks' weights.)"""
         return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
 
@@ -133,7 +133,7 @@ class OnAnotherGPU(RankMemoryPatcher):
 
     @classmethod
     def of(cls, stub: "RemoteDiffusionModel", device: torch.device) -> "OnAnotherGPU":
-        """The patcher for the ranks of `stub` on `device`."""
+        """Return the patcher for the ranks of `stub` on `device`."""
         holder = torch.nn.Module()
         object.__setattr__(holder, "stub", weakref.ref(stub))
         return cls(holder, device, torch.device("cpu"))

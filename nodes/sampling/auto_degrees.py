@@ -58,7 +58,7 @@ def calibrated(
 
 
 def _with_host_memory(calibration: Calibration) -> Calibration:
-    """The calibration with the host memory that CPU ranks, or the streamed weights of GPUs, may take now."""
+    """Return the calibration with the host memory that CPU ranks, or the streamed weights of GPUs, may take now."""
     machine = calibration.machine
     free = host_memory()[0] if machine.on_cpus else max(0, room_for_weights(torch.device("cuda")))
     return replace(calibration, machine=replace(machine, host_free=free))
@@ -77,7 +77,7 @@ class AutoDegrees:
         return executor(*arguments)
 
     def settled(self, sampling: Sampling) -> Setup:
-        """The setup with planned degrees and devices: that of the loaded model, or of a new plan for this run."""
+        """Return the setup with planned degrees and devices: that of the loaded model, or of a new plan for this run."""
         options = sampling.extra_args["model_options"]
         pipelines = comfy.patcher_extension.get_wrappers_with_key(KIND, WRAPPER_KEY, options, is_model_options=True)
         # A plan for PipeFusion does not suit a run without it, and vice versa: `planned` tells the two apart.
@@ -117,7 +117,7 @@ class AutoDegrees:
         return replace(setup, devices=chosen_devices, degrees=mode.degrees, own_class=trials.class_for(mode.degrees))
 
     def _unplanned(self, setup: Setup, sampling: Sampling, trials: Trials) -> Setup:
-        """The setup for a class whose blocks cannot be timed."""
+        """Return the setup for a class whose blocks cannot be timed."""
         degrees = unplanned(trials, len(setup.devices), sampling.entries)
         devices = setup.devices[: degrees.world]
         name = trials.own.name

@@ -49,7 +49,7 @@ class BandedControl(BandExchange):
     def control_of(
         self, index: int, x: torch.Tensor, t: torch.Tensor, cond: Any, batched: int, options: Any
     ) -> Control | None:
-        """The result of `get_control` for band `index`. Runs on that band's thread."""
+        """Return the result of `get_control` for band `index`. Runs on that band's thread."""
         key = tuple(options["uuids"])
         with self._changed:
             calls = self._calls[key]
@@ -73,7 +73,7 @@ class BandedControl(BandExchange):
         return _changed(answer, lambda outputs: [self._cut(each, index) for each in outputs])
 
     def _evaluate(self, whole: torch.Tensor, t: torch.Tensor, cond: dict, batched: int, options: Any) -> Control | None:
-        """The ControlNet's output on the host. It is cut there and sent to ranks."""
+        """Return the ControlNet's output on the host. It is cut there and sent to ranks."""
         if self.device == whole.device:
             return self.control.get_control(whole, t, cond, batched, options)
         cond = {name: self._on_device(value) for name, value in cond.items()}
@@ -81,14 +81,14 @@ class BandedControl(BandExchange):
         return None if answer is None else _changed(answer, to_host)
 
     def _on_device(self, value: Any) -> Any:
-        """A tensor, or the tensors in a list, on the ControlNet's device. Other values are returned unchanged."""
+        """Return a tensor, or the tensors in a list, on the ControlNet's device. Other values are returned unchanged."""
         if isinstance(value, list):
             return [self._on_device(each) for each in value]
         return to_device(value, self.device) if isinstance(value, torch.Tensor) else value
 
     def _cut(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """The band's tokens of an output [B, tokens, hidden]. An output of a wrong size stays whole; own_residuals refuses
-        it."""
+        """Return the band's tokens of an output [B, tokens, hidden]. An output of a wrong size stays whole; own_residuals
+        refuses it."""
         if whole.shape[1] != torch.Size(self.grid).numel():
             return whole
         rows = self._rows[index]

@@ -58,7 +58,7 @@ class BandedGuidance(BandExchange):
         add(kinds.CALC_COND_BATCH, WRAPPER_KEY, band.evaluate, options, is_model_options=True)
 
     def _for_band(self, value: Any, index: int) -> Any:
-        """An option of the MODEL for band `index`: a copy, if it is a function that may keep a state."""
+        """Return an option of the MODEL for band `index`: a copy, if it is a function that may keep a state."""
         if not isinstance(value, types.FunctionType) or (changed := WHOLE_GUIDANCE.get(name_of(value))) is None:
             return value
         band_function = with_separate_closure(value, changed)
@@ -99,7 +99,7 @@ class BandGuidance:
         return lambda arguments: function({name: self._cut(value) for name, value in arguments.items()})
 
     def _cut(self, value: Any) -> Any:
-        """The band's rows of a tensor with the whole latent's shape. Other values are returned unchanged."""
+        """Return the band's rows of a tensor with the whole latent's shape. Other values are returned unchanged."""
         whole = isinstance(value, torch.Tensor) and value.shape == self._shape
         return self.shared.cut.band(value, self.index) if whole else value
 
@@ -120,7 +120,7 @@ class BandGuidance:
         return self.shared.whole(self.index, key, self._turn, self._time, value, exchanged_before)
 
     def _of_the_band(self, entry: dict) -> dict:
-        """A conditioning for the whole latent that a function created during the run, cut to the band's rows."""
+        """Return a conditioning for the whole latent that a function created during the run, cut to the band's rows."""
         if id(entry) in self.cut_already:
             return entry
         control = entry.get("control")

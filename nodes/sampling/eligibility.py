@@ -107,7 +107,7 @@ class Sampling:
         draws: WholeNoise | None,
         callback: Callable,
     ) -> torch.Tensor:
-        """The samples of this band, by the native sampler with the band's guider and model_options."""
+        """Return the samples of this band, by the native sampler with the band's guider and model_options."""
         latent, mask = (
             None if whole is None else cut.band(whole, index) for whole in (self.latent_image, self.denoise_mask)
         )
@@ -121,7 +121,7 @@ class Sampling:
 
 
 def region_of(cond: dict[str, Any]) -> str | None:
-    """The first key of REGIONS that this conditioning has. None: it has none of them."""
+    """Return the first key of REGIONS that this conditioning has. None: it has none of them."""
     return next((key for key in REGIONS if cond.get(key) is not None and cond.get(key) is not False), None)
 
 
@@ -135,7 +135,7 @@ def why_not_displaced(sampling: Sampling) -> str | None:
     if wrappers := sampling.stub.wrappers(options, is_model_options=True):
         return f"{_owner(wrappers[0])}'s wrapper of the model needs whole calls"
     if options.get("context_handler") is not None:
-        return "context windows call the model for one part of the latent after another"
+        return "context windows call the model for parts of the latent"
     if any(_is_other_model(value, sampling.guider.model_patcher) for value in vars(sampling.guider).values()):
         return f"the guider {type(sampling.guider).__name__} calls two models"
     return None

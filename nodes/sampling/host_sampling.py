@@ -60,7 +60,7 @@ class SharedCond(comfy.conds.CONDRegular):
 
 
 def on_host(sampling: Sampling) -> Sampling:
-    """The same sampling with its tensors on the host."""
+    """Return the same sampling with its tensors on the host."""
     latent, mask = sampling.latent_image, sampling.denoise_mask
     return replace(
         sampling,
@@ -73,7 +73,7 @@ def on_host(sampling: Sampling) -> Sampling:
 
 
 def _host_guider(guider: comfy.samplers.CFGGuider) -> comfy.samplers.CFGGuider:
-    """A copy of the guider with its conditioning and its table of sigmas on the host."""
+    """Return a copy of the guider with its conditioning and its table of sigmas on the host."""
     host = copy.copy(guider)
     host.inner_model = _host_model(guider.inner_model)
     dtype = guider.inner_model.diffusion_model.dtype
@@ -85,7 +85,7 @@ def _host_guider(guider: comfy.samplers.CFGGuider) -> comfy.samplers.CFGGuider:
 
 
 def _host_model(model: comfy.model_base.BaseModel) -> comfy.model_base.BaseModel:
-    """The model with its table of sigmas on the host. Discrete schedules look up each timestep in the table."""
+    """Return the model with its table of sigmas on the host. Discrete schedules look up each timestep in the table."""
     if all(buffer.device == HOST for buffer in model.model_sampling.buffers()):
         return model
     host = copy.copy(model)

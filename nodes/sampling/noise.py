@@ -28,7 +28,7 @@ class WholeNoise:
         self._drawn: list[torch.Tensor] = []
 
     def band(self, cut: BandCut, index: int) -> NoiseSampler:
-        """The noise sampler of one band. Every band makes the same draws in the same order."""
+        """Return the noise sampler of one band. Every band makes the same draws in the same order."""
         count = 0
 
         def sample(sigma, sigma_next):

@@ -68,8 +68,8 @@ class RunTrials:
 def trials_of(
     model: Any, latent: dict[str, Any], steps: int, cfg: float, positive: Any, devices: tuple[str, ...], counts: list[int]
 ) -> Trials:
-    """The modes that trials of a sampler's first step prove, for each of these `counts` of devices. The MODEL's setup is
-    restored. Raises ValueError if there is no prompt, or if the class does not run."""
+    """Return the modes that trials of a sampler's first step prove, for each of these `counts` of devices. The MODEL's setup
+    is restored. Raises ValueError if there is no prompt, or if the class does not run."""
     stub = remote_stub(model)
     if positive is None:
         raise ValueError(f"positive: the trial of {stub.checkpoint.path.name} needs a prompt. Connect one.")
@@ -115,7 +115,7 @@ def check_can_be_planned(stub: RemoteDiffusionModel, trials: Trials) -> None:
 
 
 def unplanned(trials: Trials, ranks: int, entries: int) -> Degrees:
-    """The degrees for a class whose blocks cannot be timed: stages if they are proven, so that it fits; otherwise split
-    batch."""
+    """Return the degrees for a class whose blocks cannot be timed: stages if they are proven, so that it fits; otherwise
+    split batch."""
     ways = Degrees(pipe=ranks), Degrees(batch=min(ranks, entries))
     return next((degrees for degrees in ways if not trials.lacks(degrees)), Degrees())

@@ -140,8 +140,8 @@ class PipeFusion:
         return kept(stub, self._load(sampling), lambda model: self._sample(model, sampling, executor, reason))
 
     def _sample(self, model: RemoteTransformer, sampling: Sampling, executor, reason: str | None = None) -> torch.Tensor:
-        """The samples of the whole latent. `model`: the model of `sampling` on its ranks. `reason`: why the run must be
-        exact; None: it need not."""
+        """Return the samples of the whole latent. `model`: the model of `sampling` on its ranks. `reason`: why the run must
+        be exact; None: it need not."""
         stub = sampling.stub
         started = time.perf_counter()
         found, cache = None, stub.run.cache
@@ -210,7 +210,7 @@ class PipeFusion:
             return self._in_patches(model, cut, sampling, executor, trials - 1)
 
     def _load(self, sampling: Sampling) -> Load:
-        """A function that loads the model for the run, or returns it if it is on ranks."""
+        """Return a function that loads the model for the run, or returns it if it is on ranks."""
         return functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
 
     def _expected(self, sampling: Sampling) -> Request | None:
@@ -223,7 +223,7 @@ class PipeFusion:
         return expected_request(checkpoint, shape, sampling.entries, sampling.text_tokens, kv_copies, bands)
 
     def _cut(self, model: RemoteTransformer, sampling: Sampling) -> BandCut:
-        """The cut of the latents into bands: a single band if there is no pipeline to fill."""
+        """Return the cut of the latents into bands: a single band if there is no pipeline to fill."""
         patching, shape = model.built.patching, sampling.shapes[0]
         if 0 in shape or len(shape) < 4:
             raise ValueError(f"latent_image: this latent has the shape {list(shape)} and no pixels.")
@@ -259,7 +259,7 @@ class PipeFusion:
             raise
 
     def _in_bands(self, model: RemoteTransformer, cut: BandCut, sampling: Sampling) -> tuple[torch.Tensor, BandedRun]:
-        """(samples of the whole latent, the run). Raises NotLocal if the sampler needs more than its band."""
+        """Return (samples of the whole latent, the run). Raises NotLocal if the sampler needs more than its band."""
         draws = None
         if takes_noise_sampler(sampling.sampler):
             draws = whole_noise(sampling.sampler, sampling.noise, sampling.sigmas, sampling.extra_args.get("seed"))

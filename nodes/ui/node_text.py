@@ -1,4 +1,4 @@
-"""A line of text on the node that is being executed."""
+"""Shows a line of text on the node that is being executed."""
 
 import logging
 from typing import Any
@@ -8,7 +8,7 @@ from comfy_execution.utils import get_executing_context
 log = logging.getLogger(__name__)
 
 SAID = "parallel_dit.said"
-"""Event for web/js/node_text.js, which keeps the line after the run. Newer editors would remove it."""
+"""Name of the event for web/js/node_text.js, which keeps the line after the run. Newer editors would remove it."""
 
 
 def say(text: str) -> None:
@@ -29,6 +29,7 @@ def tell(text: str, why: str = "") -> None:
 
 
 def show_report(report: str, verdict: str) -> dict[str, Any]:
-    """The node's `ui` output, which web/js/reports.js shows in a read-only box on the node. Says the verdict on the node."""
+    """Return the node's `ui` output, which web/js/reports.js shows in a read-only box on the node. Also shows the
+    verdict."""
     say(f"Parallel DiT: {verdict}")
     return {"text": [report]}

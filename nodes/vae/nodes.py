@@ -1,4 +1,4 @@
-"""Parallel VAE Decode and Encode: ComfyUI's VAE, its decoder or encoder on the ranks in bands."""
+"""Parallel VAE Decode and Encode: run the decoder or encoder of ComfyUI's VAE on the ranks, in bands."""
 
 import logging
 from collections.abc import Callable
@@ -134,13 +134,13 @@ def _computed(way: Way, vae: Any, cut: Cut | str, x: torch.Tensor, devices: str)
 
 
 def check_vae(vae) -> None:
-    """ValueError for an input that is no VAE of ComfyUI's."""
+    """Raise ValueError if an input is not a VAE of ComfyUI."""
     if not all(hasattr(vae, name) for name in ("decode", "encode", "latent_dim", "first_stage_model")):
         raise ValueError("vae: this is not a VAE. Connect Load VAE, or the VAE of a checkpoint loader.")
 
 
 def find_ranks(devices: str) -> SomeRanks | None:
-    """Ranks on the named devices, started if necessary. None: `auto`, and there is a single device."""
+    """Return ranks on the named devices, started if necessary. None: the text is `auto`, and there is only one device."""
     if not is_auto(devices):
         return registry().pool_for(named_devices(devices), check_cancelled)
     running, all_gpus = registry().pool_for(None, check_cancelled), gpus()

@@ -1,4 +1,4 @@
-"""VAEs that are made for tiles (MiniMax H3): ComfyUI's class cuts and blends the tiles, the ranks compute them."""
+"""Runs VAEs that are made for tiles (MiniMax H3): ComfyUI's class cuts and blends the tiles, the ranks compute them."""
 
 import contextlib
 import copy
@@ -39,7 +39,7 @@ def encode_in_tiles(
 
 
 def latent_clips(model: "MiniMaxH3VideoVAE", latent: torch.Tensor) -> list[torch.Tensor]:
-    """The clips of frames that ComfyUI's decode_temporal decodes one after the other."""
+    """Return the clips of frames that ComfyUI's decode_temporal decodes one after the other."""
     if latent.shape[2] == 1:
         return [latent]
     padding, clips = model._decode_temporal_chunks(latent.shape[2])
@@ -49,7 +49,7 @@ def latent_clips(model: "MiniMaxH3VideoVAE", latent: torch.Tensor) -> list[torch
 
 
 def pixel_clips(model: "MiniMaxH3VideoVAE", pixels: torch.Tensor) -> list[torch.Tensor]:
-    """The clips of frames that ComfyUI's encode_temporal encodes one after the other."""
+    """Return the clips of frames that ComfyUI's encode_temporal encodes one after the other."""
     if pixels.shape[2] == 1:
         return [pixels]
     *clips, last = pixels.split(model.clip_length, dim=2)

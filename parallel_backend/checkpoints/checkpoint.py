@@ -271,7 +271,7 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
                 "its conversion was stopped. Use another copy."
             )
         if entry.dtype not in READABLE:
-            among = f" Of GGUF's types it can: F32, F16, BF16, {', '.join(GGUF_BLOCKS)}."
+            among = f" It can read these GGUF types: F32, F16, BF16, {', '.join(GGUF_BLOCKS)}."
             raise ValueError(
                 f"model_name: {name} has {short(key)} as {short(entry.dtype)}, which this version cannot read."
                 + among * (contents.path.suffix.lower() in GGUF)

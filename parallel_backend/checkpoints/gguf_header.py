@@ -68,7 +68,7 @@ class _Cursor:
     def name(self) -> str:
         length = self.number("Q")
         if length > MAX_NAME:
-            raise ValueError(f"a name of {length} bytes")
+            raise ValueError(f"a name in its header has {length} bytes")
         return bytes(self.read(length)).decode()
 
     def text(self) -> str:
@@ -81,17 +81,17 @@ class _Cursor:
         elif kind == STRING:
             self._skip_texts(count)
         else:
-            raise ValueError(f"a field of the type {kind}")
+            raise ValueError(f"a field in its header has the unknown type {kind}")
 
     def _skip_texts(self, count: int) -> None:
         """Skip `count` strings in one loop: a vocabulary has hundreds of thousands, a malicious header millions."""
         end, length_at = len(self._content), struct.Struct("<Q").unpack_from
         if count > (end - self.at) // 8:
-            raise ValueError(f"a list of {count} texts")
+            raise ValueError(f"a list in its header claims to have {count} strings")
         after = self.at
         for _ in range(count):
             if after + 8 > end:
-                raise ValueError("a list of texts ends too soon")
+                raise ValueError("a list of strings in its header ends too soon")
             after += 8 + length_at(self._content, after)[0]
         self.read(after - self.at)
 

@@ -146,7 +146,7 @@ class MappedFile(abc.ABC):
             outer = json.loads(self.texts.get(text, "{}"))
             inner = outer.get(inside, {}) if isinstance(outer, dict) else None
             if not isinstance(inner, dict):
-                raise ValueError(f"its header says {text} in an unknown form")
+                raise ValueError(f"its header has an entry {text} in an unknown form")
             return inner
 
     def _bytes(self, start: int, count: int) -> torch.Tensor:
@@ -180,7 +180,7 @@ class SafetensorsFile(MappedFile):
             # Opening checks that every tensor lies within the file and has as many bytes as its shape needs.
             with safe_open(path, framework="np") as checked:
                 if len(keys := checked.keys()) > MAX_TENSORS:
-                    raise ValueError(f"it says that it has {len(keys)} tensors")
+                    raise ValueError(f"its header lists {len(keys)} tensors, more than any model has")
             header = json.loads(file.read(length))
         self.texts = header.get("__metadata__") or {}
         self._start, self._stored = _LENGTH.size + length, {key: header[key] for key in keys}
@@ -223,7 +223,7 @@ class GgufFile(MappedFile):
                 count = math.prod(tensor.shape)
                 nbytes = count // values * size
                 if (tensor.shape or (1,))[-1] % values or tensor.start + nbytes > length:
-                    raise ValueError(f"{short(name)} is not all there")
+                    raise ValueError(f"the values of {short(name)} are incomplete")
                 self._places[name] = tensor.start, nbytes
         self.texts = header.texts
         self.entries = {}

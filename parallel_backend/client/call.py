@@ -20,7 +20,7 @@ for all tokens of the class. Several names may have the same tensor."""
 
 
 def different(residuals: Residuals) -> int:
-    """Number of different tensors among the residuals."""
+    """Return the number of different tensors among the residuals."""
     return len({id(tensor) for tensor in residuals.values()})
 
 
@@ -74,8 +74,8 @@ class Conditioning:
     """(a call's `tokens`, number of the companion's tokens) -> how the call is cut."""
 
     def shares(self, replicas: int) -> tuple[Span, ...]:
-        """Each replica's batch entries. Larger shares begin at `first_replica`, which has all entries if they must stay
-        together."""
+        """Return each replica's batch entries. Larger shares begin at `first_replica`, which has all entries if they must
+        stay together."""
         whole, none = Span(0, self.batch), Span(self.batch, self.batch)
         parts = (whole, *[none] * (replicas - 1)) if self.changes.together else split(whole, replicas)
         return tuple(parts[(replica - self.first_replica) % replicas] for replica in range(replicas))
@@ -169,7 +169,7 @@ class PartialOutput:
         return self._missing == 0
 
     def tokens(self) -> torch.Tensor:
-        """The output [B, n + a, c]. To be called once all parts have arrived."""
+        """Return the output [B, n + a, c]. To be called once all parts have arrived."""
         first = self._parts[0][2]
         tokens = first.new_empty(*self.call.x.shape[:2], first.shape[-1])
         for entries, rows, part in self._parts:

@@ -16,7 +16,8 @@ from .call import Conditioning, ModelCall, TokenLayout
 from .not_finite import check_conditioning
 
 CONDITIONINGS_KEPT = 8
-"""Number of conditionings that the ranks keep, the newest ones, each with its K/V buffers."""
+"""Number of conditionings that the ranks keep, those used last, each with its K/V buffers. At most this number of calls with
+different conditionings may be in progress."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,7 @@ class Seen:
 
 
 def _seen_now(tensors: dict[str, torch.Tensor]) -> dict[str, Seen]:
-    """The tensors that have a version. Those created in inference mode have none."""
+    """Return the tensors that have a version. Those created in inference mode have none."""
     return {name: Seen(weakref.ref(each), each._version) for name, each in tensors.items() if not each.is_inference()}
 
 
@@ -48,7 +49,7 @@ class ConditioningCache:
         return len(self._held)
 
     def find(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
-        """The ranks' copy of the call's conditioning. It is sent if the ranks do not have it.
+        """Return the ranks' copy of the call's conditioning. It is sent if the ranks do not have it.
 
         A sampler passes equal values at each step. New tensors are compared by value; tensors of the last call, as bands
         pass them (nodes/sampling/host_sampling.py), only by version.
@@ -58,6 +59,8 @@ class ConditioningCache:
         unsure = {known.id: self._unsure(known, call.tensors) for known in held}
         for known in sorted(held, key=lambda known: len(unsure[known.id])):
             if known.matches(call, layout, unsure[known.id]):
+                self._held.remove(known)
+                self._held.append(known)
                 self._seen[known.id] = _seen_now(call.tensors)
                 return known
         check_conditioning(call.tensors)
@@ -77,7 +80,7 @@ class ConditioningCache:
         self._seen.clear()
 
     def _unsure(self, known: Conditioning, tensors: dict[str, torch.Tensor]) -> list[str]:
-        """Names of the tensors whose values may differ from the conditioning's."""
+        """Return the names of the tensors whose values may differ from the conditioning's."""
         seen = self._seen[known.id]
         return [name for name, tensor in tensors.items() if name not in seen or not seen[name].is_still(tensor)]
 

@@ -17,8 +17,8 @@ Reply = TypeVar("Reply", Probed, LinksProbed)
 
 
 def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple[Probe, tuple[int, int]] | None:
-    """(the message that has blocks timed, numbers of tokens of its longer and shorter sequence). None: no suitable call is
-    known.
+    """Return (the message that has blocks timed, numbers of tokens of its longer and shorter sequence). None: no suitable
+    call is known.
 
     `rows`: numbers of token rows of the two sequences, limited to those of the call with which the class was tried. 32 rows
     are an image of 512 x 512."""
@@ -34,8 +34,8 @@ def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple
 
 
 def measured_blocks(pool: SomeRanks, probe: Probe, lists: Iterable[str], poll: Poll) -> list[Probed]:
-    """Seconds of the model's blocks, by rank. The ranks drop their models. `lists`: names of the model's block lists. Raises
-    RankError for impossible times."""
+    """Return the seconds of the model's blocks, by rank. The ranks drop their models. `lists`: names of the model's block
+    lists. Raises RankError for impossible times."""
     names = set(lists)
 
     def sound(reply: Probed) -> bool:
@@ -47,8 +47,8 @@ def measured_blocks(pool: SomeRanks, probe: Probe, lists: Iterable[str], poll: P
 
 
 def measured_links(pool: Pool, sizes: Sequence[int], poll: Poll) -> list[LinksProbed]:
-    """Seconds of transfers of `sizes` bytes over each link, by rank. The ranks drop their models. Sets the pool's `links`.
-    Raises RankError for impossible figures."""
+    """Return the seconds of transfers of `sizes` bytes over each link, by rank. The ranks drop their models. Sets the pool's
+    `links`. Raises RankError for impossible figures."""
     world = len(pool.devices)
 
     def sound(reply: LinksProbed) -> bool:

@@ -44,7 +44,7 @@ models on the device. Called on the thread that loads or samples."""
 
 
 def no_room(device: str, missing: int) -> int:
-    """A MakeRoom for a process without other models on the devices."""
+    """Return a MakeRoom for a process without other models on the devices."""
     return 0
 
 
@@ -165,8 +165,8 @@ class MemoryGuard:
         self._runs.pop(run, None)
 
     def explained(self, error: Exception) -> Exception:
-        """The error. If memory ran out, figures and advice are added after its first line. It is unknown why the system
-        ended a process: that error only mentions memory if the run needed much of it."""
+        """Return the error. If memory ran out, figures and advice are added after its first line. It is unknown why the
+        system ended a process: that error only mentions memory if the run needed much of it."""
         if KILLED in str(error) and not self.memory_check.is_short():
             return error
         if not isinstance(error, RankError) or not out_of_memory(str(error)) or not (advice := self.memory_check.advice()):
@@ -256,7 +256,7 @@ class MemoryGuard:
 
 
 def _with_free(memory: DeviceMemory, nbytes: int) -> DeviceMemory:
-    """The memory with `nbytes` more free. Unchanged if its free bytes are unknown."""
+    """Return the memory with `nbytes` more free. Unchanged if its free bytes are unknown."""
     return memory if memory.free is None else replace(memory, free=memory.free + nbytes)
 
 
@@ -289,7 +289,7 @@ class _Run:
 def request_of(
     conditioning: Conditioning, built: BuiltClass, kept: int = 0, bands: int = 1, timed: bool = False, added: int = 0
 ) -> Request:
-    """The memory model's record for calls with this conditioning. Other arguments: see memory_model.Request."""
+    """Return the memory model's record for calls with this conditioning. Other arguments: see memory_model.Request."""
     layout = conditioning.layout
     counted = built.counted(layout.grid, conditioning.text_tokens, conditioning.tensors)
     return Request(

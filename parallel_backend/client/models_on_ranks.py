@@ -57,16 +57,16 @@ class ModelsOnRanks:
         self._former_owners: list[Any] = []  # kept alive: the owner may be what calls `let_go`, and must outlive that call
 
     def find(self, setup: Setup) -> OnRanks | None:
-        """The model of `setup`, if it is on ranks that work."""
+        """Return the model of `setup`, if it is on ranks that work."""
         each = self._models.get(setup)
         return each if each is not None and each.model.on_ranks else None
 
     def of(self, pool: SomeRanks) -> list[OnRanks]:
-        """The models on the whole pool that these ranks belong to, the least recently used first."""
+        """Return the models on the whole pool that these ranks belong to, the least recently used first."""
         return [each for each in self if each.model.pool.whole is pool.whole]
 
     def __iter__(self) -> Iterator[OnRanks]:
-        """The models on ranks that work, the least recently used first."""
+        """Return the models on ranks that work, the least recently used first."""
         present = [each for each in list(self._models.values()) if each.model.on_ranks]
         return iter(sorted(present, key=lambda each: each.used))
 

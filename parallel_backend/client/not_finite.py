@@ -46,8 +46,8 @@ def check_conditioning(tensors: Mapping[str, torch.Tensor]) -> None:
 def explanation(
     answers: Sequence[NotFiniteFound], dtype: str, adapted: bool, controlled: bool, in_file: Mapping[str, str]
 ) -> str:
-    """The error's text. `dtype`: see Setup. `adapted`, `controlled`: whether there was a LoRA, a ControlNet. `in_file`:
-    parameter -> its key in the file, by which ComfyUI and LoRA files name it."""
+    """Return the error's text. `dtype`: see Setup. `adapted`, `controlled`: whether there was a LoRA, a ControlNet.
+    `in_file`: parameter -> its key in the file, by which ComfyUI and LoRA files name it."""
     weights, adapters = (
         list(dict.fromkeys(in_file.get(name, name) for names in found for name in names))
         for found in zip(*((answer.weights, answer.adapters) for answer in answers), strict=True)

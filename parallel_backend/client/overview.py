@@ -12,7 +12,7 @@ N = TypeVar("N", int, float)
 
 
 def overview_of(pool: Pool, models: Sequence[OnRanks]) -> dict[str, Any]:
-    """The state of a pool. `models`: those on the pool, the least recently used first.
+    """Return the state of a pool. `models`: those on the pool, the least recently used first.
 
     `ranks`, `models`: see below. `links`: (lower rank, other rank, bytes a second, seconds of latency), as measured last.
     `error`: the first line of the error that ended the ranks; empty if they work. `logs`: folder of their logs; empty if
@@ -56,7 +56,7 @@ def _model(one: OnRanks) -> dict[str, Any]:
     pool = model.pool
 
     def by_rank(values: Sequence[N]) -> list[N | int]:
-        """The values of all ranks of the pool: 0 for ranks without the model. Empty: unknown."""
+        """Return the values of all ranks of the pool: 0 for ranks without the model. Empty: unknown."""
         places = map(pool.place, range(len(pool.whole.devices)))
         return [0 if place is None else values[place] for place in places] if values else []
 

@@ -68,8 +68,8 @@ class P2PVerdicts:
             keep(folder, key, NAME, WITH_P2P)
 
     def _folder_for(self, devices: tuple[str, ...]) -> Path | None:
-        """The folder to use for these devices. None: nothing is stored for CPUs and for GPUs of a Ray cluster, which may
-        differ next time."""
+        """Return the folder to use for these devices. None: nothing is stored for CPUs and for GPUs of a Ray cluster, which
+        may differ next time."""
         return self._folder() if all(device_kind(name) == "cuda" and not on_ray(name) for name in devices) else None
 
 

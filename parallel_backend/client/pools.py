@@ -80,14 +80,14 @@ class Pools:
         return any(ranks_on(devices, pool.devices) is not None for pool in self.working)
 
     def use(self, devices: tuple[str, ...], action: Callable[[SomeRanks], T], alone: bool = False) -> T:
-        """The result of `action` with the ranks on these devices, started if necessary. `alone`: no other devices in the
-        pool."""
+        """Return the result of `action` with the ranks on these devices, started if necessary. `alone`: no other devices in
+        the pool."""
         self.end_failed()
         where = devices if alone else self._where(devices)
         return self._use(where, lambda pool: action(self._part(pool, devices)))
 
     def _where(self, devices: tuple[str, ...]) -> tuple[str, ...]:
-        """The devices of the pool that will have ranks on `devices`."""
+        """Return the devices of the pool that will have ranks on `devices`."""
         for pool in self._pools:
             if ranks_on(devices, pool.devices) is not None:
                 return pool.devices
@@ -96,7 +96,7 @@ class Pools:
         return devices if together is None else together
 
     def _part(self, pool: Pool, devices: tuple[str, ...]) -> SomeRanks:
-        """The pool's ranks on these devices."""
+        """Return the pool's ranks on these devices."""
         self._used[pool.devices] = devices
         ranks = ranks_on(devices, pool.devices)
         assert ranks is not None
@@ -105,7 +105,7 @@ class Pools:
         return PoolPart(pool, ranks, self.threads(devices, pool) if self._chosen() is None else None)
 
     def _use(self, devices: tuple[str, ...], action: Callable[[Pool], T]) -> T:
-        """The result of `action` with the pool on these devices, started if necessary.
+        """Return the result of `action` with the pool on these devices, started if necessary.
 
         If the self-test of NCCL's links fails, `action` is tried again with new ranks without P2P, because direct access
         between consumer GPUs is the most frequent cause, and then with Gloo. The way that works is stored, see P2PVerdicts.
@@ -176,8 +176,8 @@ class Pools:
                 _close(pool, politely)
 
     def _on(self, devices: tuple[str, ...]) -> Pool:
-        """The pool on these devices, which becomes the one used last. Ends pools that have failed or share some of the
-        devices."""
+        """Return the pool on these devices, which becomes the one used last. Ends pools that have failed or share some of
+        the devices."""
         self.end_failed()
         for other in self._pools:
             if other.devices != devices and not apart(other.devices, devices):
@@ -191,7 +191,7 @@ class Pools:
 
 
 def next_way(way: int) -> int | None:
-    """The way to try after NCCL has failed in `way`. None: there is no other."""
+    """Return the way to try after NCCL has failed in `way`. None: there is no other."""
     if way == WITH_P2P and P2P_DISABLE not in os.environ:
         return WITHOUT_P2P
     return None if way == BY_GLOO else BY_GLOO

@@ -79,7 +79,7 @@ class Posting:
             raise again(self._error)
 
     def conditioning(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
-        """The ranks' copy of the call's conditioning, see ConditioningCache."""
+        """Return the ranks' copy of the call's conditioning, see ConditioningCache."""
         with self.in_order():
             return self._conditionings.find(call, layout)
 
@@ -231,7 +231,7 @@ class Posting:
             raise
 
     def _messages(self, replica: int, step: PostedStep) -> list[m.Step]:
-        """The message for each sequence rank."""
+        """Return the message for each sequence rank."""
         call, entries, shards = step.output.call, step.entries.slice, step.output.shards
         added = self._added(replica, step) if call.residuals else [()] * len(shards)
         numbers = {tensor: number for number, tensor in enumerate(dict.fromkeys(map(id, call.residuals.values())))}

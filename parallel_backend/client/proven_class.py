@@ -18,7 +18,7 @@ TIMES = 1.0, 0.5, 0.01
 
 
 def proven(own: OwnClass, call: Call, degrees: Degrees, name: str) -> OwnClass:
-    """The class with the proofs of a trial for calls like this one. `name`: the model's name, for the message.
+    """Return the class with the proofs of a trial for calls like this one. `name`: the model's name, for the message.
 
     Raises ValueError if bands are not proven, batch entries depend on each other or latents are not padded circularly; and,
     naming the widget, for degrees that are not proven."""
@@ -32,7 +32,7 @@ def proven(own: OwnClass, call: Call, degrees: Degrees, name: str) -> OwnClass:
 
 
 def call_of(x: torch.Tensor, arguments: Mapping[str, torch.Tensor]) -> Call:
-    """The call at timestep 1 with the latent [B, C, ...] and these arguments of the class, by name."""
+    """Return the call at timestep 1 with the latent [B, C, ...] and these arguments of the class, by name."""
     return Call(x, torch.ones(len(x)), arguments)
 
 
@@ -43,5 +43,5 @@ def tensors_of(arguments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def prompt_for_class(prompt: Prompt) -> Prompt:
-    """A prompt whose tensors are the class's arguments, as conditioning tensors."""
+    """Return a prompt whose tensors are the class's arguments, as conditioning tensors."""
     return dataclasses.replace(prompt, positive=tensors_of(prompt.positive), negative=tensors_of(prompt.negative))

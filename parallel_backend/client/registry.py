@@ -184,8 +184,8 @@ class Registry:
                 self._lock.release()
 
     def pool_for(self, devices: tuple[str, ...] | None, poll: Poll, alone: bool = False) -> SomeRanks | None:
-        """The ranks on these devices, started if necessary. `devices` None: the ranks used last, or None. `alone`: see
-        Pools.use."""
+        """Return the ranks on these devices, started if necessary. `devices` None: the ranks used last, or None. `alone`:
+        see Pools.use."""
         with self._lock:
             if devices is not None:
                 return self.pools.use(devices, lambda pool: _ready(pool, poll), alone)
@@ -243,7 +243,7 @@ def _ready(pool: SomeRanks, poll: Poll) -> SomeRanks:
 
 @functools.cache
 def registry() -> Registry:
-    """The process's registry, whose ranks end with the process."""
+    """Return the process's registry, whose ranks end with the process."""
     one = Registry()
     atexit.register(one.exit)
     return one

@@ -118,7 +118,7 @@ class RemoteTransformer:
         return self._ranks.ask(m.Unload(), m.Unloaded)
 
     def bytes_on(self, device: str) -> int:
-        """Bytes of weights and adapters on `device`, of all ranks that share it."""
+        """Return the bytes of weights and adapters on `device`, of all ranks that share it."""
         return self._sum_on(device, self.resident.device_bytes)
 
     def wanted_on(self, device: str) -> int:
@@ -222,7 +222,7 @@ class RemoteTransformer:
         self._posting.post(call)
 
     def conditioning(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
-        """The ranks' copy of the call's conditioning, see ConditioningCache."""
+        """Return the ranks' copy of the call's conditioning, see ConditioningCache."""
         return self._posting.conditioning(call, layout)
 
     def open_run(self, extrapolate: bool = True) -> int:
@@ -261,8 +261,8 @@ class RemoteTransformer:
         self._ranks.tell(m.BeginTimeline())
 
     def timeline(self, poll: Poll) -> list[m.Timeline]:
-        """Each rank's spans since the last `begin_timeline`, or since the model was loaded, in rank order. Raises RankError,
-        which ends the ranks, for an answer with a wrong shape or values that are not finite."""
+        """Return each rank's spans since the last `begin_timeline`, or since the model was loaded, in rank order. Raises
+        RankError, which ends the ranks, for an answer with a wrong shape or values that are not finite."""
         timelines = wait_for(self._ranks.ask(m.ReadTimeline(), m.Timeline), poll)
         for each in timelines:
             spans = len(each.times)

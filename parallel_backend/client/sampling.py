@@ -31,7 +31,7 @@ class Prompt:
     timestep: float = 1.0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The conditioning of a model call: with guidance [negative, positive] as one batch, in ComfyUI's order."""
+        """Return the conditioning of a model call: with guidance [negative, positive] as one batch, in ComfyUI's order."""
         if self.cfg == 1.0:
             return self.positive
         return {name: torch.cat((self.negative[name], self.positive[name])) for name in self.positive}
@@ -43,7 +43,7 @@ def linear_sigmas(steps: int) -> torch.Tensor:
 
 
 def euler(predict: Predict, x: torch.Tensor, sigmas: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-    """The sample, from x [B, C, H, W] at sigmas[0]."""
+    """Return the sample, from x [B, C, H, W] at sigmas[0]."""
     tensors = prompt.tensors()
     for sigma, following in pairwise(sigmas):
         if prompt.cfg == 1.0:
@@ -70,7 +70,7 @@ def sample_whole(
     poll: Poll = lambda: None,
     cache: StepCache | None = None,
 ) -> torch.Tensor | Latents:
-    """The sample, by exact calls with the whole latent, except for calls that `cache` forecasts."""
+    """Return the sample, by exact calls with the whole latent, except for calls that `cache` forecasts."""
     shapes = tuple(tuple(latent.shape) for latent in latents_of(noise))
 
     def predict(x, timestep, tensors):
@@ -94,7 +94,7 @@ def sample_in_bands(
     cache: StepCache | None = None,
     along: str = "rows",
 ) -> tuple[torch.Tensor | Latents, list[RunStats]]:
-    """(the sample by PipeFusion in `bands` bands, each rank's statistics). The first `warm_up` steps are exact. With
+    """Return (the sample by PipeFusion in `bands` bands, each rank's statistics). The first `warm_up` steps are exact. With
     displaced patches `bands` is 1, because the model's degrees cut the tokens."""
     patching, latents = model.built.patching.cut(along), latents_of(noise)
     shapes = tuple(tuple(latent.shape) for latent in latents)

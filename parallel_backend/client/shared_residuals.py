@@ -74,7 +74,7 @@ class SharedResiduals:
         return range(replica * size, (replica + 1) * size)
 
     def _segment(self, replica: int, nbytes: int) -> Segment | None:
-        """A free segment that is large enough, or a new one, which replaces a free one that is too small."""
+        """Return a free segment that is large enough, or a new one, which replaces a free one that is too small."""
         if not self._possible or not all(self._pool.lends_to(rank) for rank in self._ranks(replica)):
             return None
         free = sorted(self._free[replica], key=lambda segment: segment.nbytes)

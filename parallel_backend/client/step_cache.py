@@ -66,8 +66,8 @@ class _History:
         return self.calls[-1]
 
     def forecast(self, time: float) -> Forecast | None:
-        """A forecast for timestep `time`. None: there are too few calls, or they are too close together to extrapolate that
-        far."""
+        """Return a forecast for timestep `time`. None: there are too few calls, or they are too close together to
+        extrapolate that far."""
         if self.count < FIRST_COMPUTED or (forecast := _forecast(self.calls, time)) is None:
             return None
         return forecast if abs(forecast.terms[-1][0]) < 1.001 else None
@@ -105,7 +105,7 @@ class _History:
 
 
 def _forecast(calls: list[Computed], time: float) -> Forecast | None:
-    """The line through the last of `calls` and an earlier one, at timestep `time`. None: all calls are at one other
+    """Return the line through the last of `calls` and an earlier one, at timestep `time`. None: all calls are at one other
     timestep."""
     last = calls[-1]
     if time == last.time:

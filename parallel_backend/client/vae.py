@@ -95,11 +95,11 @@ class RemoteVAE:
                 yield torch.cat([reply.band for reply in parts if reply.band.numel()])
 
     def _sizes(self, x: torch.Tensor, unit: int) -> tuple[int, ...]:
-        """Number of rows (or columns) of each rank."""
+        """Return the number of rows (or columns) of each rank."""
         return tuple(len(span) * unit for span in bands(x, unit, len(self.pool.devices)))
 
     def _trial(self, x: torch.Tensor, unit: int) -> m.RunVAE:
-        """The smallest corner of x that can be cut into bands of different sizes."""
+        """Return the smallest corner of x that can be cut into bands of different sizes."""
         rows, columns = ((len(self.pool.devices) + 1) * unit, 2 * unit)[:: -1 if cut_along_columns(x) else 1]
         corner = x[..., :rows, :columns]
         corner = corner[:, :, : FRAMES_TRIED[self.part]] if x.ndim == 5 else corner
@@ -142,8 +142,8 @@ class RemoteVAE:
             raise NotExact(f"this VAE cannot be cut: {why}")
 
     def _held_as(self, trial: m.RunVAE | None) -> str:
-        """The name by which ranks know the part. It depends on ranks, direction of bands and number of frames. `trial`: the
-        trial of bands; None: the part computes tiles, which need no trial."""
+        """Return the name by which ranks know the part. It depends on ranks, direction of bands and number of frames.
+        `trial`: the trial of bands; None: the part computes tiles, which need no trial."""
         form = "tiles" if trial is None else f"columns {trial.columns}, frames {list(trial.band.shape[2:-2])}"
         return f"{self.part} {self.name} on {self.pool.part_ranks or 'all'}, {form}"
 
@@ -169,5 +169,5 @@ def cut_along_columns(x: torch.Tensor) -> bool:
 
 
 def bands(x: torch.Tensor, unit: int, ranks: int) -> tuple[Span, ...]:
-    """Each rank's rows (or columns) of x, counted in units of `unit` rows that must stay together."""
+    """Return each rank's rows (or columns) of x, counted in units of `unit` rows that must stay together."""
     return split(Span(0, max(x.shape[-2:]) // unit), ranks)

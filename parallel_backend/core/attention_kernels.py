@@ -101,22 +101,22 @@ ATTENTION = (AUTO, *KERNELS)
 
 
 def as_wish(kernel: str) -> str:
-    """The value of `attention` that prefers this kernel and falls back to SDPA."""
+    """Return the value of `attention` that prefers this kernel and falls back to SDPA."""
     return AUTO if kernel == SDPA else f"{AUTO}/{kernel}"
 
 
 def wanted(attention: str) -> tuple[AttentionKernel, bool]:
-    """(the kernel that `attention` names, whether it is demanded, without a fallback)."""
+    """Return (the kernel that `attention` names, whether it is demanded, without a fallback)."""
     if attention == AUTO:
         return KERNELS[SDPA], False
     return KERNELS[attention.removeprefix(f"{AUTO}/").partition(".")[0]], attention in KERNELS
 
 
 def variant_of(attention: str) -> str:
-    """The key of SAGE_VARIANTS in `attention`, or empty."""
+    """Return the key of SAGE_VARIANTS in `attention`, or empty."""
     return attention.partition(".")[2]
 
 
 def known_devices(devices: Iterable[str]) -> list[str]:
-    """The devices whose properties this process can read: all but the GPUs of a Ray cluster."""
+    """Return the devices whose properties this process can read: all but the GPUs of a Ray cluster."""
     return [device for device in devices if not (on_ray(device) and device_kind(device) == "cuda")]

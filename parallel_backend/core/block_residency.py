@@ -9,7 +9,7 @@ arrives."""
 
 
 def streamed_blocks(sizes: Sequence[int], room: int) -> tuple[int, ...]:
-    """Indices of the blocks to stream; the others stay. Empty if all blocks fit, or if streaming saves nothing.
+    """Return the indices of the blocks to stream; the others stay. Empty if all blocks fit, or if streaming saves nothing.
 
     `sizes`: bytes of a rank's blocks, in the order in which they run. `room`: bytes for them on the device, including slots.
     As few blocks as possible are streamed; all of them if `room` is too small even then. They are spread evenly, so that
@@ -53,7 +53,7 @@ def device_bytes(sizes: Sequence[int], streamed: Sequence[int]) -> int:
 
 
 def least_bytes(sizes: Sequence[int]) -> int:
-    """The fewest bytes of device memory with which these blocks run: those of the slots."""
+    """Return the fewest bytes of device memory with which these blocks run: those of the slots."""
     return min(sum(sizes), SLOTS * max(sizes, default=0))
 
 

@@ -9,8 +9,8 @@ from .control_groups import CONTROL_GROUPS, MEMBERSHIP, groups
 
 
 def usable_cores() -> int:
-    """Number of usable cores, at least 1. On Linux at most as many as taskset, a container's core set or its CPU quota
-    allow. More threads would stop each other: all of them are halted once a quota is used up."""
+    """Return the number of usable cores, at least 1. On Linux at most as many as taskset, a container's core set or its CPU
+    quota allow. More threads would stop each other: all of them are halted once a quota is used up."""
     if sys.platform != "linux":
         return os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0))

@@ -96,7 +96,7 @@ class Degrees:
         return range(first, first + self.tensor)
 
     def same_weights(self, rank: int) -> tuple[int, ...]:
-        """Ranks with the same weights as `rank`, which is included: those with its stage and tensor index."""
+        """Return the ranks with the same weights as `rank`, which is included: those with its stage and tensor index."""
         places = map(self.coordinate, range(self.world))
         parts = [(at.pipe, at.tensor) for at in places]
         return tuple(other for other, its in enumerate(parts) if its == parts[rank])

@@ -39,17 +39,17 @@ def is_auto(text: str) -> bool:
 
 
 def all_gpus() -> tuple[str, ...]:
-    """The GPUs that this process sees, of NVIDIA (CUDA) or AMD (ROCm)."""
+    """Return the GPUs that this process sees, of NVIDIA (CUDA) or AMD (ROCm)."""
     return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
 
 
 def gpus_of(host: Host) -> tuple[str, ...]:
-    """The GPUs for `auto`: none if ComfyUI runs on another type of device."""
+    """Return the GPUs for `auto`: none if ComfyUI runs on another type of device."""
     return all_gpus() if host.kind == "cuda" else ()
 
 
 def choose_devices(text: str, degrees: Degrees, host: Host, all_known: bool = True) -> tuple[str, ...]:
-    """The device of each rank. `auto`: the first GPUs, or the CPU if ComfyUI runs on the CPU.
+    """Return the device of each rank. `auto`: the first GPUs, or the CPU if ComfyUI runs on the CPU.
 
     `all_known`: as in check_devices. Raises ValueError, naming the widget, for too few or unknown devices, and if ComfyUI
     runs on a device that cannot have ranks.
@@ -82,8 +82,8 @@ def possible_devices(text: str, host: Host) -> tuple[str, ...]:
 
 
 def named_devices(text: str, host: Host) -> tuple[str, ...]:
-    """The devices of a list such as cuda:0,cuda:1 or ray:cuda,cuda. Raises ValueError for a device that does not exist
-    here."""
+    """Return the devices of a list such as cuda:0,cuda:1 or ray:cuda,cuda. Raises ValueError for a device that does not
+    exist here."""
     if names_ray(text):
         return ray_devices(text)
     devices = tuple(part.strip() for part in text.split(","))
@@ -102,8 +102,8 @@ def named_devices(text: str, host: Host) -> tuple[str, ...]:
 
 
 def why_hidden(host: Host, environment: Mapping[str, str] = os.environ) -> str:
-    """A sentence, with a leading space, that says how to have ComfyUI show hidden GPUs. Empty if no option hides GPUs. It is
-    unknown whether there are hidden GPUs, because this process cannot see them."""
+    """Return a sentence, with a leading space, that says how to have ComfyUI show hidden GPUs. Empty if no option hides
+    GPUs. It is unknown whether there are hidden GPUs, because this process cannot see them."""
     if host.kind != "cuda":
         return ""
     options = "--cuda-device all"

@@ -22,7 +22,7 @@ def page_locked(device: torch.device) -> bool:
 
 
 def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialized tensor on the host for copies from and to `device`, page-locked if possible."""
+    """Return an uninitialized tensor on the host for copies from and to `device`, page-locked if possible."""
 
     def empty(locked: bool) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=locked)
@@ -48,7 +48,7 @@ def _tell_of_refusal(error: str) -> None:
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors on the CPU; a CPU tensor is not copied. The host waits once for all copies of a CUDA device."""
+    """Return the tensors on the CPU; a CPU tensor is not copied. The host waits once for all copies of a CUDA device."""
     on_gpu = [page_locked(tensor.device) for tensor in tensors]
     copies = [
         host_buffer(tensor.shape, tensor.dtype, tensor.device) if locked else tensor.cpu()
@@ -79,7 +79,7 @@ def in_graph(device: torch.device) -> bool:
 def to_device(
     tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None, copy: bool = False
 ) -> torch.Tensor:
-    """The tensor on the device, without a wait of the host. A tensor on the device is returned itself, unless `copy`.
+    """Return the tensor on the device, without a wait of the host. A tensor on the device is returned itself, unless `copy`.
 
     CUDA may make the host wait for copies from memory that is not page-locked (driver API, "API synchronization behavior"),
     so the tensor is first copied into page-locked memory. The caller must not write to a tensor that was page-locked
@@ -128,7 +128,7 @@ class StagedUpload:
                 into.copy_(staged.to(target.device, non_blocking=True))
 
     def _room(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """This many bytes of memory, page-locked if possible. No copy reads it any more."""
+        """Return this many bytes of memory, page-locked if possible. No copy reads it any more."""
         if self._filled + nbytes > STAGING_BYTES:
             if self._pieces:
                 self._pieces[-1][1].record()  # behind the copies from it

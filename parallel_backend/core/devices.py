@@ -34,7 +34,7 @@ def names_ray(text: str) -> bool:
 
 
 def ray_devices(text: str, world: int | None = None) -> tuple[str, ...]:
-    """The devices of a list such as ray:cuda,cuda. `ray` alone means one GPU for each of `world` ranks.
+    """Return the devices of a list such as ray:cuda,cuda. `ray` alone means one GPU for each of `world` ranks.
 
     Raises ValueError for other names, for `ray` alone without `world`, and if the ray package is missing. Whether the
     cluster has the devices is found out when ranks start.
@@ -44,7 +44,7 @@ def ray_devices(text: str, world: int | None = None) -> tuple[str, ...]:
     text = text.strip().lower()
     if text == RAY:
         if world is None:
-            raise ValueError("devices: ray alone does not say how many. Name them, such as ray:cuda,cuda.")
+            raise ValueError("devices: 'ray' does not say how many devices. Name them, such as ray:cuda,cuda.")
         return ("ray:cuda",) * world
     names = tuple(part.strip().removeprefix(PREFIX) for part in text.split(","))
     for name in names:

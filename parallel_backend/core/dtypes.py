@@ -29,12 +29,12 @@ NO_BF16_ARCHITECTURES = ("gfx8", "gfx900", "gfx906", "gfx101", "gfx103")
 
 
 def storage_name(name: str) -> str:
-    """The dtype in which weights are stored."""
+    """Return the dtype in which weights are stored."""
     return name.partition("/")[0]
 
 
 def compute_name(name: str, kind: str = "cuda") -> str:
-    """The dtype in which weights are computed on devices of this kind, cuda or cpu."""
+    """Return the dtype in which weights are computed on devices of this kind, cuda or cpu."""
     storage, _, compute = name.partition("/")
     if compute:
         return compute
@@ -44,13 +44,13 @@ def compute_name(name: str, kind: str = "cuda") -> str:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype in which weights of dtype `name` are computed on `device`."""
+    """Return the dtype in which weights of dtype `name` are computed on `device`."""
     return TORCH_DTYPES[compute_name(name, device.type)]
 
 
 def native_halves(device: str) -> tuple[str, ...]:
-    """The dtypes of HALVES in which the GPU `device`, such as cuda:0, computes. Both for a GPU of a Ray cluster. The nodes
-    ask ComfyUI instead, because ComfyUI's options can change them."""
+    """Return the dtypes of HALVES in which the GPU `device`, such as cuda:0, computes. Both for a GPU of a Ray cluster. The
+    nodes ask ComfyUI instead, because ComfyUI's options can change them."""
     if on_ray(device):
         return HALVES
     properties = torch.cuda.get_device_properties(device)
@@ -66,7 +66,7 @@ def native_halves(device: str) -> tuple[str, ...]:
 def resolve_dtype(
     name: str, stored: str, devices: Sequence[str], allowed: Sequence[str] = HALVES, native: Collection[str] | None = None
 ) -> str:
-    """The dtype for weight_dtype `name`, the same on all devices.
+    """Return the dtype for weight_dtype `name`, the same on all devices.
 
     `default` is fp32 on CPU ranks. On GPUs it is the file's dtype `stored`, or fp32 if `stored` is not in TORCH_DTYPES. If
     the GPUs do not compute in that dtype, weights are computed in the first dtype of `allowed` (OwnClass.halves) that the

@@ -22,8 +22,8 @@ LOCKED_SHARE = 0.1
 
 
 def host_memory() -> tuple[int, int]:
-    """(free, total) bytes of this machine's memory, or of the container's if that has less. Free memory includes swap on
-    Linux; other systems do not say how much of it is in use."""
+    """Return (free, total) bytes of this machine's memory, or of the container's if that has less. Free memory includes swap
+    on Linux; other systems do not say how much of it is in use."""
     return min(_memories(swap=True))
 
 
@@ -40,7 +40,7 @@ def room_for_weights(device: torch.device) -> int:
 
 
 def _memories(swap: bool) -> list[tuple[int, int]]:
-    """(free, total) bytes of the machine, and of each control group of this process that has a limit."""
+    """Return (free, total) bytes of the machine, and of each control group of this process that has a limit."""
     if sys.platform != "linux":
         memory = psutil.virtual_memory()
         return [(memory.available, memory.total)]
@@ -63,7 +63,7 @@ def group_limits(membership: str, root: Path) -> Iterable[tuple[int, int]]:
 
 
 def _limit(group: Path, limit: str, used: str, cached: str) -> tuple[int, int] | None:
-    """(free, limit) of one group in bytes. Unused file pages count as free, because the kernel reclaims them."""
+    """Return (free, limit) of one group in bytes. Unused file pages count as free, because the kernel reclaims them."""
     try:
         text = (group / limit).read_text().strip()
         if text == "max" or int(text) > UNLIMITED:

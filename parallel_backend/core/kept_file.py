@@ -17,8 +17,8 @@ MAX_BYTES = 1 << 20
 
 
 def read_kept(path: Path, key: dict[str, object], name: str) -> Any | None:
-    """The content of the file, stored there as `name`. None if there is no file, or it has another key. Raises OSError,
-    ValueError, LookupError, TypeError or RecursionError for a file that is damaged, too long, or was changed."""
+    """Return the content of the file, stored there as `name`. None if there is no file, or it has another key. Raises
+    OSError, ValueError, LookupError, TypeError or RecursionError for a file that is damaged, too long, or was changed."""
     if not path.exists():
         return None
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
@@ -61,7 +61,7 @@ def keep(folder: Path, key: dict[str, object], name: str, content: object) -> No
 
 
 def kept_path(folder: Path, key: dict[str, object], name: str) -> Path:
-    """The file of a key."""
+    """Return the file of a key."""
     return folder / f"{name}-{digest(key)[:16]}.json"
 
 

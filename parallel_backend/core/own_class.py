@@ -189,7 +189,7 @@ class OwnLatent:
         return self.stream, *(entry.stream for entry in self.again)
 
     def tokens_ahead(self, arguments: Mapping[str, Any]) -> int:
-        """Number of reference tokens before the latent, if there are others after it; otherwise 0."""
+        """Return the number of reference tokens before the latent, if there are others after it; otherwise 0."""
         sizes = arguments[self.ahead].shape[-3:] if self.ahead else (0,)
         return math.prod(math.ceil(size / by) for size, by in zip(sizes, self.patch, strict=bool(self.ahead)))
 

@@ -10,7 +10,7 @@ transfers: 63.6 dB after 20 steps. 2 bits lose 5.5 dB."""
 
 
 def group_size(size: int) -> int:
-    """Number of values with a common scale, in heads of `size`."""
+    """Return the number of values with a common scale, in heads of `size`."""
     return next(count for count in range(GROUP, 0, -1) if size % count == 0)
 
 
@@ -20,11 +20,11 @@ def change_bits(transfer_dtype: str) -> int:
 
 
 def ulysses_bytes(transfer_dtype: str, size: int, itemsize: int) -> float:
-    """Bytes that Ulysses sends for a value of heads of `size`: `itemsize` for 'full', otherwise a byte and a share of a
-    scale."""
+    """Return the bytes that Ulysses sends for a value of heads of `size`: `itemsize` for 'full', otherwise a byte and a
+    share of a scale."""
     return itemsize if transfer_dtype == "full" else 1 + SCALE_BYTES / group_size(size)
 
 
 def change_bytes(values: int, size: int, bits: int) -> int:
-    """Bytes of `values` packed changes, for heads of `size` channels, including the scales of their groups."""
+    """Return the bytes of `values` packed changes, for heads of `size` channels, including the scales of their groups."""
     return values // group_size(size) * SCALE_BYTES + -(-values * bits // 8)

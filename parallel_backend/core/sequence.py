@@ -24,7 +24,7 @@ class SequenceCut:
         return len(self.shares) * self.inner
 
     def parts(self, tokens: Span) -> tuple[Span, ...]:
-        """Each sequence rank's part of `tokens`. The parts do not overlap."""
+        """Return each sequence rank's part of `tokens`. The parts do not overlap."""
         return tuple(part for band in split_by_share(tokens, self.shares) for part in split(band, self.inner))
 
     def image(self, tokens: Span) -> tuple[Span, ...]:

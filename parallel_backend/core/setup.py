@@ -61,7 +61,7 @@ class Setup:
     """The class that ranks build, ComfyUI's or quickstart's."""
 
     def with_blocks(self, blocks: tuple[OwnBlock, ...], latent: OwnLatent | None = None) -> "Setup":
-        """The setup with the blocks of `own_class` and the places of its latent's tokens that a trial has found."""
+        """Return the setup with the blocks of `own_class` and the places of its latent's tokens that a trial has found."""
         return replace(self, own_class=replace(self.own_class, blocks=blocks, latent=latent))
 
     def differs_by_plan_alone(self, other: "Setup") -> bool:

@@ -21,15 +21,15 @@ class Span:
         return slice(self.start, self.stop)
 
     def before(self, end: int) -> "Span":
-        """The part of the span below `end`."""
+        """Return the part of the span below `end`."""
         return Span(min(self.start, end), min(self.stop, end))
 
     def after(self, start: int) -> "Span":
-        """The part of the span from `start` on, counted from `start`."""
+        """Return the part of the span from `start` on, counted from `start`."""
         return Span(max(self.start, start), max(self.stop, start)).shift(-start)
 
     def common(self, other: "Span") -> "Span":
-        """The part that both spans have. Empty if there is none."""
+        """Return the part that both spans have. Empty if there is none."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 

@@ -50,11 +50,11 @@ class TokenOrder:
         return [index * self.row + share.start for index, share in enumerate(shares)] + [self.tokens]
 
     def of_rows(self, rows: Span) -> Span:
-        """Positions of the tokens of `rows`, including the reference tokens after each row."""
+        """Return the positions of the tokens of `rows`, including the reference tokens after each row."""
         return Span(self._starts[rows.start], self._starts[rows.stop])
 
     def images(self, span: Span) -> Span:
-        """The image tokens in `span`, counted without reference tokens."""
+        """Return the image tokens in `span`, counted without reference tokens."""
         return Span(self._images_before(span.start), self._images_before(span.stop))
 
     def _images_before(self, place: int) -> int:

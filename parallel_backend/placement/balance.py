@@ -78,7 +78,7 @@ def cut_without_limits(costs: Sequence[Sequence[float]], sizes: Sequence[int]) -
 
 
 def equally_full(limits: Sequence[float | None], sizes: Sequence[int]) -> tuple[Span, ...]:
-    """The cut whose fullest stage is the least full. `limits`: bytes of each stage's device (None: no limit)."""
+    """Return the cut whose fullest stage is the least full. `limits`: bytes of each stage's device (None: no limit)."""
     fullness = [[0.0 if limit is None else size / max(1, limit) for size in sizes] for limit in limits]
     return cut_without_limits(fullness, sizes)
 
@@ -104,8 +104,8 @@ class Balance:
 
 
 def check_stage_split(stage_split: str, stages: int, blocks: int | None) -> tuple[Span, ...] | None:
-    """The stages that the widget's text names, such as '30,27'. None for 'auto' and 'even'. Raises ValueError for other
-    texts. `blocks`: the model's number. None: it is unknown yet, and any sum is accepted."""
+    """Return the stages that the widget's text names, such as '30,27'. None for 'auto' and 'even'. Raises ValueError for
+    other texts. `blocks`: the model's number. None: it is unknown yet, and any sum is accepted."""
     if stage_split.strip().lower() in ("auto", "even"):
         return None
     try:
@@ -122,8 +122,8 @@ def check_stage_split(stage_split: str, stages: int, blocks: int | None) -> tupl
 
 
 def timed_rows(expected: Request | None, degrees: Degrees, on_gpus: bool) -> tuple[int, int]:
-    """Rows of image tokens in the two timed sequences: the rows of a rank's whole call, within limits, and a quarter of
-    them."""
+    """Return the rows of image tokens in the two timed sequences: the rows of a rank's whole call, within limits, and a
+    quarter of them."""
     rows = CPU_ROWS
     if on_gpus:
         fewest, most = GPU_ROWS
@@ -138,12 +138,12 @@ def even_stages(blocks: int, stages: int) -> tuple[Span, ...]:
 
 
 def stages_by_size(sizes: Sequence[int], stages: int) -> tuple[Span, ...]:
-    """The cut whose largest stage is as small as possible: `stage_split` auto if memory is short."""
+    """Return the cut whose largest stage is as small as possible: `stage_split` auto if memory is short."""
     return cut_without_limits([sizes] * stages, sizes)
 
 
 def stage_ranks(degrees: Degrees) -> list[list[int]]:
-    """The ranks of each stage."""
+    """Return the ranks of each stage."""
     stage_of = [degrees.coordinate(rank).pipe for rank in range(degrees.world)]
     return [[rank for rank, its_stage in enumerate(stage_of) if its_stage == stage] for stage in range(degrees.pipe)]
 
@@ -157,7 +157,7 @@ def divide(
     other_bytes: int | None = None,
     spill: Sequence[float] = (),
 ) -> Balance:
-    """The cut by the ranks' measurements, `probes` in the order of ranks.
+    """Return the cut by the ranks' measurements, `probes` in the order of ranks.
 
     `lists`: each block's list. `sizes`: bytes of each block on a rank. `other_bytes`: bytes of a rank outside its blocks;
     None if no run is known: blocks may then have WEIGHTS_SHARE of the free memory. `spill`: see spill_seconds. `imagined`:
@@ -205,7 +205,7 @@ def spill_seconds(rates: Sequence[float], request: Request | None) -> list[float
 
 
 def _room_for_blocks(free: Sequence[int | None], other_bytes: int | None) -> int | None:
-    """Bytes for a stage's blocks. `free`: bytes free on its ranks' devices. None: no limit, because a device's is
+    """Return the bytes for a stage's blocks. `free`: bytes free on its ranks' devices. None: no limit, because a device's is
     unknown."""
     known = [size for size in free if size is not None]
     if len(known) < len(free):
@@ -218,7 +218,7 @@ def _whole_model(lists: list[str], probed: m.Probed) -> float:
 
 
 def without_noise(lists: list[str], probes: Sequence[m.Probed]) -> list[m.Probed]:
-    """The probes, averaged over ranks if these are about equally fast, so that equal devices get equal parts."""
+    """Return the probes, averaged over ranks if these are about equally fast, so that equal devices get equal parts."""
     totals = [_whole_model(lists, p) for p in probes]
     if max(totals) > ALIKE * min(totals):
         return list(probes)

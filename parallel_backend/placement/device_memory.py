@@ -44,7 +44,7 @@ class DeviceMemory:
 
 
 def device_memories(devices: Sequence[str], reports: Sequence[DeviceMemoryReport]) -> tuple[DeviceMemory, ...]:
-    """The memories of the ranks' devices. `reports`: by rank. Ranks whose reports have equal places share one
+    """Return the memories of the ranks' devices. `reports`: by rank. Ranks whose reports have equal places share one
     DeviceMemory."""
     places: dict[str, list[DeviceMemoryReport]] = {}
     for report in reports:

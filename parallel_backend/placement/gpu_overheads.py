@@ -12,5 +12,5 @@ lanes or 4.0 with 8 carries this: 15.75e9 by the standard, minus its overhead.""
 
 
 def context_bytes(device: str) -> int:
-    """Bytes that a rank's process takes on `device` before it has a model. 0 on a CPU."""
+    """Return the bytes that a rank's process takes on `device` before it has a model. 0 on a CPU."""
     return CONTEXT if "cuda" in device else 0

@@ -47,8 +47,8 @@ def changes(
     capacity: Capacity,
     devices: int,
 ) -> list[str]:
-    """Each change, as the widget's name and value. Empty if no single change helps. `spans`: the blocks of each stage at
-    present. `devices`: number of devices of this machine."""
+    """Return each change, as the widget's name and value. Empty if no single change helps. `spans`: the blocks of each stage
+    at present. `devices`: number of devices of this machine."""
     if not capacity.by_rank:
         return []
     degrees = setup.degrees
@@ -131,7 +131,7 @@ def _stages_that_fit(
 
 
 def _largest(below: int, fits: Callable[[int], bool]) -> int:
-    """The largest number below `below` that fits, if all smaller ones fit too; 0 if none does."""
+    """Return the largest number below `below` that fits, if all smaller ones fit too; 0 if none does."""
     low, high = 0, below - 1
     while low < high:
         middle = (low + high + 1) // 2

@@ -82,7 +82,7 @@ class MemoryCheck:
         return max(0, math.ceil(size / USABLE_MEMORY) - free)
 
     def _together(self, memory: DeviceMemory, sizes: Mapping[int, int]) -> int:
-        """Bytes that weights of these `sizes`, by rank, take in `memory`."""
+        """Return the bytes that weights of these `sizes`, by rank, take in `memory`."""
         shared = not memory.of_gpu and not memory.host and SHARED
         return shared_bytes(self.degrees, sizes) if shared else sum(sizes.values())
 
@@ -164,7 +164,7 @@ class MemoryCheck:
             log.warning("Parallel DiT: %s", text)
 
     def said_of_streaming(self, limits: Sequence[int]) -> str:
-        """The streamed bytes under these limits (see `placed`), as text. Empty if nothing is streamed."""
+        """Return the streamed bytes under these limits (see `placed`), as text. Empty if nothing is streamed."""
         streamed = [
             f"{one.streamed(limit) / 1e9:.1f} of {one.total / 1e9:.1f} GB on rank {rank}"
             for rank, (one, limit) in enumerate(zip(self.weights(), limits, strict=True))
@@ -216,7 +216,7 @@ class MemoryCheck:
         )
 
     def _parts(self, needs: Sequence[MemoryNeed], loaded: bool = False) -> str:
-        """Sizes as text. `loaded`: include the weights."""
+        """Return sizes as text. `loaded`: include the weights."""
         sizes = {
             "of weights": sum(need.weights for need in needs) if loaded else 0,
             "for keys and values": sum(need.buffers + need.arriving for need in needs),
@@ -225,7 +225,7 @@ class MemoryCheck:
         return ", ".join(f"{_size(size)} {purpose}" for purpose, size in sizes.items() if size)
 
     def _instead(self, requests: tuple[Request, ...], limits: Sequence[tuple[DeviceMemory, float]]) -> str:
-        """The changes that would fit, as a sentence. `limits`: bytes that the ranks of each memory may take."""
+        """Return the changes that would fit, as a sentence. `limits`: bytes that the ranks of each memory may take."""
         shares = tuple(limit / len(memory.ranks) for memory, limit in limits for _ in memory.ranks)
         memories = [memory for memory, _ in limits]
         capacity = Capacity(shares, len(memories) == 1 and not memories[0].of_gpu, all(map(self.streams, memories)))
@@ -254,5 +254,5 @@ def _of_total(memory: DeviceMemory) -> str:
 
 
 def _size(size: float) -> str:
-    """The size as text: 1.2 GB, or 34 MB."""
+    """Return the size as text: 1.2 GB, or 34 MB."""
     return f"{size / 1e9:.1f} GB" if size >= 0.95e9 else f"{size / 1e6:.3g} MB"

@@ -115,8 +115,8 @@ class Request:
 
 
 def step_tokens(image: int, rows: int, text: int, entries: int, stages: int, bands: int) -> tuple[int, int]:
-    """Tokens, over all entries, of a whole call's micro-step and of the largest band's, see banded_run.cut_rows. `rows`:
-    token rows of the image, or frames, that bands cut. A whole call's entries go through a pipeline one by one."""
+    """Return tokens, over all entries, of a whole call's micro-step and of the largest band's, see banded_run.cut_rows.
+    `rows`: token rows of the image, or frames, that bands cut. A whole call's entries go through a pipeline one by one."""
     whole = (entries if stages == 1 else 1) * (image + text)
     if bands == 1:
         return whole, whole
@@ -128,7 +128,7 @@ def step_tokens(image: int, rows: int, text: int, entries: int, stages: int, ban
 def memory_of(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], rank: int, requests: tuple[Request, ...]
 ) -> MemoryNeed:
-    """Bytes on one rank. `spans`: the blocks of each stage. The buffers of all requests are in memory at once."""
+    """Return the bytes on one rank. `spans`: the blocks of each stage. The buffers of all requests are in memory at once."""
     at = degrees.coordinate(rank)
     span = spans[at.pipe]
     computing = [_computing(sizes, degrees, at, request) for request in requests]
@@ -175,8 +175,8 @@ def bytes_outside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) 
 
 
 def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates. For exact calls, bytes of
-    the stored keys of steady text (attention/words.py)."""
+    """Return the bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates. For exact calls,
+    bytes of the stored keys of steady text (attention/words.py)."""
     layers = [keys for block in sizes.attention[span.slice] for keys in block]
     image, copies = (request.image, request.kept) if request.kept or degrees.naive or not sizes.steady else (0, 1)
     values = head_values(layers, image, request.text, request.streams)
@@ -185,7 +185,7 @@ def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate
 
 
 def head_values(layers: Iterable[StreamKeys], image: float, text: int, streams: tuple[tuple[int, int], ...] = ()) -> float:
-    """Number of values in one head's keys in these attention layers. `streams`: see Request."""
+    """Return the number of values in one head's keys in these attention layers. `streams`: see Request."""
     others = dict(streams)
 
     def values(keys: StreamKeys) -> float:
@@ -196,7 +196,7 @@ def head_values(layers: Iterable[StreamKeys], image: float, text: int, streams: 
 
 
 def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """Bytes of this call's keys of all ranks, which the next call reads."""
+    """Return the bytes of this call's keys of all ranks, which the next call reads."""
     if not degrees.displaced or not request.kept:
         return 0
     keys = buffer_bytes(sizes, degrees, span, at, request) // request.kept
@@ -216,7 +216,7 @@ def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: R
 
 
 def _text(sizes: ModelSizes, request: Request) -> int:
-    """Number of tokens in the blocks that are not the image's."""
+    """Return the number of tokens in the blocks that are not the image's."""
     return request.text if sizes.joint else 0
 
 
@@ -227,7 +227,7 @@ def states_by_ranks(degrees: Degrees) -> float:
 
 
 def _computing(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: Request) -> tuple[int, int]:
-    """Bytes of activations: (the certain part, the estimate)."""
+    """Return the bytes of activations: (the certain part, the estimate)."""
     entries = request.entries_on(degrees, at)
     if not entries:
         return 0, 0

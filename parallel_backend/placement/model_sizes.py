@@ -64,7 +64,7 @@ class ModelSizes:
         )
 
     def key_heads_on(self, degrees: Degrees, at: Coordinate) -> int:
-        """Number of heads of keys and values that a rank stores.
+        """Return the number of heads of keys and values that a rank stores.
 
         Query heads that share keys and values store them once, if the cut leaves them all on this rank. Otherwise the rank
         stores them once for each query head, as they are transferred.
@@ -93,20 +93,20 @@ class RankWeights:
         return self.ends + least_bytes(self.blocks)
 
     def streamed(self, resident: int) -> int:
-        """Bytes that each micro-step copies to the device, if weights may take `resident` bytes there."""
+        """Return the bytes that each micro-step copies to the device, if weights may take `resident` bytes there."""
         return sum(self.blocks[index] for index in self.streamed_blocks(resident))
 
     def on_device(self, resident: int) -> int:
-        """Bytes that weights take on the device, including slots, if they may take `resident` bytes there."""
+        """Return the bytes that weights take on the device, including slots, if they may take `resident` bytes there."""
         return self.ends + device_bytes(self.blocks, self.streamed_blocks(resident))
 
     def streamed_blocks(self, resident: int) -> tuple[int, ...]:
-        """Indices into `blocks` of the streamed blocks, if weights may take `resident` bytes on the device."""
+        """Return the indices into `blocks` of the streamed blocks, if weights may take `resident` bytes on the device."""
         return streamed_blocks(self.blocks, resident - self.ends)
 
 
 def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
-    """The sizes on ranks whose devices are like `device`. `dtype`: of the weights, as in Setup."""
+    """Return the sizes on ranks whose devices are like `device`. `dtype`: of the weights, as in Setup."""
     built = checkpoint.built
     computed = compute_dtype(dtype, torch.device("cuda" if "cuda" in device else "cpu")).itemsize
     return ModelSizes(
@@ -126,13 +126,13 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
 
 
 def block_lists(checkpoint: Checkpoint) -> list[str]:
-    """The name of each block's list."""
+    """Return the name of each block's list."""
     counts = checkpoint.built.counts
     return [name for name, count in counts.items() for _ in range(count)]
 
 
 def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: int) -> list[int]:
-    """Bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists."""
+    """Return the bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists."""
     sizes = dict.fromkeys(((name, lists[:place].count(name)) for place, name in enumerate(lists)), 0)
     for target in checkpoint.key_map:
         if (place := checkpoint.built.place(target)) is not None:
@@ -141,22 +141,22 @@ def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: in
 
 
 def ends_bytes(checkpoint: Checkpoint, dtype: str) -> int:
-    """Bytes of the weights outside the blocks."""
+    """Return the bytes of the weights outside the blocks."""
     built = checkpoint.built
     outside = (name for name in checkpoint.key_map if built.place(name) is None and not built.is_elsewhere(name))
     return sum(checkpoint.nbytes(name, dtype) for name in outside)
 
 
 def weights_of_blocks(sizes: ModelSizes, degrees: Degrees) -> tuple[int, ...]:
-    """Bytes of each block's weights on one of the ranks that have it."""
+    """Return the bytes of each block's weights on one of the ranks that have it."""
     return tuple(size // degrees.tensor for size in sizes.block_bytes)
 
 
 def rank_weights(sizes: ModelSizes, degrees: Degrees, span: Span) -> RankWeights:
-    """The weights of a rank of the stage with the blocks `span`."""
+    """Return the weights of a rank of the stage with the blocks `span`."""
     return RankWeights(sizes.ends, weights_of_blocks(sizes, degrees)[span.slice])
 
 
 def weights_by_rank(sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...]) -> list[RankWeights]:
-    """The weights of each rank. `spans`: the blocks of each stage."""
+    """Return the weights of each rank. `spans`: the blocks of each stage."""
     return [rank_weights(sizes, degrees, spans[degrees.coordinate(rank).pipe]) for rank in range(degrees.world)]

@@ -28,11 +28,11 @@ class StageCost:
     """Seconds of copying the stage's streamed weights in every micro-step. Copies overlap computation."""
 
     def seconds(self, share: float) -> float:
-        """Seconds of a micro-step with this share of the image."""
+        """Return the seconds of a micro-step with this share of the image."""
         return max(self.copies, self.fixed + share * self.whole)
 
     def scaled(self, factor: float) -> "StageCost":
-        """The cost for an image with `factor` times as many tokens, by the same line: attention's quadratic growth is
+        """Return the cost for an image with `factor` times as many tokens, by the same line: attention's quadratic growth is
         ignored."""
         return replace(self, whole=factor * self.whole)
 
@@ -100,7 +100,7 @@ def band_counts(stages: int, rows: int) -> list[int]:
 def choose_bands(
     stages: int, rows: int, steps: int, stage_costs: Sequence[StageCost] | None = None, entries: int = 1
 ) -> int:
-    """Number of bands for `num_pipeline_patch` 0: the smallest of `band_counts` within AS_FAST of the fastest.
+    """Return the number of bands for `num_pipeline_patch` 0: the smallest of `band_counts` within AS_FAST of the fastest.
 
     `rows`: of the image's tokens. `stage_costs`: for an image of this run's size. `entries`: of a call's batch. With at
     least one band per stage the pipeline is full. More bands hide the hop and the transfers, but make kernels smaller, which

@@ -15,7 +15,7 @@ ALL = 1 << 60
 
 
 def offload_of(text: str) -> Offload:
-    """The widget's value: auto, none, or a number of GB to leave free. Raises ValueError for anything else."""
+    """Return the widget's value: auto, none, or a number of GB to leave free. Raises ValueError for anything else."""
     word = text.strip().lower()
     if word in (AUTO, NONE):
         return Offload(streams=word == AUTO)
@@ -44,7 +44,7 @@ def share_out(weights: Sequence[RankWeights], budget: int) -> list[int]:
 
 
 def shared_bytes(degrees: Degrees, sizes: Mapping[int, int]) -> int:
-    """Bytes of these ranks' weights in one machine's memory. Ranks with the same weights share one copy.
+    """Return the bytes of these ranks' weights in one machine's memory. Ranks with the same weights share one copy.
 
     `sizes`: rank -> bytes of its weights, or of a part of them.
     """

@@ -37,10 +37,10 @@ CHOICES = {str(choice): choice for choice in (AnotherGpu(card, slot) for card in
 
 
 def with_another(costs: CalibratedCosts, another: AnotherGpu) -> CalibratedCosts:
-    """The costs with `another` behind the devices that were measured.
+    """Return the costs with `another` behind the devices that were measured.
 
     Its blocks cost those of the first device, times the ratio of both GPUs' known operations. What does not grow with the
-    tokens is the host's and stays. ValueError if the first device's speed is not known.
+    tokens is the host's and stays. Raises ValueError if the first device's speed is not known.
     """
     machine, links, first = costs.machine, costs.machine.links, costs.machine.devices[0]
     memory = first.total if another.card == SAME else KNOWN[another.card].memory
@@ -93,7 +93,7 @@ def _times_as_slow(first: Device, another: AnotherGpu) -> float:
 
 
 def _scaled(cost: DeviceCost, fixed: float, token: float) -> DeviceCost:
-    """The cost with both parts of each BlockCost times these factors."""
+    """Return the cost with both parts of each BlockCost times these factors."""
 
     def scaled(part: BlockCost) -> BlockCost:
         return replace(part, fixed=fixed * part.fixed, token=token * part.token)

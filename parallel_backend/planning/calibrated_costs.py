@@ -32,20 +32,20 @@ class BlockCost:
     """Operations of attention for one pair of query and key, divided by those of one token's linear layers."""
 
     def work(self, queries: float, keys: float) -> float:
-        """Seconds that depend on the numbers of queries and keys, without `fixed`."""
+        """Return the seconds that depend on the numbers of queries and keys, without `fixed`."""
         return self.token * queries + self.attention(queries, keys)
 
     def attention(self, queries: float, keys: float) -> float:
-        """Seconds of attention, a part of `work`."""
+        """Return the seconds of attention, a part of `work`."""
         return self.token * self.pairs * queries * keys
 
     def whole(self, tokens: float) -> float:
-        """Seconds for a sequence of `tokens` tokens."""
+        """Return the seconds for a sequence of `tokens` tokens."""
         return self.fixed + self.work(tokens, tokens)
 
 
 def through(times: Sequence[tuple[int, float]], pairs: float) -> BlockCost:
-    """The cost through the (tokens, seconds) of a shorter and a longer sequence.
+    """Return the cost through the (tokens, seconds) of a shorter and a longer sequence.
 
     Attention grows with the square of the tokens, because the cost is for sequences of any length; balance.StageCost is a
     straight line, because it is for bands of a timed sequence. No part is negative, and at least LEAST_GROWTH grows with the
@@ -139,8 +139,8 @@ class CalibratedCosts:
         return StepCost({name: tuple(seconds) for name, seconds in blocks.items()}, around)
 
     def _tokens(self, mode: Mode, kind: StepKind) -> tuple[float, int]:
-        """Tokens of one batch entry in a micro-step: (of the image, averaged over bands that are not the first; of the
-        text)."""
+        """Return the tokens of one batch entry in a micro-step: (of the image, averaged over bands that are not the first;
+        of the text)."""
         workload = self.workload
         if kind is StepKind.EXACT:
             return workload.image, workload.text
@@ -160,7 +160,7 @@ class CalibratedCosts:
         return sent
 
     def _ulysses_bytes(self, mode: Mode, block: str, kind: StepKind, entries: int) -> tuple[float, float]:
-        """Bytes that a Ulysses rank sends for one block: (before attention, after it)."""
+        """Return the bytes that a Ulysses rank sends for one block: (before attention, after it)."""
         degrees, count, sizes = mode.stage_degrees, mode.degrees.ulysses, self.workload.sizes
         # By all-to-all keys and values travel repeated, once for each query head, as the class has them. Queries and results
         # are as many bytes: layers in which one stream attends to the other come in pairs.
@@ -183,8 +183,8 @@ class CalibratedCosts:
     def _transfers(
         self, mode: Mode, members: list[int], block: str, kind: StepKind, entries: int, attention: float
     ) -> tuple[float, float]:
-        """Seconds of a block's transfers in a micro-step: (those that it waits for, those that overlap its computation).
-        `members`: the ranks of its stage. `attention`: seconds of the whole attention, uncut."""
+        """Return the seconds of a block's transfers in a micro-step: (those that it waits for, those that overlap its
+        computation). `members`: the ranks of its stage. `attention`: seconds of the whole attention, uncut."""
         degrees, links, layers = mode.degrees, self.machine.links, len(self._layers(block))
         waits = overlapped = 0.0
         if degrees.ulysses > 1:

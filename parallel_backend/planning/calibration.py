@@ -35,7 +35,7 @@ VERSION = 7
 
 
 def contexts(device: str) -> int:
-    """Bytes of a GPU for the CUDA contexts of ComfyUI's process and of a rank."""
+    """Return the bytes of a GPU for the CUDA contexts of ComfyUI's process and of a rank."""
     return 2 * context_bytes(device)
 
 
@@ -84,7 +84,7 @@ def calibration_of(
     probes: Sequence[Probed],
     tokens: tuple[int, int],
 ) -> Calibration:
-    """The ranks' measurements as a calibration. `tokens`: of the longer and the shorter timed sequence."""
+    """Return the ranks' measurements as a calibration. `tokens`: of the longer and the shorter timed sequence."""
     share = checkpoint.built.attention_share
     costs = tuple(
         DeviceCost(
@@ -97,7 +97,7 @@ def calibration_of(
 
 
 def lasting(calibration: Calibration) -> Calibration:
-    """The calibration for later runs: a GPU counts with all of its memory, because its free memory may change."""
+    """Return the calibration for later runs: a GPU counts with all of its memory, because its free memory may change."""
     usable = tuple(
         replace(device, memory=None if device.total is None else max(0, device.total - contexts(device.name)), total=None)
         for device in calibration.machine.devices

@@ -66,5 +66,5 @@ _MAKE_AND_SIZE = re.compile(r"NVIDIA |GeForce | Generation$| Blackwell$|[ -](SXM
 
 
 def known_gpu(kind: str) -> KnownGpu | None:
-    """The GPU that torch names `kind`, such as NVIDIA GeForce RTX 3090. None for other ones, such as laptops'."""
+    """Return the GPU that torch names `kind`, such as NVIDIA GeForce RTX 3090. None for other ones, such as laptops'."""
     return KNOWN.get(_MAKE_AND_SIZE.sub("", kind))

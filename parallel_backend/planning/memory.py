@@ -35,7 +35,7 @@ class Holding:
         return self.weights.streamed(self.resident)
 
     def copy_seconds(self) -> float:
-        """Seconds to copy the streamed blocks to the device."""
+        """Return the seconds to copy the streamed blocks to the device."""
         return self.streamed / self.copies if self.streamed else 0.0
 
 
@@ -46,7 +46,7 @@ def holdings(
     weights: Sequence[RankWeights],
     offload: Offload,
 ) -> tuple[Holding, ...]:
-    """Each rank's memory. `devices`: the number of each rank's device in the machine."""
+    """Return each rank's memory. `devices`: the number of each rank's device in the machine."""
     held = []
     for number, need, one in zip(devices, needs, weights, strict=True):
         device, resident = machine.devices[number], one.total
@@ -58,7 +58,7 @@ def holdings(
 
 
 def bytes_on_host(machine: Machine, mode: Mode, held: Sequence[Holding]) -> int:
-    """Bytes of the host's memory: of streamed weights, and of ranks that compute there."""
+    """Return the bytes of the host's memory: of streamed weights, and of ranks that compute there."""
     weights, other_bytes = {}, 0
     for rank, (device, holding) in enumerate(zip(mode.devices, held, strict=True)):
         on_host = machine.devices[device].memory is None

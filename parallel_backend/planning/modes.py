@@ -43,7 +43,7 @@ class Mode:
 
 
 def possible(workload: Workload, world: int) -> tuple[list[Mode], dict[Degrees, str]]:
-    """(every mode that uses all of `world` devices, at least two; other degrees -> the reason against them)."""
+    """Return (every mode that uses all of `world` devices, at least two; other degrees -> the reason against them)."""
     modes, refused = [], {}
     for degrees in all_degrees(world):
         try:

@@ -11,7 +11,7 @@ MODES = (AUTO, *AXIS)
 
 
 def ranks_of(mode: str, wanted: int, possible: int, config: Degrees) -> int:
-    """Number of devices that the mode uses. `wanted`: 0 for all `possible` ones. `config`: degrees of the input
+    """Return the number of devices that the mode uses. `wanted`: 0 for all `possible` ones. `config`: degrees of the input
     parallel_config. Raises ValueError, naming `gpus`, if the config's ranks do not divide the wanted number."""
     multiplies = config.world == 1 or mode in ("pipefusion", "tensor", "split batch")
     if wanted == 0:

@@ -75,8 +75,8 @@ class Plan:
 
 
 def plan(costs: CalibratedCosts, counts: Sequence[int] | None = None, offload: Offload = ALLOWED) -> Plan:
-    """All modes of the first `count` devices, for each of `counts` (None: all devices), and that of the best single device.
-    `offload`: whether weights that do not fit may be streamed."""
+    """Return all modes of the first `count` devices, for each of `counts` (None: all devices), and that of the best single
+    device. `offload`: whether weights that do not fit may be streamed."""
     devices = len(costs.machine.devices)
     modes: list[Mode] = []
     refused: dict[Degrees, str] = {}
@@ -97,8 +97,8 @@ def credible(gain: float, ranks: int) -> bool:
 
 
 def advise(predictions: Sequence[Prediction]) -> Prediction | None:
-    """The fastest mode that fits. Among equally fast ones: one device before several, exact modes before others, fewer
-    patches."""
+    """Return the fastest mode that fits. Among equally fast ones: one device before several, exact modes before others,
+    fewer patches."""
     fitting = [prediction for prediction in predictions if not prediction.lacks]
     if not fitting:
         return None
@@ -108,8 +108,8 @@ def advise(predictions: Sequence[Prediction]) -> Prediction | None:
 
 
 def choose(plan: Plan) -> Prediction:
-    """The choice of `degrees` auto: the best fitting mode among those close enough to one rank, or the one with the least
-    memory. If the sampler does not pipeline, all steps of the workload are warm-up, and so exact in every mode."""
+    """Return the choice of `degrees` auto: the best fitting mode among those close enough to one rank, or the one with the
+    least memory. If the sampler does not pipeline, all steps of the workload are warm-up, and so exact in every mode."""
     workload = plan.costs.workload
     patches = DISPLACED if workload.warm_up_steps < workload.steps else 1
     usable = [prediction for prediction in plan.predictions if prediction.mode.degrees.patch <= patches]

@@ -62,7 +62,7 @@ def predict(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) -> P
 
 
 def cut_model(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) -> Balance:
-    """The stages and patches as `stage_split` auto cuts them for this run."""
+    """Return the stages and patches as `stage_split` auto cuts them for this run."""
     workload, cost = costs.workload, costs.by_device(mode)
     request = workload.request(mode.exact, mode.bands)
     probes = [
@@ -82,7 +82,7 @@ def cut_model(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) ->
 
 
 def _handed_on(workload: Workload, mode: Mode, rank: int, kind: StepKind) -> float:
-    """Bytes of one batch entry's hidden states that a rank sends to the next stage."""
+    """Return the bytes of one batch entry's hidden states that a rank sends to the next stage."""
     degrees, at = mode.degrees, mode.degrees.coordinate(rank)
     if at.pipe == degrees.pipe - 1:
         return 0.0
@@ -136,7 +136,7 @@ def _seconds(costs: CalibratedCosts, mode: Mode, cut: Balance, held: Sequence[Ho
 def _stage_seconds(
     costs: CalibratedCosts, mode: Mode, cost: StepCost, span: Span, ranks: list[int], held: Sequence[Holding]
 ) -> float:
-    """Seconds of a micro-step on the slowest rank of the stage with the blocks `span`."""
+    """Return the seconds of a micro-step on the slowest rank of the stage with the blocks `span`."""
     share = 1.0 if mode.degrees.pipe == 1 else ENDS_SHARE
     names = costs.workload.blocks[span.slice]
 

@@ -37,7 +37,7 @@ def rehearse(
     poll_of: Callable[[str], Poll],
     on_proposal: Callable[[], None],
 ) -> Plan:
-    """The plan with rehearsed seconds of its proposals.
+    """Return the plan with rehearsed seconds of its proposals.
 
     `setup`: the user's, for other devices and degrees; nothing is compiled or captured, as in a calibration. `poll_of`:
     returns a poll for a text that says what is done. `on_proposal` is called after each one. A proposal that is refused, or

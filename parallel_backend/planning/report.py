@@ -24,7 +24,7 @@ def describe(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """The Doctor's advice in one line, with the gain over one device."""
+    """Return the Doctor's advice in one line, with the gain over one device."""
     best, one = plan.best, plan.one_device
     if plan.doubt or best is None:
         return _advice(plan).splitlines()[0]
@@ -52,7 +52,7 @@ def describe_another(today: Plan, more: Plan) -> str:
 
 
 def verdict_on_another(today: Plan, more: Plan) -> str:
-    """The answer in a line: what another GPU, the last device of `more`, would add to the machine of `today`."""
+    """Return the answer in a line: what another GPU, the last device of `more`, would add to the machine of `today`."""
     before, best, asked = today.best, more.best, f"with {more.costs.machine.devices[-1].kind}, predicted"
     if best is None:
         return f"{asked}: nothing fits"
@@ -65,7 +65,7 @@ def verdict_on_another(today: Plan, more: Plan) -> str:
 
 
 def choice(prediction: Prediction, machine: Machine) -> str:
-    """The choice in one line, for a node and the log."""
+    """Return the choice in one line, for a node and the log."""
     names = ", ".join(machine.names[device] for device in prediction.mode.devices)
     if prediction.mode.device is not None:
         return f"one device, {names}, planned {prediction.seconds:.1f} s"
@@ -73,7 +73,7 @@ def choice(prediction: Prediction, machine: Machine) -> str:
 
 
 def settings(mode: Mode, machine: Machine) -> str:
-    """The widgets' values for this mode, for the user to copy."""
+    """Return the widgets' values for this mode, for the user to copy."""
     degrees = mode.degrees
     devices = [machine.names[device] for device in mode.devices]
     loader = {WIDGETS[axis]: getattr(degrees, axis) for axis in ("pipe", "tensor", "batch")} | {"devices": ",".join(devices)}
@@ -153,7 +153,7 @@ def _held(prediction: Prediction, plan: Plan) -> str:
 
 
 def _streamed(prediction: Prediction) -> str:
-    """The streamed bytes of weights. Empty if none are streamed."""
+    """Return the streamed bytes of weights. Empty if none are streamed."""
     return f"; streams {_size(prediction.most_streamed)} a micro-step" if prediction.most_streamed else ""
 
 
@@ -172,7 +172,7 @@ def _named(mode: Mode, plan: Plan) -> str:
 
 
 def _impossible(plan: Plan) -> str:
-    """The reasons against single degrees. Products of degrees fail for the same reasons."""
+    """Return the reasons against single degrees. Products of degrees fail for the same reasons."""
     lines = [reason for degrees, reason in plan.refused.items() if _single(Mode(degrees))]
     return "\n".join(["not possible:", *lines]) if lines else ""
 

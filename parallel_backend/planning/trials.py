@@ -39,7 +39,7 @@ class Trials:
         return replace(self, proofs={**self.proofs, degree: found})
 
     def class_for(self, degrees: Degrees) -> OwnClass:
-        """The class with the proofs for these degrees, for which `lacks` must return nothing."""
+        """Return the class with the proofs for these degrees, for which `lacks` must return nothing."""
         proof = self.proofs[degrees.tensor]
         assert isinstance(proof, Proof)
         return replace(self.own, blocks=proof.blocks, latent=proof.latent)

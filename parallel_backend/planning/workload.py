@@ -81,7 +81,7 @@ class Workload:
         return [row * len(span) for span in spans]
 
     def request(self, exact: bool, bands: int) -> Request:
-        """The memory request of the run. `exact`: no keys and values are stored from call to call."""
+        """Return the memory request of the run. `exact`: no keys and values are stored from call to call."""
         kept = 0 if exact or self.warm_up_steps == self.steps else KV_COPIES
         request = Request(self.grid, 0, self.text, self.entries, 0, kept, bands, self.band_dim)
         return replace(request, streams=self.streams)
@@ -97,8 +97,8 @@ def workload_of(
     prompt: int,
     transfer_dtype: str = "full",
 ) -> Workload:
-    """The workload of a sampling run. `shape`: [B, C, (T,) H, W] of the latent. `transfer_dtype`: see core.setup.Setup.
-    Raises ValueError if the latent has no frames and the model is for videos."""
+    """Return the workload of a sampling run. `shape`: [B, C, (T,) H, W] of the latent. `transfer_dtype`: see
+    core.setup.Setup. Raises ValueError if the latent has no frames and the model is for videos."""
     built = checkpoint.built
     grid = built.patching.grid(shape)
     if len(shape) != 2 + len(grid):

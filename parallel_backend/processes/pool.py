@@ -34,8 +34,7 @@ from .watchdog_thread import WatchdogThread
 log = logging.getLogger(__name__)
 
 Poll = Callable[[], None]
-"""Called many times a second while the client waits. It raises an exception to stop the wait, for example at ComfyUI's
-Cancel."""
+"""Called many times a second while the client waits. It raises an exception to stop the wait, as at ComfyUI's Cancel."""
 
 LoadProgress = Callable[[str, float], None]
 """Called now and then while a model is loaded, with the ranks' work as text and the fraction that is done."""
@@ -148,8 +147,7 @@ class Pool:
         return self.watchdog.doing(rank)
 
     def place(self, rank: int) -> int | None:
-        """Convert a rank number of the pool into the number among these ranks. Returns None if the rank is not one of
-        them."""
+        """Return the number among these ranks of a rank of the pool, or None if it is not one of them."""
         return rank
 
     def enter(self, model: Listener, keep_others: bool = False, ranks: Sequence[int] | None = None) -> int:
@@ -166,8 +164,7 @@ class Pool:
         return number
 
     def clear(self, why: Exception) -> None:
-        """Let all models fail with the error `why`. The ranks free them, and parts of VAEs, after handling all earlier
-        messages."""
+        """Let all models fail with the error `why`. The ranks free them, and parts of VAEs, after all earlier messages."""
         while self._models:
             self._models.popitem()[1].on_failure(why)
         self._ranks_of.clear()
@@ -193,11 +190,9 @@ class Pool:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Context for messages that must reach all their ranks: if only some ranks got theirs, they would wait for each
-        other.
+        """Context for messages that must reach all their ranks, because ranks that got theirs would wait for the others.
 
-        No other message comes between them. An error after the first one was begun ends the pool, whose ranks are out of
-        step.
+        No other message comes between them. An error after the first was begun ends the pool: its ranks are out of step.
         """
         cut_short = None
         try:
@@ -278,11 +273,9 @@ class Pool:
         return self.error or self._fail(self._failures.refusal(rank, why))
 
     def close(self, politely: bool = True) -> None:
-        """End all ranks. Returns once they have ended, whoever ends them; at most END_SECONDS after the call. Can be
-        repeated.
+        """End all ranks, and return once they have ended, at most END_SECONDS after the call. May be called repeatedly.
 
-        `politely`: ask the ranks to end before killing them. False: kill at once, because ranks that start or load read no
-        messages.
+        `politely`: ask the ranks to end before killing them. False: kill at once, since ranks that load read no messages.
         """
         with self._claiming:
             first, self._closing = not self._closing, True
@@ -328,8 +321,7 @@ class Pool:
                 model.on_failure(error)
 
     def _receive_all(self) -> None:
-        """Main function of the receiving thread. An exception in it ends the pool, because otherwise callers would wait for
-        ever."""
+        """Main function of the receiving thread. An exception in it ends the pool, or callers would wait for ever."""
         try:
             self._receive_until_end()
         except Exception as error:
@@ -378,18 +370,18 @@ class Pool:
 
     def _hand_on(self, rank: int, message: Any, request_id: int | None, model: int | None) -> None:
         if getattr(message, "rank", None) != rank:
-            raise m.BadMessage(f"{type(message).__name__} of rank {getattr(message, 'rank', None)}")
+            raise m.BadMessage(f"{type(message).__name__} in the name of rank {getattr(message, 'rank', None)}")
         self.watchdog.heard(rank, message, model)
         match message:
             case m.Output() | m.Loading():
                 if model is None or model > self._newest:
-                    raise m.BadMessage(f"{type(message).__name__} of a model that is not there")
+                    raise m.BadMessage(f"{type(message).__name__} about a model that was never loaded")
                 if (listener := self._models.get(model)) is None:  # the model has been let go meanwhile
                     return
                 if (ranks := self._ranks_of.get(model)) is None:
                     return
                 if rank not in ranks:
-                    raise m.BadMessage(f"{type(message).__name__} of a rank without the model")
+                    raise m.BadMessage(f"{type(message).__name__} from a rank that does not have the model")
                 message = replace(message, rank=ranks.index(rank))
                 if isinstance(message, m.Output):
                     listener.on_output(message)

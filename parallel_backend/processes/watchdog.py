@@ -166,7 +166,7 @@ class Watchdog:
         if self._stalled < limit:
             return None
         ranks = tuple(rank for rank, beat in busy.items() if not beat.waiting) or tuple(deaf)
-        did = "came no further"
+        did = "made no progress"
         if not ranks:
             ranks, did = (tuple(busy), "waited for each other") if busy else (self._all, "left a request unanswered")
         text = f"{did} for {limit:.0f} s{last_seen(self.doing(ranks[0]))}.{unanswered(deaf)} {RESTART}"

@@ -59,7 +59,7 @@ class RankConditioning:
         return step.tokens == self.token_order.span
 
     def form(self, step: Step, rank_tokens: Callable[[Span], Span]) -> StepForm:
-        """The form of a micro-step. `rank_tokens`: maps its image tokens to this rank's."""
+        """Return the form of a micro-step. `rank_tokens`: maps its image tokens to this rank's."""
         key = step.tokens, step.entries
         if key not in self.forms:
             image = rank_tokens(step.tokens)

@@ -173,13 +173,13 @@ class Engine:
         return Timeline(self.rank, *self._traffic.recorder.read())
 
     def find_not_finite(self) -> NotFiniteFound:
-        """The weights and additions on this rank with NaN or infinite values."""
+        """Return the weights and additions on this rank with NaN or infinite values."""
         model, changed = self.stage.model, self.stage.adapters.changed
         weights, adapters = bad_weights(model, self.stage.store, changed), bad_adapters(model, changed)
         return NotFiniteFound(self.rank, weights, adapters)
 
     def _decided(self, step: Step) -> Step:
-        """The micro-step, without its text if that need not be computed again."""
+        """Return the micro-step, without its text if that need not be computed again."""
         return step if self.conditionings[step.conditioning].words is None else self._words.of(step)
 
     def _compute(self, step: Step) -> torch.Tensor:

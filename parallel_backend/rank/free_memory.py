@@ -11,7 +11,7 @@ from parallel_backend.wire.diagnosis import DeviceMemoryReport
 def read_memory(
     rank: int, device: torch.device, held: int, others: int = 0, copy_rate: float = 0.0, vae: int = 0
 ) -> DeviceMemoryReport:
-    """The memory report for one of the rank's models.
+    """Return the memory report for one of the rank's models.
 
     `held`: the model's bytes, used on a CPU. On CUDA the model's bytes are those that this process has allocated, minus
     `others` (other models and their runs) and `vae` (parts of VAEs). `copy_rate`: see DeviceMemoryReport.

@@ -110,7 +110,7 @@ class LoadedStage:
         return degrees.patch == degrees.ring == degrees.ulysses == degrees.tensor == 1
 
     def image(self, tokens: Span) -> Span:
-        """This rank's part of a micro-step's image tokens."""
+        """Return this rank's part of a micro-step's image tokens."""
         return self.cut.image(tokens)[self.place]
 
     def kernel_of(self, attention: str) -> RankKernel:
@@ -129,7 +129,7 @@ class LoadedStage:
         return ""
 
     def attention_report(self) -> str:
-        """The kernels that ran since the last report, as text for the user."""
+        """Return the kernels that ran since the last report, as text for the user."""
         used = [kernel for kernel in self._kernels.values() if kernel.used] or [self._kernels[""]]
         return "; ".join(filter(None, (*(kernel.report() for kernel in used), self.attention.sparse_calls.report())))
 

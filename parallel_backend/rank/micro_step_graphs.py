@@ -106,7 +106,7 @@ class MicroStepState:
     buffer: KVBuffer | None
 
     def pattern(self) -> Hashable:
-        """The host state that the forward's branches depend on, in addition to Kind."""
+        """Return the host state that the forward's branches depend on, in addition to Kind."""
         return self.cache.pattern(), None if self.buffer is None else self.buffer.pattern()
 
     def addresses(self) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ Work = Callable[[MicroStepInputs], Outputs]
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """A second stream of the device, the same one for the life of the process."""
+    """Return a second stream of the device, the same one for the life of the process."""
     stream = torch.cuda.Stream(device)
     warnings.filterwarnings("ignore", "Synchronization debug mode")  # torch says once a process that it is a prototype
     # torch allocates a workspace at a stream's first matrix product and never frees it. Inside a capture it would be in the
@@ -241,7 +241,7 @@ class MicroStepGraphs:
             self._refuse(refused)
 
     def run(self, state: MicroStepState, inputs: MicroStepInputs, work: Work) -> Outputs:
-        """The outputs `work(inputs)`, computed by a graph if there is one or one can be captured."""
+        """Return the outputs `work(inputs)`, computed by a graph if there is one or one can be captured."""
         if self.refused:
             return work(inputs)
         kind = Kind.of(state.step), inputs.form, state.pattern()
@@ -281,7 +281,7 @@ class MicroStepGraphs:
             self._captures = None  # frees the pool of memory
 
     def report(self) -> tuple[int, int]:
-        """(micro-steps captured, micro-steps replayed) since the last report."""
+        """Return (micro-steps captured, micro-steps replayed) since the last report."""
         counts = self.captured, self.replayed
         self.captured = self.replayed = 0
         return counts

@@ -44,7 +44,7 @@ def bind_to_gpu(device: str, devices: Sequence[str], threads: int) -> int:
 
 
 def node_of(device: str) -> int:
-    """The NUMA node of a GPU. NO_NODE if there is none or it is unknown."""
+    """Return the NUMA node of a GPU. NO_NODE if there is none or it is unknown."""
     try:
         return int((SYSTEM / "bus/pci/devices" / bus_place(device) / "numa_node").read_text())
     except (OSError, ValueError):
@@ -62,7 +62,7 @@ def cores_of(node: int) -> set[int]:
 
 
 def bus_place(device: str) -> str:
-    """The GPU's PCI address, such as 0000:65:00.0. Raises OSError if it is unknown. Creates no context on the GPU."""
+    """Return the GPU's PCI address, such as 0000:65:00.0. Raises OSError if it is unknown. Creates no context on the GPU."""
     found: Any = torch.cuda.get_device_properties(device)
     if hasattr(found, "pci_bus_id"):  # torch newer than 2.9
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

@@ -80,8 +80,8 @@ class StageForward:
             stage.module_cache.end_step()
 
     def _forward(self, state: MicroStepState, inputs: MicroStepInputs) -> Outputs:
-        """(the result of `compute`, *tensors for the next stage). May be captured: `state` has all host data it depends
-        on."""
+        """Return (the result of `compute`, *tensors for the next stage). May be captured: `state` has all host data it
+        depends on."""
         stage, step, conditioning = self._stage, state.step, state.conditioning
         form = conditioning.form(step, stage.image)
         words = None if step.run or step.residuals else conditioning.words
@@ -135,7 +135,7 @@ class StageForward:
         return torch.cat((tokens[:, pictures.slice], tokens[:, order.image if has_companion else tokens.shape[1] :]), dim=1)
 
     def _alike(self, conditioning: RankConditioning, form: StepForm) -> Alike:
-        """The Alike for these tokens, made once: to read the structure, the host waits for the device."""
+        """Return the Alike for these tokens, made once: to read the structure, the host waits for the device."""
         kept = conditioning.kept[form.image]
         if ALIKE not in kept:
             stage, latent = self._stage, self._stage.built.own.latent
@@ -152,7 +152,7 @@ class StageForward:
         return kept[ALIKE]
 
     def _arguments(self, conditioning: RankConditioning, form: StepForm, alike: Alike) -> dict[str, Any]:
-        """The call's arguments by name, without latent and timestep. Also tells the blocks the call's band."""
+        """Return the call's arguments by name, without latent and timestep. Also tells the blocks the call's band."""
         blocks = self._stage.blocks
         named: dict[str, Any] = {OPTIONS: {}} | from_tensors(form.tensors, alike.structure)
         if alike.band is not None and blocks.tokens is not None:

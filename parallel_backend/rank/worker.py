@@ -257,7 +257,7 @@ class Worker:
         self._newest = engine
 
     def _read_memory(self) -> m.DeviceMemoryReport:
-        """The device's memory, with the share of the model that the present message is for."""
+        """Return the device's memory, with the share of the model that the present message is for."""
         engines = self.engines.items()
         sizes = {number: each.residency.device_bytes + each.stage.adapters.nbytes for number, each in engines}
         of_model = sizes.pop(self._model, 0)
@@ -305,7 +305,7 @@ class Worker:
         return before - torch.cuda.memory_reserved(self.device)
 
     def _next(self) -> Any:
-        """The next message. From now on `_reply` answers it."""
+        """Return the next message. From now on `_reply` answers it."""
         message, self._request_id, self._model = self._ahead.pop(0) if self._ahead else self._wait()
         now = time.monotonic()
         self._interval, self._handled_at = now - self._handled_at, now
@@ -321,7 +321,7 @@ class Worker:
             return self._inbox.get()
 
     def _upcoming(self) -> m.Step | None:
-        """The next message, if it has arrived and is a micro-step of the same model."""
+        """Return the next message, if it has arrived and is a micro-step of the same model."""
         if not self._ahead:
             try:
                 self._ahead.append(self._inbox.get_nowait())

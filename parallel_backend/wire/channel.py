@@ -120,7 +120,7 @@ class Channel:
 
     def _borrow(self, message: OpenSegment, model: int | None, on_borrowed: Borrowed) -> None:
         if message.number in self._borrowed or len(self._borrowed) == MAX_SEGMENTS or message.nbytes > MAX_SEGMENT_BYTES:
-            raise BadMessage(f"segment {message.number} of {message.nbytes} bytes beside {len(self._borrowed)} others")
+            raise BadMessage(f"segment {message.number}: {message.nbytes} bytes, {len(self._borrowed)} segments are open")
         try:
             segment = open_segment(message, None if message.name else self._handle())
         except (ValueError, OSError) as error:
@@ -150,7 +150,7 @@ class Channel:
                 length = min(FRAME_BYTES, nbytes - start)
                 frame = self._frame(length)
                 if len(frame) != length:
-                    raise BadMessage(f"{len(frame)} bytes of a tensor where {length} belong")
+                    raise BadMessage(f"{len(frame)} bytes of a tensor instead of {length}")
                 if not start:
                     content = self._room(tensor, shape)
                 content[start : start + length] = frame

@@ -271,7 +271,7 @@ def _pack_int(value: Any, _tensors: _Leaving) -> int:
 
 def _read_int(value: Any, _arriving: _Arriving) -> int:
     if type(value) is not int or not 0 <= value < MAX_INT:
-        raise BadMessage(f"{_short(value)} is not a whole number from 0 on")
+        raise BadMessage(f"{_short(value)} is not an integer of at least 0")
     return value
 
 

@@ -175,7 +175,7 @@ def test_segments_by_name_numbers_that_are_taken_are_refused(ends, segment):
         ends.rank.receive()
     ends.client.lend(segment)
     ends.client.lend(segment)
-    with pytest.raises(m.BadMessage, match="beside 1 others"):
+    with pytest.raises(m.BadMessage, match="1 segments are open"):
         ends.rank.receive()
 
 
@@ -185,7 +185,7 @@ def test_a_client_that_opens_ever_more_segments_is_refused(ends, monkeypatch):
     for segment in segments:
         ends.client.lend(segment)
         segment.close()
-    with pytest.raises(m.BadMessage, match="beside 1 others"):
+    with pytest.raises(m.BadMessage, match="1 segments are open"):
         ends.rank.receive()
 
 

@@ -18,7 +18,7 @@ from ..native.native_call import NativeArguments
 from ..patches.reach import Unread, refuse_unread
 from ..run.band import BAND_KEY, Band
 from ..run.sampling_run import steps_of, tokens_of, why_not_in_bands
-from .concurrent_conds import EVALUATION_KEY, Evaluation
+from .concurrent_conds import Evaluation, evaluation_of
 from .own_calls import by_entry, joined, own_residuals, returned, shapes, sparse_attention
 from .own_changes import OTHER_CALL
 from .prepared_call import PROVE_KEY, PreparedCall, RankCall, prepared
@@ -35,7 +35,7 @@ def answered(
     is_carried: bool = True,
     **extra: Any,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """The output of a call of the native model. `is_carried`: whether latents are as the native `forward` gets them;
+    """Return the output of a call of the native model. `is_carried`: whether latents are as the native `forward` gets them;
     otherwise they are as its `_forward` gets them."""
     options = transformer_options or {}
     latents = latents_of(x if isinstance(x, torch.Tensor) else tuple(x))
@@ -56,7 +56,7 @@ def answered(
         changes = dataclasses.replace(changes, sparse=sparse)
     stub.choose_heads(call.timestep, options)
     in_parts = LATENTS in call.named and stub.checkpoint.built.patching.companion is not None
-    evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
+    evaluation = evaluation_of(options) or Evaluation()
     model_call = ModelCall(
         x=latents if in_parts else call.x,
         timestep=call.timestep,
@@ -76,8 +76,8 @@ def answered(
 
 
 def _in_rank_form(stub: Stub, x: Any, given: NativeArguments, control: Any, is_carried: bool) -> RankCall:
-    """The call in the form of ranks and trials. Raises ValueError for latents, timesteps and controls that ranks do not
-    take."""
+    """Return the call in the form of ranks and trials. Raises ValueError for latents, timesteps and controls that ranks do
+    not take."""
     latents, built, adapter = given.latents, stub.checkpoint.built, adapter_of(stub.own.kind)
     axes, band = 5 if built.patching.video else 4, stub.band_of(latents, given.options)
     if band is None:
@@ -99,7 +99,7 @@ def _in_rank_form(stub: Stub, x: Any, given: NativeArguments, control: Any, is_c
 
 
 def _for_entries(timestep: torch.Tensor, entries: int) -> torch.Tensor:
-    """The timesteps of a call's batch entries [entries, ...]. Raises ValueError for another number of timesteps."""
+    """Return the timesteps of a call's batch entries [entries, ...]. Raises ValueError for another number of timesteps."""
     if len(timestep) == 1:
         return timestep.expand(entries, *timestep.shape[1:])
     if len(timestep) != entries:
@@ -122,7 +122,7 @@ def _check_latents(latents: Latents, axes: int) -> None:
 def _residuals(
     stub: Stub, given: NativeArguments, timestep: torch.Tensor, control: Any, band: Band | None, is_carried: bool
 ) -> Residuals:
-    """The residuals of ControlNets and of controls that run in this process, for the call."""
+    """Return the residuals of ControlNets and of controls that run in this process, for the call."""
     latent, options = given.latents[0], given.options
     if control is None and not options.get(PATCHES) and not options.get(REPLACED):
         return {}

@@ -112,13 +112,13 @@ class RemoteDiffusionModel(torch.nn.Module):
         return type(self)(self.checkpoint, self.setup, self.devices, self.comm_overlap, self.weights)
 
     def enlarged_by(self, patches: Mapping[str, list[Patch]]) -> TensorSizes:
-        """Tensors that the patches enlarge, with their new sizes. Additional output heads do not count."""
+        """Return the tensors that the patches enlarge, with their new sizes. Additional output heads do not count."""
         banked = BANK_KEYS if self._has_bank else frozenset()
         return self.weights.sizes_with({key: each for key, each in patches.items() if key not in banked})
 
     def enlarged(self, sizes: TensorSizes) -> "RemoteDiffusionModel":
-        """A copy of this model in which a LoRA enlarges the tensors `sizes`. ComfyUI's detection finds its class. Raises
-        ValueError if ranks cannot run the enlarged model."""
+        """Return a copy of this model in which a LoRA enlarges the tensors `sizes`. ComfyUI's detection finds its class.
+        Raises ValueError if ranks cannot run the enlarged model."""
         try:
             file = open_file(self.setup.path, importing(self.devices[0]), sizes)
         except ValueError:
@@ -197,13 +197,13 @@ class RemoteDiffusionModel(torch.nn.Module):
         return self._methods.computed(method, both, self.run.patches_uuid, *arguments, **named)
 
     def state_dict(self, *_args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Names and shapes of the weights, which are on the ranks. ComfyUI matches a LoRA's keys with them."""
+        """Return the names and shapes of the weights, which are on the ranks. ComfyUI matches a LoRA's keys with them."""
         destination = {} if destination is None else destination
         destination.update({prefix + name: tensor for name, tensor in self.weights.tensors.items()})
         return destination
 
     def transformer(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
-        """The model on its ranks, with its patches. At first use the ranks are started and loaded, for a run like
+        """Return the model on its ranks, with its patches. At first use the ranks are started and loaded, for a run like
         `expected()`."""
 
         def adapted(model: RemoteTransformer) -> RemoteTransformer:
@@ -213,7 +213,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         return kept(self, lambda: self._loaded(expected), adapted)
 
     def _loaded(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
-        """The model on its ranks. Its weights may still have the patches of an earlier run."""
+        """Return the model on its ranks. Its weights may still have the patches of an earlier run."""
         known = self.run.loaded()
         if known is not None and self.run.of_setup is self.setup and registry().models.use_again(known):
             return known
@@ -236,7 +236,7 @@ class RemoteDiffusionModel(torch.nn.Module):
                 vars(self).pop(made, None)
 
     def _patches_name(self) -> tuple[Any, ...] | None:
-        """A name for all patches of the run. None: there are no patches."""
+        """Return a name for all patches of the run. None: there are no patches."""
         run = self.run
         is_patched = run.patches or run.bypass_patches or run.hook_patches
         return (run.patches_uuid, *run.hook_patches) if is_patched else None
@@ -255,7 +255,7 @@ class RemoteDiffusionModel(torch.nn.Module):
             yield from bank_deltas(self.weights, self.run.patches, heads, 1 + len(self.run.hook_patches))
 
     def heads_of(self, patches: Mapping[str, list[Patch]]) -> int:
-        """Number of output heads of a PDD acceleration LoRA in the patches. 1: there is no such LoRA."""
+        """Return the number of output heads of a PDD acceleration LoRA in the patches. 1: there is no such LoRA."""
         return heads_of(self.weights, patches) if self._has_bank else 1
 
     def choose_heads(self, timestep: torch.Tensor, options: Mapping[str, Any]) -> None:
@@ -313,12 +313,12 @@ class RemoteDiffusionModel(torch.nn.Module):
         return wrappers_of(options, is_model_options) if runs_wrappers(self.native) else []
 
     def _forward(self, *arguments: Any, **named: Any) -> torch.Tensor | list[torch.Tensor]:
-        """The call inside of wrappers, with the arguments of the native class's `_forward`. The native `forward` has already
-        changed the latents, as it does before its `_forward`."""
+        """Return the call inside of wrappers, with the arguments of the native class's `_forward`. The native `forward` has
+        already changed the latents, as it does before its `_forward`."""
         return answered(self, **by_name(self.native, arguments, named), is_carried=False)
 
     def band_of(self, latents: Latents, options: dict[str, Any]) -> Band | None:
-        """The band that this call computes. None: the call is for the whole latent."""
+        """Return the band that this call computes. None: the call is for the whole latent."""
         band: Band | None = options.get(BAND_KEY)
         return band if band is not None and band.takes(self, latents, options) else None
 
@@ -327,7 +327,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         _refuse_inside("forward_orig")
 
     def predict(self, call: ModelCall, shape: CallShape, steps: int, evaluation: Evaluation) -> torch.Tensor | Latents:
-        """The ranks' output for a call with the whole latent, from a sampler with `steps` steps."""
+        """Return the ranks' output for a call with the whole latent, from a sampler with `steps` steps."""
         batch = shape.latent[0]
         expected = functools.partial(expected_request, self.checkpoint, shape.latent, batch, shape.text_tokens)
 
@@ -351,7 +351,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         return self.run.unproven_bands
 
     def without_bands(self, reason: str) -> str:
-        """The error text if the user asked for bands and they are not possible."""
+        """Return the error text if the user asked for bands and they are not possible."""
         name = self.checkpoint.path.name
         if (degrees := self.setup.degrees).patch > 1:
             return f"patch_degree: {name} cannot run in {degrees.patch_mode} patches: {reason}. Set it to 1."
@@ -363,7 +363,7 @@ def _refuse_inside(name: str) -> None:
 
 
 def remote_stub(model: comfy.model_patcher.ModelPatcher) -> RemoteDiffusionModel:
-    """The RemoteDiffusionModel inside a MODEL. ValueError if the MODEL is a native one."""
+    """Return the RemoteDiffusionModel inside a MODEL. Raises ValueError if the MODEL is a native one."""
     stub = getattr(getattr(model, "model", None), "diffusion_model", None)
     if not isinstance(stub, RemoteDiffusionModel):
         raise ValueError(

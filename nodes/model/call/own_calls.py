@@ -46,19 +46,19 @@ def is_held(value: Any) -> bool:
 
 
 def on_host(values: Any) -> dict[str, Any]:
-    """The values, with all tensors in host memory."""
+    """Return the values, with all tensors in host memory."""
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(values))
 
 
 def shapes(tensors: dict[str, torch.Tensor]) -> Any:
-    """Names and shapes of a call's conditioning tensors, whatever the batch. Leading sides of 1 are removed, because they
-    may belong to a tensor that entries share, or to a single entry."""
+    """Return the names and shapes of a call's conditioning tensors, whatever the batch. Leading sides of 1 are removed,
+    because they may belong to a tensor that entries share, or to a single entry."""
     sides = {name: tuple(itertools.dropwhile(lambda side: side == 1, each.shape[1:])) for name, each in tensors.items()}
     return frozenset((name, each) for name, each in sides.items() if name != STRUCTURE)
 
 
 def returned(latents: Latents) -> torch.Tensor | list[torch.Tensor]:
-    """A call's outputs in the form in which ComfyUI's classes return them."""
+    """Return a call's outputs in the form in which ComfyUI's classes return them."""
     return list(latents) if len(latents) > 1 else latents[0]
 
 
@@ -76,7 +76,7 @@ def by_entry(x: Any, timestep: Any, named: Mapping[str, Any]) -> Iterator[dict[s
 
 
 def joined(outputs: Sequence[torch.Tensor | list[torch.Tensor]]) -> torch.Tensor | list[torch.Tensor]:
-    """The outputs of one call, from those of calls with one entry each."""
+    """Return the outputs of one call, from those of calls with one entry each."""
     latents = [latents_of(each if isinstance(each, torch.Tensor) else tuple(each)) for each in outputs]
     return returned(tuple(torch.cat(parts) for parts in zip(*latents, strict=True)))
 
@@ -120,7 +120,7 @@ class NodeChanges:
 def changes_and_options(
     checkpoint: Checkpoint, loaded: str, options: Mapping[str, Any], entries: int
 ) -> tuple[BlockChanges, NodeChanges, dict[str, Any]]:
-    """(attention of a call with `entries` batch entries, other nodes' changes in it, transformer_options for ranks).
+    """Return (attention of a call with `entries` batch entries, other nodes' changes in it, transformer_options for ranks).
     `loaded`: see chosen_attention. Raises ValueError for options that ranks cannot get, see told_to_own_class."""
     built, override = checkpoint.built, options.get(OVERRIDE)
     preferred = preferred_attention(checkpoint, loaded, options) if HEEDS_FILES else ""
@@ -159,7 +159,7 @@ def is_sparse(options: Mapping[str, Any]) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _code_of_calls(own: OwnClass) -> str:
-    """The code that can call a patch of another node: the class's module and those that it imports.
+    """Return the code that can call a patch of another node: the class's module and those that it imports.
 
     A patch of a kind that this code does not name has no effect, as natively. The module of UNets' blocks is left out,
     unless the class has such blocks."""
@@ -197,7 +197,7 @@ def form(call: Call, sizes: tuple[int, ...]) -> str:
 
 
 def widths_of(call: Call) -> frozenset[tuple[str, int, bool]]:
-    """(name, channels, whether it is empty) of each of the call's tensors and latents."""
+    """Return (name, channels, whether it is empty) of each of the call's tensors and latents."""
     latents = {f"latent {number}": latent.movedim(1, -1) for number, latent in enumerate(call.latents)}
     values = {**call.named, **latents}.items()
     return frozenset(
@@ -206,13 +206,13 @@ def widths_of(call: Call) -> frozenset[tuple[str, int, bool]]:
 
 
 def asked(call: Call, sizes: tuple[int, ...], times: Sequence[float], sequence: bool, bands: bool, tensor: int) -> Asked:
-    """The requirements that a shipped plan has to meet for this call. `times`: the model's. `sizes`: see form."""
+    """Return the requirements that a shipped plan has to meet for this call. `times`: the model's. `sizes`: see form."""
     names = frozenset(map(str, call.options))
     return Asked(form(call, sizes), names, tuple(near(times)), len(call.x), numbers_of(call), sequence, bands, tensor)
 
 
 def times_of(sampling: Any) -> tuple[float, ...]:
-    """The first and last timestep of ComfyUI's model sampling, and one between them, as the class gets them."""
+    """Return the first and last timestep of ComfyUI's model sampling, and one between them, as the class gets them."""
     first, last = float(sampling.sigma_max), float(sampling.sigma_min)
     sigmas = torch.tensor([first, (first + last) / 2, last])
     return tuple(dict.fromkeys(sampling.timestep(sigmas).float().tolist()))

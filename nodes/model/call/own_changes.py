@@ -51,9 +51,9 @@ class OwnChanges:
         tensor: int,
         asked: NodeChanges,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(fields of BlockChanges, further arguments) for a `call` that has the `proof`. `lists`: all blocks of the class.
-        `tensor`: number of ranks that share its layers. Raises ValueError, with the node, if ranks are not proven to do what
-        is `asked`."""
+        """Return (fields of BlockChanges, further arguments) for a `call` that has the `proof`. `lists`: all blocks of the
+        class. `tensor`: number of ranks that share its layers. Raises ValueError, with the node, if ranks are not proven to
+        do what is `asked`."""
         given = own, proof, call, times
         of_call = structure(call, sizes), tuple(numbers_of(call).items()), proof
         fields: dict[str, Any] = {}
@@ -106,7 +106,7 @@ class OwnChanges:
 
 
 def whole_call(call: Call, known: Call | None, sizes: tuple[int, ...], proof: Proof, asked: NodeChanges) -> Call:
-    """The whole latent's call, for that of a band. `known`: the call that was tried, if any. Raises NotLocal if it
+    """Return the whole latent's call, for that of a band. `known`: the call that was tried, if any. Raises NotLocal if it
     differs."""
     if known is None or form(known, sizes) != form(call, sizes) or (asked.of_batch and len(known.x) != len(call.x)):
         raise NotLocal(OTHER_CALL)

@@ -31,7 +31,7 @@ class OwnMethods:
     def computed(
         self, method: str, patches: Mapping[str, list[Patch]], name: Any, first: torch.Tensor, *more: Any, **named: Any
     ) -> torch.Tensor:
-        """The result of the method, on the device of `first`, such as text [B, T, C] of the text encoder.
+        """Return the result of the method, on the device of `first`, such as text [B, T, C] of the text encoder.
 
         `patches`: a ModelPatcher's; some may be for these weights. `name`: stands for the patches. `first`, `more`, `named`:
         the method's arguments. Copies of them are stored in host memory, because a video of faces is large.
@@ -86,7 +86,7 @@ class OwnMethods:
 
 
 def patched(value: torch.Tensor, patches: Mapping[str, list[Patch]], key: str) -> torch.Tensor:
-    """A weight with the patches for this key of the native model, in the weight's dtype."""
+    """Return a weight with the patches for this key of the native model, in the weight's dtype."""
     of_key = patches.get(f"{PREFIX}{key}")
     return comfy.lora.calculate_weight(of_key, value.float(), key).to(value.dtype) if of_key else value
 

@@ -98,13 +98,13 @@ class PreparedCall:
     shape: CallShape
 
     def tensors(self, call: RankCall) -> dict[str, torch.Tensor]:
-        """The call's conditioning tensors."""
+        """Return the call's conditioning tensors."""
         options = {OPTIONS: {name: call.given.options[name] for name in self.proof.options}}
         return tensors_in({**call.named, **options, **self.more}, len(call.x)) | {STRUCTURE: self.structure}
 
 
 def prepared(stub: Stub, call: RankCall) -> PreparedCall:
-    """The run's PreparedCall for this call. The first call of its likeness creates it."""
+    """Return the run's PreparedCall for this call. The first call of its likeness creates it."""
     known, key = stub.run.prepared, call.likeness()
     found = known.get(key)
     if found is None or found.setup is not stub.setup:
@@ -142,7 +142,7 @@ def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
 def _changed(
     stub: Stub, asked: NodeChanges, proof: Proof, tried: Call, call: RankCall
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The result of OwnChanges.of. A band's changes are those of the whole latent's call."""
+    """Return the result of OwnChanges.of. A band's changes are those of the whole latent's call."""
     tried = with_tensors_told(tried) if proof.options else tried
     if call.band is not None:
         tried = whole_call(tried, stub.checkpoint.built.call, call.sizes, proof, asked)

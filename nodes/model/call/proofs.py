@@ -60,8 +60,8 @@ class Proofs:
     """Widths of a call's tensors that fit the class's layers."""
 
     def kept(self, key: Key, numbers: Mapping[str, Any], sizes: tuple[int, ...] | None = None) -> Proof | None:
-        """The stored proof for a trial with this key, or one that also covers bands. None: there is none. `numbers`: the
-        call's. `sizes`: see kept_proof. None: only proofs that hold for all sizes count."""
+        """Return the stored proof for a trial with this key, or one that also covers bands. None: there is none. `numbers`:
+        the call's. `sizes`: see kept_proof. None: only proofs that hold for all sizes count."""
         of_numbers = key, tuple(numbers.items())
         found = self.known.get(key) or self.known.get(of_numbers) or self.known.get((*of_numbers, sizes))
         with_bands = key[0], key[1], True, key[3]
@@ -94,14 +94,14 @@ class Stub(Protocol):
 
 
 def times_of_run(stub: Stub) -> tuple[float, ...]:
-    """The timesteps of the run's model sampling, see times_of. Empty: no sampler makes the call."""
+    """Return the timesteps of the run's model sampling, see times_of. Empty: no sampler makes the call."""
     patcher = stub.run.patcher()
     return () if patcher is None else times_of(patcher.model.model_sampling)
 
 
 def of_band(stub: Stub, call: Call, sizes: tuple[int, ...], wholes: Sequence[Sequence[int]]) -> Proof:
-    """The proof for a band's call. `wholes`: shapes of the whole latents. Raises NotTried if there is no proof, NotLocal if
-    it is not the one with which the model was loaded."""
+    """Return the proof for a band's call. `wholes`: shapes of the whole latents. Raises NotTried if there is no proof,
+    NotLocal if it is not the one with which the model was loaded."""
     proof = stub.proofs.kept(_key(stub, call, sizes), numbers_of(call))
     if proof is None:
         whole = call.with_latents([torch.zeros(len(call.x), *shape[1:]) for shape in wholes])
@@ -121,7 +121,7 @@ def _key(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Key:
 
 
 def proven(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Proof:
-    """The proof for such calls, which `setup` has from now on. Raises ValueError if the degrees are not proven."""
+    """Return the proof for such calls, which `setup` has from now on. Raises ValueError if the degrees are not proven."""
     key, tried_sizes = _key(stub, call, sizes), (*call.x.shape, words_of(call))
     proof, how = stub.proofs.kept(key, numbers_of(call), tried_sizes), None
     if proof is None:
@@ -144,7 +144,7 @@ def proven(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Proof:
 
 
 def _new(stub: Stub, call: Call, sizes: tuple[int, ...], key: Key, tried_sizes: tuple[int, ...]) -> tuple[Proof, str]:
-    """(the proof, from a shipped plan, an earlier process or a trial; its source as text for the report)."""
+    """Return (the proof, from a shipped plan, an earlier process or a trial; its source as text for the report)."""
     own, numbers, times = stub.own, numbers_of(call), times_of_run(stub)
     _, sequence, bands, tensor = key
 

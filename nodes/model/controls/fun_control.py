@@ -37,7 +37,7 @@ def fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def without_fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The transformer_options without Fun controls."""
+    """Return the transformer_options without Fun controls."""
     controls = fun_controls(kind, options)
     patches = {
         name: [each for each in functions if each not in controls.get(name, ())]

@@ -28,7 +28,7 @@ Replacement = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 
 def controls_around(function: Any) -> list[Any]:
-    """The controls among the patches around a block, outermost first."""
+    """Return the controls among the patches around a block, outermost first."""
     controls = []
     while function is not None and is_known(CONTROL, function):
         controls.append(function)
@@ -37,7 +37,7 @@ def controls_around(function: Any) -> list[Any]:
 
 
 def below_controls(function: Any) -> Any:
-    """The patch around a block inside its controls. None: there is no other."""
+    """Return the patch around a block inside its controls. None: there is no other."""
     controls = controls_around(function)
     return controls[-1].previous if controls else function
 
@@ -47,7 +47,7 @@ Controls = Mapping[tuple[str, int], list[Any]]
 
 
 def sequence_controls(options: Mapping[str, Any]) -> Controls:
-    """The controls in a call's transformer_options."""
+    """Return the controls in a call's transformer_options."""
     replaced = options.get(REPLACED, {}).get(BLOCKS, {})
     found = {block[:2]: controls_around(function) for block, function in replaced.items()}
     return {block: controls for block, controls in found.items() if controls}

@@ -33,7 +33,7 @@ def clip_and_vae(path: Path) -> tuple[comfy.sd.CLIP | None, comfy.sd.VAE]:
 
 
 def _patcher(path: Path, index: int, **options: Any) -> comfy.model_patcher.ModelPatcher:
-    """The patcher of the CLIP (index 0) or the VAE (1), loaded again."""
+    """Return the patcher of the CLIP (index 0) or the VAE (1), loaded again."""
     part = _load(path, **options)[index]
     assert part is not None  # only a part with a patcher has this function on it
     return part.patcher
@@ -52,8 +52,8 @@ def _load(path: Path, **options: Any) -> tuple[comfy.sd.CLIP | None, comfy.sd.VA
 
 
 def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
-    """(the file's tensors as views of the mapped file, metadata of its header). The transformer's tensors are on the meta
-    device, except single values and descriptions that ComfyUI's detection reads."""
+    """Return (the file's tensors as views of the mapped file, metadata of its header). The transformer's tensors are on the
+    meta device, except single values and descriptions that ComfyUI's detection reads."""
     with safe_open(path, framework="pt", device="cpu") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         prefix = comfy.model_detection.unet_prefix_from_state_dict(slices)
@@ -73,5 +73,5 @@ def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]
 
 
 def _shape_alone(part: Any) -> torch.Tensor:
-    """A safetensors slice as a tensor on the meta device. `get_tensor` would read its first page."""
+    """Return a safetensors slice as a tensor on the meta device. `get_tensor` would read its first page."""
     return torch.empty(part.get_shape(), dtype=DTYPES.get(part.get_dtype(), torch.uint8), device="meta")

@@ -30,8 +30,8 @@ def code_digest(code: Code) -> str:
 
 
 def class_code(own: OwnClass, helpers: bool = True) -> Code:
-    """The class's module and everything that it imports below ROOT, from the class's folder. Nothing is imported. `helpers`:
-    also what these import from the rest of PACKAGE, except UNREAD, but not the imports of those."""
+    """Return the class's module and everything that it imports below ROOT, from the class's folder. Nothing is imported.
+    `helpers`: also what these import from the rest of PACKAGE, except UNREAD, but not the imports of those."""
     found: dict[str, bytes] = {}
     coming = [own.module]
     while coming:
@@ -46,8 +46,8 @@ def class_code(own: OwnClass, helpers: bool = True) -> Code:
 
 
 def deciding_arguments(own: OwnClass, code: Code) -> dict[str, Any]:
-    """The constructor's arguments that can matter: those that the class's `code` (without helpers) names and that differ
-    from the class's defaults."""
+    """Return the constructor's arguments that can matter: those that the class's `code` (without helpers) names and that
+    differ from the class's defaults."""
     words = {word for _, text in code for word in re.findall(r"\w+", text.decode())}
     given = json.loads(own.arguments)
     parameters = inspect.signature(class_of(own)).parameters
@@ -58,7 +58,7 @@ def deciding_arguments(own: OwnClass, code: Code) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> Any:
-    """The value as JSON has it."""
+    """Return the value as JSON has it."""
     return [_listed(each) for each in value] if isinstance(value, tuple) else value
 
 

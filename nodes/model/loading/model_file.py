@@ -70,7 +70,7 @@ def importing(device: str) -> dict[str, Any]:
 
 
 def _detected(contents: Contents, enlarged: TensorSizes) -> tuple[Contents, dict[str, torch.Tensor], Any]:
-    """(the contents, converted if ComfyUI converts such a file; their tensors; ComfyUI's config of the file)."""
+    """Return (the contents, converted if ComfyUI converts such a file; their tensors; ComfyUI's config of the file)."""
     stored = contents
     try:
         tensors = contents.tensors(enlarged)
@@ -100,7 +100,7 @@ def conversion_of(tensors: Mapping[str, torch.Tensor]) -> Conversion:
 
 
 def _of_transformer(rows: Mapping[str, int]) -> Conversion:
-    """The conversion of a transformer, found by having ComfyUI convert row numbers in place of weights."""
+    """Return the conversion of a transformer, found by having ComfyUI convert row numbers in place of weights."""
     numbered, starts, start = {}, {}, 0
     for key, count in rows.items():
         numbered[key] = torch.arange(start, start + count)
@@ -126,7 +126,7 @@ def _runs(rows: torch.Tensor, starts: Mapping[int, str]) -> list[tuple[str, int,
 
 
 def _model_file(contents: Contents, imported: Mapping[str, Any], enlarged: TensorSizes) -> ModelFile:
-    """The file with these contents, for the class by which ComfyUI would compute it. Errors: as `open_file`."""
+    """Return the file with these contents, for the class by which ComfyUI would compute it. Errors: as `open_file`."""
     contents, tensors, config = _detected(contents, enlarged)
     name, stated, other = contents.name, contents.stated or {}, contents.other
     if other is not None and other.what not in (NOT_RUN, UNET):
@@ -172,7 +172,7 @@ def _model_file(contents: Contents, imported: Mapping[str, Any], enlarged: Tenso
 
 
 def _dtype_name(value: Any) -> str:
-    """A class's argument that JSON does not have, as text."""
+    """Return a class's argument that JSON does not have, as text."""
     if isinstance(value, torch.dtype):
         return f"{DTYPE}{str(value).removeprefix('torch.')}"
     raise TypeError(type(value))

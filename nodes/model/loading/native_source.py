@@ -152,6 +152,6 @@ def _pairs(model: comfy.model_patcher.ModelPatcher, path: Path) -> Iterator[tupl
 
 
 def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The middle of a tensor in this dtype, as bytes, so that NaN equals NaN."""
+    """Return the middle of a tensor in this dtype, as bytes, so that NaN equals NaN."""
     start = max(0, (tensor.numel() - COMPARED) // 2)
     return tensor.reshape(-1)[start : start + COMPARED].to("cpu", dtype).view(torch.uint8)

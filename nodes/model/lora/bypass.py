@@ -64,7 +64,7 @@ def _not_placed(manager: Any) -> list[str]:
 
 
 def _plain(adapter: Any) -> Any:
-    """The adapter without DoRA scale and without a larger weight shape, which ComfyUI ignores in bypass mode."""
+    """Return the adapter without DoRA scale and without a larger weight shape, which ComfyUI ignores in bypass mode."""
     scale = DORA_SCALE.get(getattr(adapter, "name", ""))
     if scale is None:
         return adapter

@@ -82,5 +82,5 @@ def head_strengths(heads: int, sigma: float, sigmas: torch.Tensor, shifts: tuple
 
 
 def _unshifted(sigma: float, shift: float) -> float:
-    """The sigma that the shift maps to this one."""
+    """Return the sigma that the shift maps to this one."""
     return sigma / (shift - (shift - 1.0) * sigma)

@@ -59,7 +59,7 @@ class NativeWeights:
         self._checkpoint = checkpoint.smaller or checkpoint
 
     def sizes_with(self, patches: Mapping[str, list[Patch]]) -> TensorSizes:
-        """Tensors that the patches enlarge, with their new sizes, for `Setup.enlarged`."""
+        """Return the tensors that the patches enlarge, with their new sizes, for `Setup.enlarged`."""
         larger = {}
         for key, key_patches in patches.items():
             name, shape = self._find(key)
@@ -108,7 +108,7 @@ class NativeWeights:
                     yield self._delta(name, self.tensors[name].shape, patch, group)
 
     def patched(self, key: str, patches: list[Patch]) -> torch.Tensor:
-        """The checkpoint's value with these patches, float32, computed by ComfyUI's functions."""
+        """Return the checkpoint's value with these patches, float32, computed by ComfyUI's functions."""
         name, _ = self._find(key)
         value = self.value(name)
         for patch in patches:
@@ -122,7 +122,7 @@ class NativeWeights:
         return hooked or name.rpartition(".")[0] not in self._with_modules
 
     def stored(self, key: str) -> torch.Tensor | None:
-        """The checkpoint's value as stored in the file, see stored_value."""
+        """Return the checkpoint's value as stored in the file, see stored_value."""
         return stored_value(self._checkpoint, self.key_in_file(key))
 
     def key_in_file(self, key: str) -> str:
@@ -130,7 +130,7 @@ class NativeWeights:
         return self.keys[self._find(key)[0]]
 
     def _find(self, key: str) -> tuple[str, torch.Size]:
-        """(name, shape in the file) of the weight that ComfyUI calls `key`."""
+        """Return (name, shape in the file) of the weight that ComfyUI calls `key`."""
         name = key.removeprefix(PREFIX)
         if name not in self.tensors:
             raise ValueError(
@@ -139,7 +139,7 @@ class NativeWeights:
         return name, self._shapes[name]
 
     def value(self, name: str) -> torch.Tensor:
-        """The checkpoint's value, float32."""
+        """Return the checkpoint's value, float32."""
         key = self.keys[name]
         return values_of(self._checkpoint, [key])[key]
 

@@ -46,7 +46,7 @@ def calculated(patch: Patch, weight: torch.Tensor, name: str, **more: Any) -> to
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of an adapter, or of another patch's value."""
+    """Return the tensors of an adapter, or of another patch's value."""
     parts = getattr(value, "weights", value if isinstance(value, tuple) else ())
     found = []
     for part in parts:

@@ -39,7 +39,7 @@ def key_patches(
 
 
 def patched_weight(weights: NativeWeights, key: str, patches: list[Patch], dtype: torch.dtype) -> torch.Tensor:
-    """The value with its patches in the file's dtype, rounded as by ComfyUI."""
+    """Return the value with its patches in the file's dtype, rounded as by ComfyUI."""
     return comfy.float.stochastic_rounding(weights.patched(key, patches), dtype, seed=comfy.utils.string_to_seed(key))
 
 

@@ -53,7 +53,7 @@ def leaves_wrappers_to_parent(native: NativeClass) -> bool:
 
 
 def wrappers_of(options: dict[str, Any], is_model_options: bool = False) -> list[Any]:
-    """The wrappers in a call's transformer_options, or in the model_options that contain those."""
+    """Return the wrappers in a call's transformer_options, or in the model_options that contain those."""
     kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
     return comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options)
 

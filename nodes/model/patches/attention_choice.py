@@ -56,7 +56,7 @@ def chosen_attention(override: Any, loaded: str) -> str | None:
 
 
 def without_settings(patches: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The patches for weights, or for a text encoder. ComfyUI from 0.38 on converts the others to object patches."""
+    """Return the patches for weights, or for a text encoder. ComfyUI from 0.38 on converts the others to object patches."""
     return {key: value for key, value in patches.items() if not _is_setting(key, value)}
 
 
@@ -120,8 +120,8 @@ def _kernel(override: Any) -> str | None:
 
 
 def _sage(override: Callable[..., Any]) -> str | None:
-    """The kernel of KJNodes' function, by the function of the package that it calls and the number formats that it asks
-    for."""
+    """Return the kernel of KJNodes' function, by the function of the package that it calls and the number formats that it
+    asks for."""
     for function in _functions(override):
         called, texts = _inside(function), function.__code__.co_consts
         for variant, (name, options) in SAGE_VARIANTS.items():
@@ -145,5 +145,5 @@ def _functions(override: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 def _inside(function: Callable[..., Any]) -> dict[str, Any]:
-    """The variables of a function's closure."""
+    """Return the variables of a function's closure."""
     return dict(inspect.getclosurevars(function).nonlocals)

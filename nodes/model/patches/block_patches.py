@@ -43,7 +43,7 @@ def kernel_of_call(override: Any, loaded: str, preferred: str) -> tuple[str, Any
 
 
 def skipped_keys(replaced: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[tuple[str, int], Any], dict[str, dict[Any, Any]]]:
-    """((kind, number) of each skipped block -> the function for it, the other replacements)."""
+    """Return ((kind, number) of each skipped block -> the function for it, the other replacements)."""
     skipped: dict[tuple[str, int], Any] = {}
     remaining: dict[str, dict[Any, Any]] = {}
     for name, functions in replaced.items():
@@ -66,7 +66,7 @@ def sparse_blocks(replaced: Mapping[str, Mapping[Any, Any]]) -> Callable[..., An
 def normalized_guidance(
     options: Mapping[str, Any], entries: int
 ) -> tuple[Callable[..., Any] | None, NormalizedGuidance | None, dict[str, list[Any]]]:
-    """(NAG's function in the transformer_options of a call with `entries` batch entries, its settings, the other
+    """Return (NAG's function in the transformer_options of a call with `entries` batch entries, its settings, the other
     patches)."""
     patches = {name: list(functions) for name, functions in options.get("patches", {}).items()}
     functions = patches.get(OUTPUT, [])

@@ -83,7 +83,7 @@ class Unread:
     """The node that is doing it, if known."""
 
     def described(self) -> str:
-        """The description with the responsible node, or with the function if the node is unknown."""
+        """Return the description with the responsible node, or with the function if the node is unknown."""
         function = None if self.source is None else definition(self.source)
         nodes = self.by or (named(nodes_of(function)) if function else "")
         nodes = nodes or (named(nodes_that_set(self.entry)) if self.entry else "")
@@ -93,9 +93,9 @@ class Unread:
 
 
 def told_to_own_class(options: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
-    """The entries of transformer_options that ranks get for ComfyUI's own class, which may read any of them. `ours`: entries
-    of this pack that they also get. Raises ValueError, with node and entry, for anything that may change the native model's
-    result and does not reach the ranks."""
+    """Return the entries of transformer_options that ranks get for ComfyUI's own class, which may read any of them. `ours`:
+    entries of this pack that they also get. Raises ValueError, with node and entry, for anything that may change the native
+    model's result and does not reach the ranks."""
     others = {
         name: value
         for name, value in options.items()

@@ -81,14 +81,14 @@ def tried_guidance(guidance: TextGuidance) -> TextGuidance:
 
 
 def forward_of_node(guidance: TextGuidance, module: torch.nn.Module, text: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """The node's `forward` of a native cross-attention, with these settings and an embedded `text` [1, T, hidden]."""
+    """Return the node's `forward` of a native cross-attention, with these settings and an embedded `text` [1, T, hidden]."""
     node = copy.copy(guidance.node)
     node.nag_context, node.nag_scale, node.nag_tau, node.nag_alpha = text, guidance.scale, guidance.tau, guidance.alpha
     return node.__get__(module, type(module))
 
 
 def text_guidance(name: str, patch: Any) -> TextGuidance | None:
-    """The TextGuidance that an object patch of this name puts on the MODEL. None: it is another patch."""
+    """Return the TextGuidance that an object patch of this name puts on the MODEL. None: it is another patch."""
     function = getattr(patch, "__func__", patch)
     if CROSS_ATTENTION.fullmatch(name) is None or not is_known(GUIDED, function):
         return None

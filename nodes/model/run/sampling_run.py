@@ -35,7 +35,7 @@ class CallShape:
 
 
 def tokens_of(built: BuiltClass, latent: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Counted:
-    """A call's tokens, including those that the class adds."""
+    """Return a call's tokens, including those that the class adds."""
     return built.counted(built.patching.grid(latent.shape), built.words(tensors), tensors)
 
 
@@ -48,7 +48,7 @@ def why_not_in_bands(proof: Proof, tokens: Counted) -> str:
 
 
 def steps_of(options: Mapping[str, Any]) -> int:
-    """Number of steps of the sampler that makes a call with these transformer_options. 0: unknown."""
+    """Return the number of steps of the sampler that makes a call with these transformer_options. 0: unknown."""
     return max(0, len(options.get("sample_sigmas", ())) - 1)
 
 
@@ -91,8 +91,7 @@ class SamplingRun:
     prepared: dict[Hashable, Any] = field(default_factory=dict)
     """Key of calls -> their PreparedCall (call/prepared_call.py)."""
     lines: list[str] = field(default_factory=list)
-    """Lines that the user was told during the run. They are repeated at its end, because texts on a node replace each
-    other."""
+    """Lines below the run's time on the sampler's node. Texts on a node replace each other, so some were shown before."""
     tries: FurtherTries = field(init=False)
     """Further tries after ranks were lost."""
     before: Setup | None = None
@@ -109,6 +108,11 @@ class SamplingRun:
         """Tell the user, on the node and in the console, and store the text for the end of the run."""
         tell(text)
         self.lines.append(text)
+
+    def note(self, text: str) -> None:
+        """Keep a line for the end of the run, once."""
+        if text not in self.lines:
+            self.lines.append(text)
 
     def answers(self, model: RemoteTransformer, setup: Setup) -> None:
         """Record the model that answers the next call."""

@@ -67,7 +67,7 @@ class SamplingCache:
 
 
 def with_step_cache(model: comfy.model_patcher.ModelPatcher, settings: CacheSettings) -> comfy.model_patcher.ModelPatcher:
-    """A clone of the MODEL with a step cache, or without one if the threshold is 0."""
+    """Return a clone of the MODEL with a step cache, or without one if the threshold is 0."""
     patched = model.clone()
     options = patched.model_options["transformer_options"]
     patched.remove_wrappers_with_key(KIND, CACHE_KEY)

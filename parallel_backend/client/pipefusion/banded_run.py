@@ -27,8 +27,8 @@ class NotLocal(Exception):
 
 
 def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching, text: int = 0, references: int = 0) -> tuple[Span, ...]:
-    """Spans of a latent's rows (or frames) on token borders, one for each band; fewer than `bands` if there are too few
-    rows.
+    """Return spans of a latent's rows (or frames) on token borders, one for each band; fewer than `bands` if there are too
+    few rows.
 
     `text`: text tokens (BuiltClass.text_tokens). They run with the first band, which has fewer rows for that. `references`:
     tokens of reference images, which are spread over all rows.
@@ -208,7 +208,7 @@ class BandedRun:
             raise
 
     def _incomplete(self) -> dict[tuple[int, int], _Request]:
-        """The requests of calls that some band still has no answer to."""
+        """Return the requests of calls that some band still has no answer to."""
         answered = Counter(call for (call, _), request in self._requests.items() if request.future.done())
         return {key: request for key, request in self._requests.items() if answered[key[0]] < len(self.rows)}
 

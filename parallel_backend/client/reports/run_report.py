@@ -43,7 +43,7 @@ class RunReport:
     def what(self) -> str:
         """A clause with the numbers of exact calls and of calls with keys one step old."""
         if self.degrees.naive:
-            return "patches that never see each other (naive patches, a control)"
+            return "patches that never see each other (naive patches, for comparison)"
         if self.calls is None:
             return "all model calls exact" + (f", because {self.reason}" if self.reason else "")
         exact, banded = self.calls
@@ -63,7 +63,7 @@ class RunReport:
         lines of about 38 characters, with "Parallel DiT: " before the first. A larger node shows the others."""
         exact, _ = self.calls or (0, 0)
         if self.degrees.naive:
-            how = "naive patches, a control"
+            how = "naive patches, for comparison"
         elif self.calls is None:
             close = ["step cache"] * (self.cache is not None) + ["packed transfers"] * (self.transfer_dtype != "full")
             ranks = f"exact, on {self.degrees.world} {'rank' if self.degrees.world == 1 else 'ranks'}"

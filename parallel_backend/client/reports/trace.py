@@ -23,7 +23,7 @@ CATEGORIES = {WORK: "compute", TRANSFER: "transfer", WAIT: "wait", FETCH: "wait 
 
 
 def to_spans(timeline: Timeline, zero: float) -> np.ndarray:
-    """The timeline as SPAN [n], sorted by start, in seconds after `zero`."""
+    """Return the timeline as SPAN [n], sorted by start, in seconds after `zero`."""
     spans = np.empty(len(timeline.times), SPAN)
     spans["start"], spans["stop"] = (timeline.times.numpy() - zero).T
     for name, column in zip(LABELS, timeline.labels.numpy().T, strict=True):
@@ -49,7 +49,7 @@ class RankTrace:
     """Number of older spans that were dropped."""
 
     def of(self, *kinds: int) -> np.ndarray:
-        """The spans of these kinds."""
+        """Return the spans of these kinds."""
         return self.spans[np.isin(self.spans["kind"], kinds)]
 
     @property
@@ -104,7 +104,7 @@ class Trace:
 
 
 def read_trace(model: RemoteTransformer, poll: Poll) -> Trace:
-    """The trace of the last run. Raises ValueError if nothing has run since the model was loaded."""
+    """Return the trace of the last run. Raises ValueError if nothing has run since the model was loaded."""
     timelines = model.timeline(poll)
     starts = [float(timeline.times.min()) for timeline in timelines if len(timeline.times)]
     if not starts:
@@ -130,7 +130,7 @@ def nothing_has_run() -> ValueError:
 
 
 def place(degrees: Degrees, rank: int) -> str:
-    """The rank's coordinate as text, such as 'stage 1 of 2, ulysses 2 of 2'."""
+    """Return the rank's coordinate as text, such as 'stage 1 of 2, ulysses 2 of 2'."""
     at = degrees.coordinate(rank)
     names = {"pipe": "stage", "batch": "copy"}
     parts = [(names.get(axis, axis), getattr(at, axis), getattr(degrees, axis)) for axis in AXES]

@@ -89,7 +89,7 @@ class Adapter:
 
 
 def adapter_of(kind: str) -> Adapter:
-    """The adapter of a class of ComfyUI's supported_models. Other classes get one that changes nothing."""
+    """Return the adapter of a class of ComfyUI's supported_models. Other classes get one that changes nothing."""
     return ADAPTERS.get(kind, UNCHANGED)
 
 
@@ -234,7 +234,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         here=("motion_encoder", "face_encoder"),
         computed={"face_pixel_values": "face_motion"},
         moves=put_faces_into_blocks,
-        unskipped="between its blocks the class runs modules that are not skipped with them",
+        unskipped="the class has modules between its blocks, which skipping its blocks does not skip",
         own_name=name_of_face,
         options=(FREQUENCY,),
     ),

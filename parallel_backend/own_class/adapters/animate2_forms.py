@@ -87,7 +87,7 @@ class SameFrame:
 
 
 def in_a_row(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
-    """The rows as a slice if they are consecutive, which saves a copy. Otherwise their numbers [n] on the device."""
+    """Return the rows as a slice if they are consecutive, which saves a copy. Otherwise their numbers [n] on the device."""
     count = len(rows)
     first = int(rows[0]) if count else 0
     if torch.equal(rows, torch.arange(first, first + count)):
@@ -192,13 +192,13 @@ class Animate2Block(Form):
 
 
 def animate2_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
-    """The arguments, with a frame for the character before the pose's. Pose and latent then have the same frames."""
+    """Return the arguments, with a frame for the character before the pose's. Pose and latent then have the same frames."""
     pose = arguments.get("pose_latents")
     return dict(arguments) if pose is None else {**arguments, "pose_latents": F.pad(pose, (0, 0, 0, 0, 1, 0))}
 
 
 def why_not_posed(pose: torch.Size, latent: torch.Size) -> str:
-    """The refusal of a pose whose size differs from the latent's."""
+    """Return the refusal of a pose whose size differs from the latent's."""
     sizes, needed = (" x ".join(map(str, each)) for each in (pose, latent))
     return (
         f"the pose video, with a frame for the reference image, is made for a latent of {sizes} (frames, rows, columns), "

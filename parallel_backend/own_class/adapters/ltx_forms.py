@@ -56,7 +56,7 @@ class Factors(NamedTuple):
     """[1, N, 1]: UNSEEN for tokens that are left out, otherwise 0."""
 
     def of(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """([1, Q, n], [1, K, n]): factors whose product is added to the scores."""
+        """Return ([1, Q, n], [1, K, n]): factors whose product is added to the scores."""
         pairs = []
         if self.unseen_1N1 is not None:
             pairs.append((self.unseen_1N1.new_ones(1, q.shape[1], 1), self.unseen_1N1))
@@ -75,7 +75,7 @@ def ltx_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int,
 
 
 def ltx2_arguments(arguments: Mapping[str, Any], native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
-    """An LTX-2 call's arguments. Mask and guides are replaced by arguments that its blocks take.
+    """Return an LTX-2 call's arguments. Mask and guides are replaced by arguments that its blocks take.
 
     `spatial`: whether timesteps differ within a frame. `guide_weights`: [1, K], of the last K tokens. `unseen`: [1, N], see
     Factors. Raises ValueError for guides that do not fit the latent.
@@ -188,7 +188,7 @@ class LtxBlock(Form):
 
 
 def indexed(value: Any) -> Any:
-    """A CompressedTimestep as Indexed. Other values are returned as they are."""
+    """Return a CompressedTimestep as Indexed. Other values are returned as they are."""
     if type(value).__name__ != "CompressedTimestep":
         return value
     if value.patches_per_frame == 1 or value.num_frames == 1:
@@ -235,7 +235,7 @@ class LtxAttention(Form):
 
 
 def attention_of_package(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
-    """The attention function of the class's package at present. It may be a trial's or a rank's replacement."""
+    """Return the attention function of the class's package at present. It may be a trial's or a rank's replacement."""
     package = next(each for each in PACKAGES if kind.__module__.startswith(each.root))
     function: Callable[..., torch.Tensor] = vars(sys.modules[package.attention])["optimized_attention"]
     return function

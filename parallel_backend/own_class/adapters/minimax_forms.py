@@ -22,7 +22,7 @@ KINDS = {"video": VIDEO, "audio": SOUND}
 def minimax_h3_segments(
     latents: Sequence[torch.Tensor], arguments: Mapping[str, Any], native: Any
 ) -> tuple[Runs, tuple[int, ...]]:
-    """(segments, grid) as in adapters.Adapter.segments, from the class's own layout of the call."""
+    """Return (segments, grid) as in adapters.Adapter.segments, from the class's own layout of the call."""
     video, sound = latents
     frames, *sides = video.shape[2:]
     height, width = (side + side % 2 for side in sides)  # filled up to whole tokens
@@ -37,7 +37,7 @@ def minimax_h3_segments(
 
 
 def minimax_h3_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
-    """The arguments without `layout`, an object that the class can create itself."""
+    """Return the arguments without `layout`, an object that the class can create itself."""
     payload = arguments.get("minimax_payload")
     if not isinstance(payload, dict):
         return dict(arguments)
@@ -85,7 +85,7 @@ def rows_of_runs(runs: RowRuns, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def runs_of_rows(rows_S: torch.Tensor) -> RowRuns:
-    """The inverse of `rows_of_runs`, cached by tensor. The tensor's values must not change."""
+    """Return the inverse of `rows_of_runs`, cached by tensor. The tensor's values must not change."""
     values, counts = torch.unique_consecutive(rows_S, return_counts=True)
     ends = counts.cumsum(0)
     return tuple(zip((ends - counts).tolist(), ends.tolist(), values.tolist(), strict=True))

@@ -55,14 +55,14 @@ class Picked(NamedTuple):
 
 
 def _among(numbers: torch.Tensor, start: int, stop: int, device: torch.device) -> Picked:
-    """The rows with numbers from `start` to `stop` - 1."""
+    """Return the rows with numbers from `start` to `stop` - 1."""
     places = ((numbers >= start) & (numbers < stop)).nonzero()[:, 0]
     return Picked(in_a_row(places, device), numbers[places].to(device))
 
 
 def causal_of(attend: Callable[..., torch.Tensor]) -> Causal:
-    """The rule that the class's own attention function follows. The function closes over segments (start, stop, mask); only
-    text segments have a mask."""
+    """Return the rule that the class's own attention function follows. The function closes over segments (start, stop,
+    mask); only text segments have a mask."""
     segments = inspect.getclosurevars(attend).nonlocals["segments"]
     return Causal(tuple((stop - start, mask is not None) for start, stop, mask in segments))
 
@@ -99,7 +99,7 @@ def which_words(words: int, tokens: int) -> torch.Tensor:
 
 @torch.compiler.disable  # a number on the host
 def words_among(is_word_S: torch.Tensor) -> int:
-    """Number of text tokens at the beginning of these tokens."""
+    """Return the number of text tokens at the beginning of these tokens."""
     words = int(is_word_S.sum())
     assert bool(is_word_S[:words].all()), "words come first in all that ranks cut"
     return words

@@ -24,7 +24,7 @@ CONDITION = "condition"
 
 
 def seedvr2_arguments(arguments: Mapping[str, Any], _native: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """The call's arguments. Raises ValueError, with the node to use, if the condition does not fit a latent of these
+    """Return the call's arguments. Raises ValueError, with the node to use, if the condition does not fit a latent of these
     sizes."""
     given = arguments.get(CONDITION)
     if given is None:
@@ -45,7 +45,7 @@ def seedvr2_arguments(arguments: Mapping[str, Any], _native: Any, sizes: tuple[i
 
 
 def shown(sizes: Sequence[int]) -> str:
-    """A latent's sizes as text for a message."""
+    """Return a latent's sizes as text for a message."""
     return f"{' x '.join(map(str, sizes))} latent frames, rows and columns"
 
 
@@ -91,7 +91,7 @@ class InWindows:
         return out_BQHD
 
     def grouped(self, numbers: torch.Tensor, device: torch.device) -> Grouped:
-        """The rows of the tokens with these numbers, ordered by window."""
+        """Return the rows of the tokens with these numbers, ordered by window."""
         windows = self.windows()
         of_video, text = (numbers < len(windows)).nonzero()[:, 0], (numbers >= len(windows)).nonzero()[:, 0]
         of_video_w = windows[numbers[of_video]]
@@ -112,7 +112,7 @@ class InWindows:
 
 @functools.lru_cache(maxsize=16)
 def windows_of(way: Callable[..., Any], most: tuple[int, ...], grid: tuple[int, ...]) -> InWindows:
-    """The rule for a video with `grid` tokens. `way`: the class's function that cuts it into windows. `most`: the
+    """Return the rule for a video with `grid` tokens. `way`: the class's function that cuts it into windows. `most`: the
     approximate number of windows along each axis."""
     edges = [{(window[axis].start, window[axis].stop) for window in way(grid, most)} for axis in range(len(grid))]
     return InWindows(tuple(tuple(stop - start for start, stop in sorted(each)) for each in edges))
@@ -120,7 +120,7 @@ def windows_of(way: Callable[..., Any], most: tuple[int, ...], grid: tuple[int, 
 
 @functools.lru_cache(maxsize=16)
 def places_of(rule: InWindows, of_pixels: bool, words: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(positions of the video's tokens in their windows [N, 3], positions of the text's tokens [words, 3]), float32.
+    """Return (positions of the video's tokens in their windows [N, 3], positions of the text's tokens [words, 3]), float32.
 
     `of_pixels`: positions are between -1 and 1, and 0 for the text. Otherwise they are integers, and frames continue the
     text's numbers. The blocks of a call share the tensors."""
@@ -155,8 +155,8 @@ class Seedvr2Model(Form):
 
 
 def as_one(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The output of a module for a batch of videos of equal size, by its parent class. The module itself takes videos in one
-    row."""
+    """Return the output of a module for a batch of videos of equal size, by its parent class. The module itself takes videos
+    in one row."""
     one: torch.Tensor = super(type(module), module).forward(x)  # type: ignore[misc]
     return one
 

@@ -102,7 +102,7 @@ def put_faces_into_blocks(model: nn.Module) -> None:
 
 
 def name_of_face(name: str) -> str:
-    """The class's own name of a parameter, for a model with its faces moved into its blocks."""
+    """Return the class's own name of a parameter, for a model with its faces moved into its blocks."""
     return OF_FACE.sub(lambda found: f"face_adapter.fuser_blocks.{int(found[1]) // EVERY}.", name)
 
 

@@ -47,7 +47,7 @@ class TorchLayers:
 
     @staticmethod
     def conv_nd(dims: int, *args: Any, **kwargs: Any) -> nn.Module:
-        """A convolution over two or three axes."""
+        """Return a convolution over two or three axes."""
         return {2: nn.Conv2d, 3: nn.Conv3d}[dims](*args, **kwargs)
 
 
@@ -55,7 +55,7 @@ class TorchLayers:
 def imported(
     folder: str, module: str, name: str, settings: tuple[tuple[str, str, bool], ...], imports: tuple[str, ...]
 ) -> type[nn.Module]:
-    """The class. ComfyUI's own process has imported everything already, so there `settings` change nothing. Raises
+    """Return the class. ComfyUI's own process has imported everything already, so there `settings` change nothing. Raises
     ValueError if the module has no model of this name. `imports`: modules to import first, which the class's code uses
     without importing."""
     if folder and module.partition(".")[0] not in sys.modules:
@@ -68,12 +68,12 @@ def imported(
         importlib.import_module(each)
     kind = getattr(importlib.import_module(module), name)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise ValueError(f"{module} has no model {name}")
+        raise ValueError(f"{module} has no model class {name}")
     return kind
 
 
 def class_of(own: OwnClass) -> type[nn.Module]:
-    """The class, see `imported`."""
+    """Return the class, see `imported`."""
     return imported(own.folder, own.module, own.name, own.settings, own.imports)
 
 

@@ -103,7 +103,7 @@ class BuiltClass:
         return [block.name for block in self.own.blocks]
 
     def place(self, target: str) -> tuple[str, int] | None:
-        """(list of blocks, number in it) of the block that has the parameter `target`. None: no block has it."""
+        """Return (list of blocks, number in it) of the block that has the parameter `target`. None: no block has it."""
         parts = target.split(".")
         names = (".".join(parts[:count]) for count in range(2, len(parts)))
         return next((self._places[name] for name in names if name in self._places), None)
@@ -215,12 +215,12 @@ class BuiltClass:
         return tuple(map(torch.randn, self.patching.usual(shape)))
 
     def words(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Number of text tokens that run through the blocks, see OwnLatent.words."""
+        """Return the number of text tokens that run through the blocks, see OwnLatent.words."""
         context = tensors.get("context") if self.own.joint else None
         return context.shape[1] if context is not None and context.ndim == 3 else 0
 
     def text_tokens(self, companion_tokens: int, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Number of a call's tokens that are not the image's. All run with the first band."""
+        """Return the number of a call's tokens that are not the image's. All run with the first band."""
         return companion_tokens + self.words(tensors)
 
     def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
@@ -246,7 +246,7 @@ class BuiltClass:
         return Counted(grid, max(at_once, default=0), tuple(streams.items()), references)
 
     def _beside_references(self, latent: OwnLatent, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Number of text tokens and of a second latent's tokens in the latent's stream."""
+        """Return the number of text tokens and of a second latent's tokens in the latent's stream."""
         words = self.words(tensors) if WORDS in latent.layout else 0
         if COMPANION not in latent.layout:
             return words
@@ -254,7 +254,7 @@ class BuiltClass:
         return words + self.patching.companion_tokens(shapes)
 
     def token_order(self, grid: tuple[int, ...], references: int = 0, along: str = "rows") -> TokenOrder:
-        """The order of a call's image tokens, for bands along the axis `along`."""
+        """Return the order of a call's image tokens, for bands along the axis `along`."""
         return TokenOrder(math.prod(grid), self.patching.cut(along).row_tokens(grid), references, along)
 
 

@@ -121,8 +121,8 @@ MISFITS = (
 
 
 def misfit(own: OwnClass, call: Call) -> str:
-    """The error of a layer that a tensor of the call does not fit, such as the text of another encoder. Empty: all tensors
-    fit, or the class does not run without values."""
+    """Return the error of a layer that a tensor of the call does not fit, such as the text of another encoder. Empty: all
+    tensors fit, or the class does not run without values."""
     try:
         with _LOCK:
             _Counting(own, call, with_numbers=True)
@@ -141,7 +141,7 @@ SELECTS = torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.o
 
 
 def _of_all_true(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The indices, with each mask replaced by integer indices, as if the mask were true everywhere."""
+    """Return the indices, with each mask replaced by integer indices, as if the mask were true everywhere."""
     found: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool:
@@ -271,7 +271,7 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _on_meta(own: OwnClass) -> tuple[nn.Module, dict[str, str]]:
-    """(the model with all tensors on the meta device, name of a block -> name of the first block of its kind)."""
+    """Return (the model with all tensors on the meta device, name of a block -> name of the first block of its kind)."""
     model = build(own)
     first: dict[tuple[Any, ...], str] = {}
     for module in model.modules():

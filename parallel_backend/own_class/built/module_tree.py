@@ -24,8 +24,8 @@ Tree = dict[str, Any]
 
 
 def described(module: nn.Module, without: Collection[str] = ()) -> Tree:
-    """The module as data, without the children named in `without`. Attributes that are not plain data are left out. Raises
-    ValueError if the module contains a class that ranks do not build."""
+    """Return the module as data, without the children named in `without`. Attributes that are not plain data are left out.
+    Raises ValueError if the module contains a class that ranks do not build."""
     kind = type(module)
     ours = kind.__module__.startswith(ROOTS)
     if not ours and not hasattr(nn, kind.__name__):
@@ -56,8 +56,8 @@ class Importing:
 def built(
     tree: Tree, importing: Importing, tensors: Mapping[str, torch.Tensor], function: Callable[..., Any], at: str = ""
 ) -> nn.Module:
-    """The module that `tree` describes (see `described`). Its tensors are those in `tensors` whose names begin with `at`.
-    `function` replaces all functions among the values. Raises ValueError for a class outside of ROOTS and torch.nn."""
+    """Return the module that `tree` describes (see `described`). Its tensors are those in `tensors` whose names begin with
+    `at`. `function` replaces all functions among the values. Raises ValueError for a class outside of ROOTS and torch.nn."""
     place, name = tree["class"]
     if place != TORCH and not place.startswith(ROOTS):
         raise ValueError(f"ranks do not build the class of {place}")
@@ -86,7 +86,7 @@ def set_constants(constants: Iterable[Sequence[Any]]) -> None:
 
 
 def _data(value: Any) -> Any:
-    """The value as JSON. Raises TypeError for a value that is not plain data."""
+    """Return the value as JSON. Raises TypeError for a value that is not plain data."""
     match value:
         case None | bool() | int() | float() | str():
             return value

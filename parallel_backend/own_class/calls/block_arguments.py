@@ -15,7 +15,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def tensor_places(leaves: Sequence[Any]) -> list[int]:
-    """Indices of the tensors in the flattened list of a block's arguments."""
+    """Return the indices of the tensors in the flattened list of a block's arguments."""
     return [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
 
@@ -34,7 +34,7 @@ def by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_rows(tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
-    """A tensor with several axes of tokens, such as [B, frames, rows, columns, D], as [B, tokens, D]."""
+    """Return a tensor with several axes of tokens, such as [B, frames, rows, columns, D], as [B, tokens, D]."""
     return tensor.flatten(cut.axis, cut.axis + cut.axes - 1).movedim(cut.axis, 1)
 
 
@@ -53,13 +53,13 @@ class TokenAxes:
 
 
 def token_count(shape: Sequence[int], cut: OwnSlice) -> int:
-    """Number of tokens in a tensor of this shape."""
+    """Return the number of tokens in a tensor of this shape."""
     return math.prod(shape[cut.axis : cut.axis + cut.axes])
 
 
 def token_axes(shape: Sequence[int], other: Sequence[int], batch: int) -> tuple[int, int]:
-    """(first axis of tokens, number of such axes) of a stream: all axes except the batch and the channels, which are last.
-    `other`: the stream's shape in a call with other numbers of tokens. Raises Unproven if the axes cannot be told."""
+    """Return (first axis of tokens, number of such axes) of a stream: all axes except the batch and the channels, which are
+    last. `other`: the stream's shape in a call with other numbers of tokens. Raises Unproven if the axes cannot be told."""
     axes = len(shape) - 2
     if axes == 1:
         return 1, 1

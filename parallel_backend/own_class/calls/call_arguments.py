@@ -41,7 +41,7 @@ because bands treat arguments that change from step to step as another prompt.""
 
 
 def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-    """A call's arguments as conditioning tensors, and STRUCTURE.
+    """Return a call's arguments as conditioning tensors, and STRUCTURE.
 
     Values are tensors, None, numbers, strings, and lists and dictionaries of them. Raises ValueError with the argument's
     name for others. `timestep`: [B], of which only the dtype is stored. `latent`: see LATENT.
@@ -50,7 +50,7 @@ def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Seq
 
 
 def tensors_in(arguments: Mapping[str, Any], batch: int) -> dict[str, torch.Tensor]:
-    """The tensors of `to_tensors` without STRUCTURE."""
+    """Return the tensors of `to_tensors` without STRUCTURE."""
     found: dict[str, torch.Tensor] = {}
 
     def take(name: str, value: Any) -> None:
@@ -94,12 +94,12 @@ def _structure(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Seq
 
 
 def structure_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The decoded STRUCTURE."""
+    """Return the decoded STRUCTURE."""
     return json.loads(bytes(tensors[STRUCTURE][0].tolist()))
 
 
 def from_tensors(tensors: Mapping[str, torch.Tensor], structure: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `to_tensors`, for the batch entries in `tensors`. `structure`: from `structure_of`."""
+    """Return the inverse of `to_tensors`, for the batch entries in `tensors`. `structure`: from `structure_of`."""
 
     def value(stored: Any) -> Any:
         if isinstance(stored, list):
@@ -114,14 +114,14 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], structure: Mapping[str, An
 
 
 def timestep_of(times: torch.Tensor, structure: Mapping[str, Any]) -> torch.Tensor:
-    """The timestep in the dtype that the class expects."""
+    """Return the timestep in the dtype that the class expects."""
     return times.to(getattr(torch, structure[TIME_DTYPE]))
 
 
 def in_form(
     x: torch.Tensor | Sequence[torch.Tensor], timestep: torch.Tensor | Sequence[torch.Tensor], axes: int
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """(one latent with `axes` axes, one timestep, named arguments that tell the original form: LATENTS, LISTED and
+    """Return (one latent with `axes` axes, one timestep, named arguments that tell the original form: LATENTS, LISTED and
     TIMES)."""
     told: dict[str, Any] = {}
     if not isinstance(x, torch.Tensor) and len(x) == 1:
@@ -143,7 +143,7 @@ def joined(times: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def apart(timestep: torch.Tensor, told: int | Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
-    """The inverse of `joined`: a timestep for each latent. `told`: see TIMES."""
+    """Return the inverse of `joined`: a timestep for each latent. `told`: see TIMES."""
     if isinstance(told, int):
         return (timestep,) * told
     parts = timestep.split([math.prod(shape) for shape in told], dim=1)
@@ -172,6 +172,6 @@ def pack(latents: Sequence[torch.Tensor], axes: int) -> torch.Tensor:
 
 
 def unpack(x: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """The inverse of `pack`."""
+    """Return the inverse of `pack`."""
     parts = x.flatten(1).split([math.prod(shape) for shape in shapes], dim=1)
     return [part.reshape(len(x), *shape) for part, shape in zip(parts, shapes, strict=True)]

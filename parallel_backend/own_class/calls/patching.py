@@ -17,12 +17,12 @@ Latents = tuple[torch.Tensor, ...]
 
 
 def latents_of(x: torch.Tensor | Latents) -> Latents:
-    """A call's latents as a tuple."""
+    """Return a call's latents as a tuple."""
     return (x,) if isinstance(x, torch.Tensor) else tuple(x)
 
 
 def like(x: torch.Tensor | Latents, outputs: Latents) -> torch.Tensor | Latents:
-    """A call's outputs, as a tensor if its latents `x` were a single tensor."""
+    """Return a call's outputs, as a tensor if its latents `x` were a single tensor."""
     return outputs[0] if isinstance(x, torch.Tensor) else outputs
 
 
@@ -40,7 +40,7 @@ class Companion:
     """Usual shape of the companion latent, without the batch."""
 
     def tokens(self, shape: tuple[int, ...]) -> int:
-        """Tokens of a latent of this shape."""
+        """Return the tokens of a latent of this shape."""
         return math.prod(self._sizes(shape, 1))
 
     def pack(self, latent: torch.Tensor) -> torch.Tensor:
@@ -54,14 +54,14 @@ class Companion:
         return rearrange(tokens[..., : math.prod(self._sizes(shape, 2))], f"{right} -> {left}", **sizes)
 
     def none_of(self, latent: torch.Tensor) -> torch.Tensor:
-        """The latent with no tokens: its last token axis is empty."""
+        """Return the latent with no tokens: its last token axis is empty."""
         return latent.narrow(self._axes(1)[-1], 0, 0)
 
     def _sizes(self, shape: tuple[int, ...], axis: int) -> list[int]:
         return [shape[each] for each in self._axes(axis)]
 
     def _axes(self, axis: int) -> list[int]:
-        """The latent's axes that make up this axis of the tokens."""
+        """Return the latent's axes that make up this axis of the tokens."""
         left, right = self.pattern.split(" -> ")
         groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", right)]
         return [left.split().index(name) for name in groups[axis]]
@@ -104,12 +104,12 @@ class Patching:
         assert self.video or self.along == "rows"
 
     def cut(self, along: str) -> "Patching":
-        """The same patching for bands along this axis."""
+        """Return the same patching for bands along this axis."""
         return self if along == self.along else replace(self, along=along)
 
     def best_axis(self, grid: tuple[int, ...]) -> str:
-        """The better axis for bands: "frames", unless a frame has more than ROWS_PER_FRAME times as many rows as there are
-        frames."""
+        """Return the better axis for bands: "frames", unless a frame has more than ROWS_PER_FRAME times as many rows as
+        there are frames."""
         return "frames" if self.video and ROWS_PER_FRAME * grid[0] >= grid[1] else "rows"
 
     @property
@@ -137,7 +137,7 @@ class Patching:
         return tuple(count * by for count, by in zip(grid, sizes, strict=True))
 
     def row_tokens(self, grid: tuple[int, ...]) -> int:
-        """Tokens per token row (or frame) along `band_dim`."""
+        """Return the tokens per token row (or frame) along `band_dim`."""
         return torch.Size(grid).numel() // grid[self.band_dim]
 
     def order(self, grid: tuple[int, ...]) -> torch.Tensor | None:
@@ -166,11 +166,11 @@ class Patching:
         return latent[:, :, : shape[-3]] if self.video else latent[:, :, 0]
 
     def companion_tokens(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Number of tokens of the companion latent in a call whose latents have these shapes."""
+        """Return the number of tokens of the companion latent in a call whose latents have these shapes."""
         return 0 if self.companion is None or len(shapes) == 1 else self.companion.tokens(shapes[1])
 
     def pack_all(self, latents: Latents) -> torch.Tensor:
-        """Tokens of all latents; the companion's come last, see `side_by_side`."""
+        """Return the tokens of all latents; the companion's come last, see `side_by_side`."""
         tokens = self.pack(latents[0])
         if self.companion is None or len(latents) == 1:
             return tokens
@@ -194,7 +194,7 @@ class Patching:
         return image, *others
 
     def join(self, bands: Sequence[Latents]) -> Latents:
-        """The whole call's latents, from those of all bands in order."""
+        """Return the whole call's latents, from those of all bands in order."""
         return torch.cat([band[0] for band in bands], dim=self.band_dim), *bands[0][1:]
 
     def usual(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:

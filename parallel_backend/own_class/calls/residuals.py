@@ -45,8 +45,8 @@ class ReadResiduals(list[Any]):
 
 
 def adding(residuals: Sequence[torch.Tensor | None], read: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
-    """A patch that adds residual number "block_index" to the tokens "img" [B, n + m, hidden] in place, as ComfyUI's does.
-    `read`: see ReadResiduals. The residual covers the latent's n tokens; the m tokens behind them stay."""
+    """Return a patch that adds residual number "block_index" to the tokens "img" [B, n + m, hidden] in place, as ComfyUI's
+    does. `read`: see ReadResiduals. The residual covers the latent's n tokens; the m tokens behind them stay."""
 
     def patch(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         index, img_BSD = arguments["block_index"], arguments["img"]
@@ -59,8 +59,8 @@ def adding(residuals: Sequence[torch.Tensor | None], read: Callable[[torch.Tenso
 
 
 def adding_around(residual: torch.Tensor, read: Callable[[torch.Tensor, int], torch.Tensor]) -> Patch:
-    """A function to call instead of a block: runs the block, then adds the residual to its tokens "img", [B, S, hidden] or
-    [S, hidden]. `read`: (residual, number of tokens) -> the residual's rows for these tokens."""
+    """Return a function to call instead of a block: runs the block, then adds the residual to its tokens "img", [B, S,
+    hidden] or [S, hidden]. `read`: (residual, number of tokens) -> the residual's rows for these tokens."""
 
     def patch(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
         out = extra["original_block"](arguments)
@@ -72,12 +72,12 @@ def adding_around(residual: torch.Tensor, read: Callable[[torch.Tensor, int], to
 
 
 def fitted(residual_BSD: torch.Tensor, tokens: int) -> torch.Tensor:
-    """A residual of AROUND with a row for each of the block's `tokens` tokens. Raises Unproven if its rows do not fit. A
-    residual in a trial has TRIED_ROWS rows, which are repeated."""
+    """Return a residual of AROUND with a row for each of the block's `tokens` tokens. Raises Unproven if its rows do not
+    fit. A residual in a trial has TRIED_ROWS rows, which are repeated."""
     if residual_BSD.shape[1] == tokens:
         return residual_BSD
     if residual_BSD.shape[1] != TRIED_ROWS:
-        raise Unproven(f"a control adds to {residual_BSD.shape[1]} tokens, and there are {tokens}")
+        raise Unproven(f"a control adds to {residual_BSD.shape[1]} tokens, but the call has {tokens}")
     return residual_BSD[:, torch.arange(tokens, device=residual_BSD.device) % TRIED_ROWS]
 
 
@@ -86,8 +86,8 @@ def with_patches(
     read: Callable[[torch.Tensor], torch.Tensor] = lambda residual: residual,
     read_of_all: Callable[[torch.Tensor, int], torch.Tensor] = fitted,
 ) -> dict[str, Any]:
-    """A call's named arguments, with functions in transformer_options that add the residuals of PATCHED and AROUND. `read`:
-    see ReadResiduals. `read_of_all`: see `adding_around`."""
+    """Return a call's named arguments, with functions in transformer_options that add the residuals of PATCHED and AROUND.
+    `read`: see ReadResiduals. `read_of_all`: see `adding_around`."""
     control, options = named.get(CONTROL) or {}, named.get(OPTIONS, {})
     patches = {kind: [adding(control[kind], read)] for kind in PATCHED if control.get(kind)}
     around = {
@@ -118,7 +118,7 @@ def for_trial(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Ten
 
 
 def by_name(control: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
-    """The residuals of ComfyUI's `get_control`, by the names "<kind>.<index>"."""
+    """Return the residuals of ComfyUI's `get_control`, by the names "<kind>.<index>"."""
     return {
         f"{kind}.{index}": residual
         for kind, residuals in control.items()
@@ -128,7 +128,7 @@ def by_name(control: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, t
 
 
 def by_kind(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor | None]]:
-    """The inverse of `by_name`."""
+    """Return the inverse of `by_name`."""
     control: dict[str, list[torch.Tensor | None]] = {kind: [] for kind in (*KINDS, *PATCHED)}
     for name, residual in residuals.items():
         kind, _, index = name.partition(".")
@@ -152,7 +152,7 @@ def side_of(residual: torch.Tensor, sizes: Sequence[int]) -> int | None:
 def of_other_sizes(
     control: Mapping[str, Sequence[torch.Tensor]], sizes: Sequence[int], others: Sequence[int]
 ) -> dict[str, list[torch.Tensor]]:
-    """The residuals for a latent of other sizes: their first rows, repeated if there are too few. `sizes`, `others`:
+    """Return the residuals for a latent of other sizes: their first rows, repeated if there are too few. `sizes`, `others`:
     (frames,) rows and columns of the present and of the other latent."""
 
     def of_others(residual: torch.Tensor) -> torch.Tensor:

@@ -56,8 +56,8 @@ class Call:
     """(number of a nested latent, its axis after the channels): axes whose sizes the class does not let change."""
 
     def run(self, model: Callable[..., Any], options: bool = True) -> Any:
-        """The model's output. The model gets copies, so it may write into them. If not `options`, it gets only what ranks
-        get."""
+        """Return the model's output. The model gets copies, so it may write into them. If not `options`, it gets only what
+        ranks get."""
         named = copied(dict(self.named))
         if options:
             named[OPTIONS] = named.get(OPTIONS, {}) | copied(dict(self.options))
@@ -69,11 +69,11 @@ class Call:
         return self.parts(self.x)
 
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The latents in a tensor with the form of `x`, such as an output, as views of it."""
+        """Return the latents in a tensor with the form of `x`, such as an output, as views of it."""
         return unpack(x, self.named[LATENTS]) if LATENTS in self.named else [x]
 
     def with_latents(self, latents: Sequence[torch.Tensor]) -> "Call":
-        """The call with other latents, of any sizes."""
+        """Return the call with other latents, of any sizes."""
         named = dict(self.named)
         if control := named.get(CONTROL):
             named[CONTROL] = of_other_sizes(control, self.latents[0].shape[2:], latents[0].shape[2:])
@@ -89,7 +89,7 @@ class Call:
         return (self.timestep,) if told is None else apart(self.timestep, told)
 
     def with_times(self, times: Sequence[torch.Tensor]) -> "Call":
-        """The call with other timesteps, of any shapes."""
+        """Return the call with other timesteps, of any shapes."""
         if not isinstance(self.named.get(TIMES), list):
             return dataclasses.replace(self, timestep=times[0])
         named = {**self.named, TIMES: [list(each.shape[1:]) for each in times]}
@@ -107,12 +107,12 @@ class Call:
 
 
 def with_tried_blocks(options: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
-    """The entries of transformer_options, with numbers of tried blocks in NUMBERED if there is such an entry."""
+    """Return the entries of transformer_options, with numbers of tried blocks in NUMBERED if there is such an entry."""
     return {**options, NUMBERED: SOME_BLOCKS[seed % len(SOME_BLOCKS)]} if NUMBERED in options else dict(options)
 
 
 def with_tensors_told(call: Call) -> Call:
-    """The call with all tensors of ComfyUI's transformer_options among the entries that ranks get."""
+    """Return the call with all tensors of ComfyUI's transformer_options among the entries that ranks get."""
     told = {name: value for name, value in call.options.items() if isinstance(value, torch.Tensor)}
     others = {name: value for name, value in call.options.items() if name not in told}
     return dataclasses.replace(call, named={**call.named, OPTIONS: call.named.get(OPTIONS, {}) | told}, options=others)
@@ -123,7 +123,7 @@ APART = OPTIONS, LATENTS, TIMES
 
 
 def numbers_of(call: Call) -> dict[str, int | float]:
-    """The plain numbers among the arguments: "name", "name/key" in a dictionary, or "name/0" in a list -> number."""
+    """Return the plain numbers among the arguments: "name", "name/key" in a dictionary, or "name/0" in a list -> number."""
     found = {name: value for name, value in call.named.items() if name not in APART}
     inside = {name: value for name, value in found.items() if isinstance(value, dict)}
     inside |= {name: dict(enumerate(value)) for name, value in found.items() if isinstance(value, list | tuple)}
@@ -132,7 +132,7 @@ def numbers_of(call: Call) -> dict[str, int | float]:
 
 
 def with_numbers(call: Call, numbers: Mapping[str, float]) -> Call:
-    """The call with these numbers in place of its own. The names are those of `numbers_of`."""
+    """Return the call with these numbers in place of its own. The names are those of `numbers_of`."""
     named = dict(call.named)
     for path, number in numbers.items():
         name, _, key = path.partition("/")
@@ -145,8 +145,8 @@ def with_numbers(call: Call, numbers: Mapping[str, float]) -> Call:
 
 
 def with_whole_axes(call: Call, runs: Callable[[Call], bool]) -> Call:
-    """The call with its `whole_axes`: the axes of the second and later latents with which the class only runs at full size.
-    `runs`: whether the class runs with a call."""
+    """Return the call with its `whole_axes`: the axes of the second and later latents with which the class only runs at full
+    size. `runs`: whether the class runs with a call."""
     axes = [(number, axis) for number, latent in enumerate(call.latents) for axis in range(latent.ndim - 2)]
     tried = smaller(dataclasses.replace(call, whole_axes=frozenset(each for each in axes if each[0])), *SIZES[0])
     stay = set()
@@ -159,20 +159,20 @@ def with_whole_axes(call: Call, runs: Callable[[Call], bool]) -> Call:
 
 
 def entry_of(call: Call, entry: int) -> Call:
-    """The call of one batch entry, as a rank gets it."""
+    """Return the call of one batch entry, as a rank gets it."""
     rows, tensors = slice(entry, entry + 1), to_tensors(call.named, call.timestep)
     named = from_tensors({name: tensor[rows] for name, tensor in tensors.items()}, structure_of(tensors))
     return dataclasses.replace(call, x=call.x[rows], timestep=call.timestep[rows], named=named)
 
 
 def words_of(call: Call) -> int:
-    """Number of text tokens; 0 without text."""
+    """Return the number of text tokens; 0 without text."""
     context = call.named.get("context")
     return context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else 0
 
 
 def does_not_run(own: OwnClass, call: Call, error: str) -> ValueError:
-    """The error for the user if the class fails with `error` in this call."""
+    """Return the error for the user if the class fails with `error` in this call."""
     if call.named.get(CONTROL):
         return ValueError(f"control_net: ComfyUI's class {own.name} does not run with this ControlNet ({error}).")
     said = [f"positive, negative: ComfyUI's class {own.name} does not run with this prompt and latent_image ({error})."]
@@ -196,7 +196,7 @@ def one_entry(call: Call) -> Call:
 
 
 def conditioning(call: Call) -> dict[str, torch.Tensor]:
-    """The conditioning tensors that ranks get for this call of the whole latent."""
+    """Return the conditioning tensors that ranks get for this call of the whole latent."""
     return to_tensors(call.named, call.timestep, () if LATENTS in call.named else call.x.shape[1:])
 
 
@@ -268,8 +268,8 @@ def _of_cells(tensor: torch.Tensor, sizes: Sequence[int], side: int | Sequence[i
 
 
 def _scale(tensor: torch.Tensor, sizes: tuple[int, ...]) -> float | None:
-    """Rows (and columns) of `tensor` for each latent row (and column). None: the tensor does not belong to the latent.
-    `sizes`: the latent's. The tensor may have another number of frames, or be a single image for a video."""
+    """Return the rows (and columns) of `tensor` for each latent row (and column). None: the tensor does not belong to the
+    latent. `sizes`: the latent's. The tensor may have another number of frames, or be a single image for a video."""
     own = tuple(tensor.shape[-len(sizes) :])
     if own == sizes:
         return 1
@@ -281,8 +281,8 @@ def _scale(tensor: torch.Tensor, sizes: tuple[int, ...]) -> float | None:
 
 
 def drawn(call: Call, seed: int, time: float | None = None) -> Call:
-    """The call with random values in its float tensors. The run's sigmas stay, and the call's sigma is one of them. `time`:
-    timestep of all entries. None: random timesteps between 0.1 and 0.9 of the call's largest."""
+    """Return the call with random values in its float tensors. The run's sigmas stay, and the call's sigma is one of them.
+    `time`: timestep of all entries. None: random timesteps between 0.1 and 0.9 of the call's largest."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(tensor: torch.Tensor) -> torch.Tensor:
@@ -348,6 +348,6 @@ def _fill(values: torch.Tensor, noise: torch.Tensor, g: torch.Generator) -> None
 
 
 def stored_tables(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The module's own float buffers that a checkpoint stores, by name."""
+    """Return the module's own float buffers that a checkpoint stores, by name."""
     found = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_floating_point()}
     return {name: buffer for name, buffer in found.items() if name not in module._non_persistent_buffers_set}

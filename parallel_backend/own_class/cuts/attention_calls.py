@@ -41,7 +41,7 @@ def is_attention(value: Any) -> bool:
 
 
 def module_global(kind: type, name: str) -> Any:
-    """The object with this name in the module of class `kind`. An attention function may be replaced at present."""
+    """Return the object with this name in the module of class `kind`. An attention function may be replaced at present."""
     return vars(sys.modules[kind.__module__])[name]
 
 
@@ -145,12 +145,12 @@ class _Replaced:
 
 
 def _imported() -> tuple[int, Any]:
-    """Number of imported modules, and the module imported last."""
+    """Return the number of imported modules, and the module imported last."""
     return len(sys.modules), next(reversed(sys.modules.values()))
 
 
 def _taken(given: Any) -> torch.Tensor:
-    """The given tensor. ComfyUI may pass a container that hands out its tensor only once."""
+    """Return the given tensor. ComfyUI may pass a container that hands out its tensor only once."""
     return given if isinstance(given, torch.Tensor) else given.take()
 
 
@@ -183,7 +183,7 @@ def trace_attention_by(traced: Traced) -> None:
 
 
 def replacement_of(name: str) -> Callable[..., torch.Tensor]:
-    """The replacement with this name, which is the first argument of Traced."""
+    """Return the replacement with this name, which is the first argument of Traced."""
     return _replaced().by_name[name]
 
 
@@ -253,7 +253,7 @@ class AttentionCall:
         return out_BhQD.transpose(1, 2)
 
     def result(self, out_BQHD: torch.Tensor) -> torch.Tensor:
-        """The output [B, Q, H, D] in the form that the class wants: see `heads_first`."""
+        """Return the output [B, Q, H, D] in the form that the class wants: see `heads_first`."""
         return out_BQHD.transpose(1, 2) if self.heads_first else out_BQHD.flatten(2)
 
 
@@ -324,8 +324,8 @@ def attention_rows(
 
 
 def kept_with(numbers: torch.Tensor, key: Hashable, make: Callable[[], Kept]) -> Kept:
-    """The result of `make`, cached on the tensor `numbers` under `key`, such as rows by group on a device. A rank passes a
-    rule the same tensor in all layers and in all calls with the same tokens."""
+    """Return the result of `make`, cached on the tensor `numbers` under `key`, such as rows by group on a device. A rank
+    passes a rule the same tensor in all layers and in all calls with the same tokens."""
     kept = vars(numbers).setdefault(KEPT, {})
     if key not in kept:
         kept[key] = make()

@@ -89,11 +89,11 @@ class BandTokens:
         return numbers[to_device(self.order.picture_rows(self.band), numbers.device)]
 
     def others(self, stream: int, tokens: int) -> int:
-        """Number of a stream's tokens that belong neither to the latent nor to references."""
+        """Return the number of a stream's tokens that belong neither to the latent nor to references."""
         return tokens - (self.order.tokens if stream in self.latent.streams else 0)
 
     def parts(self, stream: int, tokens: Mapping[int, int], ranks: SequenceCut) -> list[list[Part]]:
-        """Each sequence rank's parts of a stream. `tokens`: number of tokens by stream."""
+        """Return each sequence rank's parts of a stream. `tokens`: number of tokens by stream."""
         others, has_words = self.others(stream, tokens[stream]), self.has_words
         runs = self._runs(stream, tokens)
         starts = {run.kind: run.rows.start for run in runs}  # of references those behind the latent, if on both sides
@@ -112,7 +112,7 @@ class BandTokens:
         return found
 
     def _rows(self, own: Span, starts: Mapping[str, int]) -> Pick:
-        """Rows of a stream at the positions `own`. `starts`: kind of token -> its first row."""
+        """Return the rows of a stream at the positions `own`. `starts`: kind of token -> its first row."""
         if self.numbers is None or self.latent.beside:  # rows of both are in the order of bands
             return own.shift(starts[LATENT])
         numbers, image = self.numbers[own.slice], self.order.image
@@ -125,7 +125,7 @@ class BandTokens:
         )
 
     def _runs(self, stream: int, tokens: Mapping[int, int]) -> list[Run]:
-        """The stream's tokens as runs of one kind, in the class's order."""
+        """Return the stream's tokens as runs of one kind, in the class's order."""
         others = self.others(stream, tokens[stream])
         if stream not in self.latent.streams:
             return [_words(Span(0, others))]
@@ -156,7 +156,7 @@ class BandTokens:
         return runs
 
     def _behind(self, stream: int, tokens: Mapping[int, int]) -> int:
-        """Number of other tokens that follow the latent's in one of the latent's streams."""
+        """Return the number of other tokens that follow the latent's in one of the latent's streams."""
         others = self.others(stream, tokens[stream])
         if stream == self.latent.stream:
             return 0 if self.latent.before else others
@@ -207,12 +207,12 @@ def class_numbers(order: TokenOrder, grid: tuple[int, ...]) -> torch.Tensor | No
 
 
 def shift(pick: Pick, by: int) -> Pick:
-    """The rows, each moved by `by`."""
+    """Return the rows, each moved by `by`."""
     return pick.shift(by) if isinstance(pick, Span) else pick + by
 
 
 def numbers(pick: Pick, device: torch.device) -> torch.Tensor:
-    """The rows as numbers [n] int64 on the device."""
+    """Return the rows as numbers [n] int64 on the device."""
     return torch.arange(pick.start, pick.stop, device=device) if isinstance(pick, Span) else pick.to(device)
 
 

@@ -88,7 +88,7 @@ class BlockRun:
         return self.leaf(name, out.transpose(1, 2).flatten(2)).unflatten(-1, (call.q_BQHD.shape[2], -1)).transpose(1, 2)
 
     def needs(self, values: Iterable[torch.Tensor]) -> Needs:
-        """The features that these values depend on. Leaves and norms without any are left out."""
+        """Return the features that these values depend on. Leaves and norms without any are left out."""
         values = [each for each in values if each.requires_grad]
         named = [(name, each) for noted in (self.leaves, self.norms) for name, calls in noted.items() for each in calls]
         if not values:
@@ -201,8 +201,8 @@ class Place:
 
 
 def parts_of(features: torch.Tensor) -> list[tuple[int, int]] | None:
-    """(size, units) of each part of the features, in order, as OwnCut splits them. `features`: bool [ranks, width], those
-    that each rank has. None: OwnCut cannot describe this split."""
+    """Return (size, units) of each part of the features, in order, as OwnCut splits them. `features`: bool [ranks, width],
+    those that each rank has. None: OwnCut cannot describe this split."""
     if not bool((features.sum(0) == 1).all()):
         return None
     size = len(features)
@@ -234,8 +234,8 @@ def units_of_heads(run: BlockRun, ranks: int) -> list[int]:
 
 @torch.enable_grad()
 def layers_to_cut(run: BlockRun, ranks: int, choices: Sequence[int]) -> tuple[list[OwnCut], int]:
-    """The layers of a block that `ranks` ranks can share, and the number of units of its heads, one of `choices`. If no
-    layer has kind ROW, neither heads nor features can be cut."""
+    """Return the layers of a block that `ranks` ranks can share, and the number of units of its heads, one of `choices`. If
+    no layer has kind ROW, neither heads nor features can be cut."""
     places: dict[str, Place] = {}
     of_heads = choices[0]
     for units in choices:
@@ -300,7 +300,7 @@ def _dropped_of_sums(run: BlockRun, cuts: Mapping[str, Mapping[str, torch.Tensor
 
 
 def _whole_values(run: BlockRun, places: Mapping[str, Place]) -> list[torch.Tensor]:
-    """The values that every rank needs in full."""
+    """Return the values that every rank needs in full."""
     found = list(run.outputs)
     for name, tensors in (run.heads | run.inputs).items():
         if name not in places:
@@ -309,7 +309,7 @@ def _whole_values(run: BlockRun, places: Mapping[str, Place]) -> list[torch.Tens
 
 
 def _of_heads(run: BlockRun, name: str, ranks: int, units: int) -> Place | None:
-    """The heads of an attention call, split into this number of units. None: ranks cannot share them."""
+    """Return the heads of an attention call, split into this number of units. None: ranks cannot share them."""
     tensors = run.heads[name]
     spans = split_units(Span(0, tensors[0].shape[2]), ranks, units)
     of_each = (Place((), (), tuple(run.needs([x[:, :, span.slice]]) for span in spans)) for x in tensors)
@@ -320,7 +320,7 @@ def _of_heads(run: BlockRun, name: str, ranks: int, units: int) -> Place | None:
 
 
 def _of_input(run: BlockRun, name: str, ranks: int, of_heads: int, widths: Sequence[int]) -> Place | None:
-    """A layer's input, whole or in two parts, one as wide as attention's output. None: it cannot be cut."""
+    """Return a layer's input, whole or in two parts, one as wide as attention's output. None: it cannot be cut."""
     total = run.inputs[name][0].shape[-1]
     choices = [
         (total,),

@@ -20,7 +20,7 @@ class Form(FormBase):
 
 @functools.cache
 def formed(form: type[Form], kind: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `kind` with this form's methods. It has the module and name of `kind`."""
+    """Return the subclass of `kind` with this form's methods. It has the module and name of `kind`."""
     return type(kind.__name__, (form, kind), {"__module__": kind.__module__, "native": kind})
 
 

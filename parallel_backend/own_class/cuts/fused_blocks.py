@@ -129,7 +129,7 @@ class FusedKrea2Block(Form):
 
 @functools.cache
 def without_weight(features: int, eps: float) -> nn.RMSNorm:
-    """An RMSNorm without a weight."""
+    """Return an RMSNorm without a weight."""
     return nn.RMSNorm(features, eps, elementwise_affine=False)
 
 

@@ -57,7 +57,7 @@ Sum = Callable[[torch.Tensor], torch.Tensor]
 
 
 def own_sums(sums: torch.Tensor) -> torch.Tensor:
-    """The Sum of a rank that has all heads."""
+    """Return the Sum of a rank that has all heads."""
     return sums
 
 
@@ -94,7 +94,7 @@ class Guide:
         return out_BSC
 
     def _rows(self, image: Span, out_BSC: torch.Tensor) -> tuple[slice, torch.Tensor | None]:
-        """(rows of `out_BSC` with all of the rank's image tokens, [s, 1] bool: which are image tokens). None: all of
+        """Return (rows of `out_BSC` with all of the rank's image tokens, [s, 1] bool: which are image tokens). None: all of
         them."""
         mask = None if self._tokens is None else self._tokens.which_own(image, out_BSC.shape[1], out_BSC.device)
         return (image.slice, None) if mask is None else (slice(None), mask[:, None])
@@ -127,7 +127,7 @@ class _Given:
 
 
 def prompt_attention(model: nn.Module) -> list[nn.Module]:
-    """The blocks' modules that attend to the prompt."""
+    """Return the blocks' modules that attend to the prompt."""
     return [module for name, module in model.named_modules() if PROMPT_ATTENTION.fullmatch(name)]
 
 

@@ -72,8 +72,8 @@ class WatchedOutputs:
             self._modules.pop(name, None)
 
     def shared(self) -> tuple[str, ...]:
-        """Names of the outermost modules whose outputs bands share. Empty before the second run. If all blocks of a list
-        share a module, its name has a star for the block's number: see core.own_class.name_pattern."""
+        """Return the names of the outermost modules whose outputs bands share. Empty before the second run. If all blocks of
+        a list share a module, its name has a star for the block's number: see core.own_class.name_pattern."""
         if self._runs < 2:
             return ()
         names = []
@@ -138,7 +138,7 @@ class SharedOutputs:
 
 
 def modules_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """The model's modules with these names, by name. See core.own_class.name_pattern."""
+    """Return the model's modules with these names, by name. See core.own_class.name_pattern."""
     pattern = re.compile("|".join(map(name_pattern, names)))
     return {name: module for name, module in model.named_modules() if name and pattern.fullmatch(name)}
 
@@ -163,7 +163,7 @@ def _equal(outputs: Any, others: Any) -> bool:
 
 
 def _of_list(name: str, blocks: Sequence[OwnBlock]) -> str:
-    """A module's name, with a star instead of its block's number."""
+    """Return a module's name, with a star instead of its block's number."""
     for block in blocks:
         if name.startswith(f"{block.name}."):
             return f"{block.name.rpartition('.')[0]}.*{name.removeprefix(block.name)}"

@@ -37,7 +37,7 @@ class Link(Protocol):
     """Transfers to and from the neighbouring stages."""
 
     def receive(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
-        """The tensors that the previous stage sends for the present call, in order."""
+        """Return the tensors that the previous stage sends for the present call, in order."""
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a tensor to the next stage. The caller must not change it until it has been sent."""
@@ -83,7 +83,7 @@ class StageBlocks:
         self._undo.callback(replace_attention())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output on the last stage, None on others. Raises Unproven if blocks run otherwise than in the
+        """Return the model's output on the last stage, None on others. Raises Unproven if blocks run otherwise than in the
         trial."""
         self._next, self._cut, self.running = 0, None, ""
         if self.tokens is not None and self.tokens.cuts:
@@ -120,7 +120,7 @@ class StageBlocks:
         return self._second.of_call(second, named["context"], self.add_up, *cut)
 
     def _residual(self, residual_BND: torch.Tensor) -> torch.Tensor:
-        """Rows of a residual for the tokens that the class has at the point where it adds the residual."""
+        """Return the rows of a residual for the tokens that the class has at the point where it adds the residual."""
         if self._cut is None:
             return residual_BND
         return self._cut.residual(residual_BND, is_cut=self._next > 0 and not self._leaves)
@@ -193,8 +193,8 @@ class StageBlocks:
         return found[0] if block.alone else tuple(found)
 
     def _receive(self, last: Sequence[Wanted]) -> list[torch.Tensor]:
-        """The tensors that the block before the stage's first one returns, of these shapes. Outputs of earlier blocks that
-        the class reads later are received too, and copied into the tensors that the class already has."""
+        """Return the tensors that the block before the stage's first one returns, of these shapes. Outputs of earlier blocks
+        that the class reads later are received too, and copied into the tensors that the class already has."""
         assert self._link is not None
         earlier = list(itertools.chain.from_iterable(self._values[each] for each in self._received[:-1]))
         values = self._link.receive([*((each.shape, each.dtype) for each in earlier), *last])
@@ -210,7 +210,7 @@ def crossing(blocks: Sequence[OwnBlock], at: int) -> list[int]:
 
 
 def _argument(place: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """The argument at a place: see OwnBlock.returns."""
+    """Return the argument at a place: see OwnBlock.returns."""
     first, *inside = _steps(place)
     value = kwargs[first] if isinstance(first, str) else args[first]
     for index in inside:
@@ -220,5 +220,5 @@ def _argument(place: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tor
 
 @functools.cache
 def _steps(place: str) -> tuple[Any, ...]:
-    """The parts of a place: an argument's name or position, then positions inside of it."""
+    """Return the parts of a place: an argument's name or position, then positions inside of it."""
     return tuple(int(step) if step.isdecimal() else step for step in place.split("/"))

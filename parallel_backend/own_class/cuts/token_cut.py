@@ -100,7 +100,7 @@ class TokenCut(ABC):
         return {}
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments of block `number`, cut to this rank's tokens."""
+        """Return the arguments of block `number`, cut to this rank's tokens."""
         self.number = number
         slices = self.blocks[number].slices
         if (keys := self._keys_of(number, args, kwargs)) is not None:
@@ -130,7 +130,7 @@ class TokenCut(ABC):
         return keys
 
     def _with_own_tokens(self, tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
-        """This rank's tokens of `tensor`, an argument of the block that runs.
+        """Return this rank's tokens of `tensor`, an argument of the block that runs.
 
         A stream is cut where it enters, and again after a block with `placed`; otherwise it is cut already. Other tensors,
         such as rotary tables, are cut once for each call.
@@ -166,16 +166,16 @@ class TokenCut(ABC):
         return part if cut.axes == 1 else part.unflatten(cut.axis, (*(1,) * (cut.axes - 1), -1))
 
     def rows_of(self, value: torch.Tensor) -> torch.Tensor:
-        """The value as [B, S, D]. Its axes of tokens may be several, as in the stream that entered."""
+        """Return the value as [B, S, D]. Its axes of tokens may be several, as in the stream that entered."""
         return in_rows(value, self._axes[value.ndim].cut) if value.ndim in self._axes else value
 
     def of_rows(self, rows_BSD: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The inverse of `rows_of`: rows with the same axes of tokens as `like`."""
+        """Return the inverse of `rows_of`: rows with the same axes of tokens as `like`."""
         return self._axes[like.ndim].of_rows(rows_BSD) if like.ndim in self._axes else rows_BSD
 
     def residual(self, residual_BND: torch.Tensor, is_cut: bool) -> torch.Tensor:
-        """The values to add to the latent's tokens. If tokens are cut, only this rank's rows, with zeros for its references.
-        Otherwise all rows, with zeros for other bands.
+        """Return the values to add to the latent's tokens. If tokens are cut, only this rank's rows, with zeros for its
+        references. Otherwise all rows, with zeros for other bands.
 
         `residual_BND`: for all of the latent's tokens or for the band's, in the order of bands."""
         band = self.band
@@ -195,12 +195,12 @@ class TokenCut(ABC):
         return whole
 
     def residual_of_all(self, residual_BSD: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a residual for all tokens of the latest block. Raises Unproven for several streams."""
+        """Return this rank's rows of a residual for all tokens of the latest block. Raises Unproven for several streams."""
         left = max((number for number in range(self.number) if self.blocks[number].leaving), default=-1)
         blocks = self.blocks[left + 1 : self.number + 1]
         streams = tuple({cut.streams[0] for block in blocks for cut in block.slices if cut.enters})
         if len(streams) != 1:
-            raise Unproven(f"a control adds to the tokens of {self.block.name}, which are of {len(streams)} streams")
+            raise Unproven(f"a control adds to the tokens of {self.block.name}, which come from {len(streams)} streams")
         whole = fitted(residual_BSD, self.tokens[streams[0]])
         return self.part(whole, OwnSlice(0, 1, streams, enters=False))
 
@@ -246,7 +246,7 @@ class TokenCut(ABC):
         return call.result(self._with_stand_ins(out_BQHD, spec.queries))
 
     def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
-        """The mask of all keys, rank by rank, from that of this rank's, or of all in the class's order. May raise
+        """Return the mask of all keys, rank by rank, from that of this rank's, or of all in the class's order. May raise
         Unproven."""
         if mask_bK.shape[1] == sum(self.tokens[stream] for stream in streams):
             return mask_bK[:, self.all_rows(streams, mask_bK.device)]
@@ -287,16 +287,16 @@ class TokenCut(ABC):
         return self._known[key]
 
     def _computed(self, streams: Sequence[int]) -> list[Pick]:
-        """The rows that this rank computes: its own and stand-ins."""
+        """Return the rows that this rank computes: its own and stand-ins."""
         return self.picks(streams, self.index, stand_ins=True)
 
     def _rows(self, streams: tuple[int, ...]) -> int:
-        """Number of rows of these streams that this rank computes."""
+        """Return the number of rows of these streams that this rank computes."""
         of_ranks = self.lengths(streams)[self.index]
         return of_ranks + len(self._stand_ins.intersection(streams)) if self._stand_ins else of_ranks
 
     def _computed_rows(self, streams: Sequence[int]) -> list[int]:
-        """Number of rows that this rank computes, by stream."""
+        """Return the number of rows that this rank computes, by stream."""
         return [self._rows((stream,)) for stream in streams]
 
     def _real(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
@@ -307,7 +307,7 @@ class TokenCut(ABC):
         return torch.cat([part[:, :0] if stream in self._stand_ins else part for stream, part in parts], dim=1)
 
     def _with_stand_ins(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """The inverse of `_real`. Stand-ins are zero."""
+        """Return the inverse of `_real`. Stand-ins are zero."""
         if self._stand_ins.isdisjoint(streams):
             return value
         lengths = [sum(map(len, self.picks((stream,), self.index))) for stream in streams]
@@ -316,13 +316,13 @@ class TokenCut(ABC):
         return torch.cat([zero if stream in self._stand_ins else part for stream, part in parts], dim=1)
 
     def parts(self, stream: int) -> list[list[Pick]]:
-        """Each rank's rows of a stream that has entered the blocks."""
+        """Return each rank's rows of a stream that has entered the blocks."""
         if self.band is None:
             return [[span] for span in self.ranks.parts(Span(0, self.tokens[stream]))]
         return [[part.rows for part in of_rank] for of_rank in self.band.parts(stream, self.tokens, self.ranks)]
 
     def lengths(self, streams: Sequence[int]) -> list[int]:
-        """Number of tokens of these streams, by rank."""
+        """Return the number of tokens of these streams, by rank."""
         key = LENGTHS, tuple(streams)
         if key not in self._known:
             self._known[key] = [sum(map(len, self.picks(streams, rank))) for rank in range(self.ranks.size)]
@@ -333,8 +333,8 @@ class TokenCut(ABC):
         return bool(self.blocks[number].leaving or self.blocks[number].placed)
 
     def leave(self, out: Any, is_known: bool = True) -> Any:
-        """The output of the block that runs, in the shape for all tokens, if `leaves` is true for it. It has all ranks'
-        tokens; if the block has `placed`, only this rank's, and NaN for others. Not `is_known`: all are NaN."""
+        """Return the output of the block that runs, in the shape for all tokens, if `leaves` is true for it. It has all
+        ranks' tokens; if the block has `placed`, only this rank's, and NaN for others. Not `is_known`: all are NaN."""
         values, streams_of = (out,) if isinstance(out, torch.Tensor) else out, self.block.placed or self.block.leaving
         whole: list[torch.Tensor | None] = []
         for number, (value, streams) in enumerate(zip(values, streams_of, strict=True)):
@@ -345,7 +345,7 @@ class TokenCut(ABC):
         return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
 
     def left(self, _number: int, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """All tokens of `value`, which the block returned at position `_number` with this rank's tokens."""
+        """Return all tokens of `value`, which the block returned at position `_number` with this rank's tokens."""
         return self.at_places(value, streams) if self.block.placed else self.whole(value, streams)
 
     def _unknown(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
@@ -370,7 +370,7 @@ class TokenCut(ABC):
         return dict(zip(streams, value.split(self._computed_rows(streams), dim=1), strict=True))
 
     def _gathered(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """All ranks' tokens of these streams, stream by stream."""
+        """Return all ranks' tokens of these streams, stream by stream."""
         gathered = self.gather(value, streams)
         if self.band is not None:
             return self.among_all(gathered, streams)
@@ -389,7 +389,7 @@ class TokenCut(ABC):
         return out
 
     def at_places(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """All tokens of these streams, with NaN for other ranks. A value without streams is returned as it is."""
+        """Return all tokens of these streams, with NaN for other ranks. A value without streams is returned as it is."""
         if not streams:
             return value
         out = self._unknown(value, streams)

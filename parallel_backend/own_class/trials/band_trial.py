@@ -65,7 +65,7 @@ def latent_of(
 
     `blocks`: with the cut of their tokens. `steady`: an adapter's claim about the class's text, see OwnLatent.steady."""
     if len(actual.latents) > 2:
-        raise Unproven("its latent has more than two parts")
+        raise Unproven("its call has more than two latents")
     runs = Runs(model, blocks)
     call = _even(runs, smaller(actual, *runs.sizes(actual)[0]))
     latent = find_latent(runs, call, steady)
@@ -110,8 +110,8 @@ def runs_of_bands(
 
 
 def _even(runs: Runs, call: Call) -> Call:
-    """The call with latent sizes that are multiples of large powers of two, and so of the usual patch sizes. A class may pad
-    other sizes. If it does not run with these sizes, smaller powers are tried."""
+    """Return the call with latent sizes that are multiples of large powers of two, and so of the usual patch sizes. A class
+    may pad other sizes. If it does not run with these sizes, smaller powers are tried."""
     sides = call.latents[0].shape[2:]
     of_powers = (
         [1 << max(0, side.bit_length() - less) for side in sides] for less in range(2, max(3, max(sides).bit_length() + 1))
@@ -133,7 +133,7 @@ def _odd(runs: Runs, actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS
 
 
 def _first_that_runs(runs: Runs, calls: Iterable[Call]) -> Call:
-    """The first call with which the class runs and its streams enter the blocks. Raises Unproven if there is none."""
+    """Return the first call with which the class runs and its streams enter the blocks. Raises Unproven if there is none."""
     for call in calls:
         try:
             streams_entering(runs, drawn(call, 1))
@@ -145,9 +145,9 @@ def _first_that_runs(runs: Runs, calls: Iterable[Call]) -> Call:
 
 
 def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
-    """The OwnLatent for calls of both sizes. Raises Unproven if tokens are found elsewhere in the second."""
+    """Return the OwnLatent for calls of both sizes. Raises Unproven if tokens are found elsewhere in the second."""
     if replace(another, words=latent.words, pads=latent.pads, shared=latent.shared, idle=latent.idle) != latent:
-        raise Unproven("the places of its latent's tokens differ in calls of two sizes")
+        raise Unproven("its latent's tokens are ordered differently in calls of two sizes")
     return replace(latent, words=latent.words or another.words)
 
 
@@ -256,7 +256,7 @@ class _Band:
     def output(
         self, whole: WholeRun, outside: torch.Tensor, tensor_rank: TensorRank, watched: WatchedOutputs | None = None
     ) -> list[torch.Tensor]:
-        """The band's part of each latent's output. `outside`: latent values outside of the band."""
+        """Return the band's part of each latent's output. `outside`: latent values outside of the band."""
         x = outside.clone()
         for part, own in zip(self._own(x), self._own(self.call.x), strict=True):
             part.copy_(own)
@@ -267,7 +267,7 @@ class _Band:
         return self._own(out)
 
     def _named(self) -> Mapping[str, Any]:
-        """The call's arguments. Residuals of a ControlNet are only the band's, in the order of bands."""
+        """Return the call's arguments. Residuals of a ControlNet are only the band's, in the order of bands."""
         if (control := self.call.named.get(CONTROL)) is None:
             return self.call.named
         rows = self.tokens.picture_numbers
@@ -278,7 +278,7 @@ class _Band:
         return {**self.call.named, CONTROL: of_band}
 
     def _own(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The band's part of each latent in `x`, as views. `x` has the form of the call's latent."""
+        """Return the band's part of each latent in `x`, as views. `x` has the form of the call's latent."""
         latent, *companion = self.call.parts(x)
         axis = AXES[self.along]
         by = self.latent.patch[axis]
@@ -331,7 +331,7 @@ class _InBand(ComparedRank):
         return own.shape[1] == len(rows) and close(own[:, kept], of_whole[:, rows[kept]], of_whole)
 
     def band_parts(self, stream: int) -> list[Part]:
-        """The band's tokens of a stream."""
+        """Return the band's tokens of a stream."""
         assert self.band is not None
         return self.band.parts(stream, self.tokens, ONE)[0]
 

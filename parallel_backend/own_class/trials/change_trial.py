@@ -78,10 +78,10 @@ class ChangeTrial(ABC):
 
     @abstractmethod
     def tried(self) -> Shown:
-        """The result for the tried model. Raises Unproven if ranks would give a wrong result."""
+        """Return the result for the tried model. Raises Unproven if ranks would give a wrong result."""
 
     def shown(self) -> Shown:
-        """The result for a narrower model. If that proves nothing, the result at the class's own width."""
+        """Return the result for a narrower model. If that proves nothing, the result at the class's own width."""
         own, found = self.own, Shown(NOT_TRIED)
         narrower = () if own.unet else narrowed(own, self._call, self.tensor)
         with conditions_of_trial(self._poll) as poll:
@@ -142,7 +142,7 @@ class TrialOfSkips(ChangeTrial):
             names = [self._skipped_block(calls[0], (kind, number)) for number in numbers]
             own = next((at for at, of_list in kept.items() if list(of_list) == names), None)
             if own is None or numbers != list(range(len(names))):
-                raise Unproven(f"the skipped blocks are not one list of blocks in order ({kind})")
+                raise Unproven(f"the skipped blocks are not a complete list of blocks in order ({kind})")
             if not {block.name for block in self.blocks}.issuperset(names):
                 raise Unproven(f"its blocks in {own} are not shared out")
             lists[kind] = own
@@ -196,7 +196,7 @@ def _with_skipped(call: Call, keys: Sequence[Key]) -> Call:
 
 
 def _replaced(call: Call, functions: Mapping[Key, Any]) -> Call:
-    """The call with these functions in place of blocks."""
+    """Return the call with these functions in place of blocks."""
     return replace(call, options={**call.options, REPLACED: {BLOCKS: dict(functions)}})
 
 
@@ -214,10 +214,10 @@ class _Guiding(ChangeTrial):
 
     @abstractmethod
     def on_ranks(self, call: Call) -> Call:
-        """The call as ranks get it."""
+        """Return the call as ranks get it."""
 
     def compared(self, wholes: WholeOutputs) -> Shown:
-        """The result for ranks. `wholes`: `calls`, each with the uncut model's guided output."""
+        """Return the result for ranks. `wholes`: `calls`, each with the uncut model's guided output."""
         proof, model, actual = self.proof, self.short.model, self.on_ranks(self.short.actual)
         tried = replace(proof, batch=TOGETHER), without_token_cut(self.blocks) if proof.sequence else self.blocks
         for (call, whole), time in zip(wholes, [(), *([time] for time in self.times)], strict=True):
@@ -247,7 +247,7 @@ class _Guiding(ChangeTrial):
 
 
 def _layers(block: OwnBlock) -> tuple[Any, ...]:
-    """The layers of a block that tensor ranks share, without widths, because a tried model is narrower."""
+    """Return the layers of a block that tensor ranks share, without widths, because a tried model is narrower."""
     return [(cut.layer, cut.kind) for cut in block.cuts], block.divided, block.headed
 
 

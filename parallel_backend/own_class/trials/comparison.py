@@ -53,7 +53,7 @@ def as_unproven(fails: str, before: str = "") -> Iterator[None]:
 
 
 def found_or_why(find: Callable[[], Value]) -> tuple[Value | None, str]:
-    """(what `find` returns, ""), or (None, the text of the Unproven that it raises)."""
+    """Return (what `find` returns, ""), or (None, the text of the Unproven that it raises)."""
     try:
         return find(), ""
     except Unproven as unproven:
@@ -61,7 +61,7 @@ def found_or_why(find: Callable[[], Value]) -> tuple[Value | None, str]:
 
 
 def why_not(check: Callable[[], object]) -> str:
-    """The text of the Unproven that `check` raises. Empty: it raises none."""
+    """Return the text of the Unproven that `check` raises. Empty: it raises none."""
     return found_or_why(check)[1]
 
 
@@ -89,7 +89,7 @@ class NotedAttention:
     """As AttentionCall.key_mask. Also None if the mask is not a mask of keys."""
 
     def of_tensor_rank(self, rank: TensorRank, call: AttentionCall) -> "NotedAttention":
-        """The part with a tensor rank's heads. `call`: the rank's own call."""
+        """Return the part with a tensor rank's heads. `call`: the rank's own call."""
 
         def part(whole_BSHD: torch.Tensor, own_BSHD: torch.Tensor) -> torch.Tensor:
             whole, heads = whole_BSHD.shape[2], own_BSHD.shape[2]
@@ -171,7 +171,7 @@ class ComparedRank(TokenCut):
         self._leaving: dict[int, torch.Tensor] = {}  # by stream: the whole's tokens of the value that leaves
 
     def noted(self) -> NotedAttention:
-        """The uncut run's values for the present attention call."""
+        """Return the uncut run's values for the present attention call."""
         calls = self._noted.calls[self.number]
         if self.attended > len(calls):
             raise Unproven(f"{self.block.name} attends more often if its tokens are cut")
@@ -192,7 +192,7 @@ class ComparedRank(TokenCut):
         if call.k_BKHD.shape[2] % spec.sharing == 0 and not shares_keys(call.k_BKHD, call.v_BKHD, spec.sharing):
             raise Unproven(f"{self.block.name} attends with heads that share no keys")
         if call.rule is not None and not self._is_ruled(call, whole, self.own_rows(spec.queries)):
-            raise Unproven(f"{self.block.name} attends by rows in a different way if its tokens are cut")
+            raise Unproven(f"{self.block.name} attends differently for each row if its tokens are cut")
         return whole.out[:, self.own_rows(spec.queries)]
 
     def _is_ruled(self, call: AttentionCall, whole: NotedAttention, rows: slice | torch.Tensor) -> bool:
@@ -218,7 +218,7 @@ class ComparedRank(TokenCut):
         return close(own, of_whole[:, self.own_rows(streams)], of_whole)
 
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """The uncut run's tokens of the value that leaves the blocks, rank by rank."""
+        """Return the uncut run's tokens of the value that leaves the blocks, rank by rank."""
         return torch.cat([self._leaving[stream] for stream in streams], dim=1)[:, self.all_rows(streams, value.device)]
 
     def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
@@ -228,5 +228,5 @@ class ComparedRank(TokenCut):
         return whole
 
     def own_rows(self, streams: Sequence[int]) -> slice | torch.Tensor:
-        """This rank's rows of a tensor with all tokens of these streams. Without streams, all rows."""
+        """Return this rank's rows of a tensor with all tokens of these streams. Without streams, all rows."""
         return self.rows(streams, self.index) if streams else slice(None)

@@ -54,7 +54,7 @@ class _Values:
         return value
 
     def next(self) -> torch.Tensor:
-        """The uncut run's value that belongs to the rank's present one."""
+        """Return the uncut run's value that belongs to the rank's present one."""
         self._next += 1
         if self._next > len(self._whole):
             raise Unproven(f"{self.name} is called more often if it is cut")
@@ -104,7 +104,7 @@ class _LayerOfRank:
         return nn.Parameter(self._part(parameter, shard.dim), requires_grad=False)
 
     def _whole_of(self, own: torch.Tensor) -> torch.Tensor:
-        """The uncut run's value. Raises Unproven if the rank's own value is not a part of it."""
+        """Return the uncut run's value. Raises Unproven if the rank's own value is not a part of it."""
         whole = self._values.next()
         if not close(own, self._part(whole), whole):
             raise Unproven(f"a rank's values of {self._values.name} are not a part of the whole model's")
@@ -204,7 +204,7 @@ class TensorSharing:
             self.check(run)
 
     def of_all(self, blocks: tuple[OwnBlock, ...], like: Representatives) -> tuple[OwnBlock, ...]:
-        """All `blocks` of the class, with the cuts found for the tried blocks."""
+        """Return all `blocks` of the class, with the cuts found for the tried blocks."""
         lists = {at: [block.name for block in blocks if list_of(block) == at] for at in like}
         shared_by = {block.name: block for block in blocks_of_all(self._shared, lists, like)}
         fields = "cuts", "divided", "headed", "units", "head_units"

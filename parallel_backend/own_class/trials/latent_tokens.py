@@ -60,7 +60,7 @@ class _Prologue(WholeRun):
             for value, streams in zip(values, self.block.leaving, strict=True)
         ]
         if any(value is not None and value.shape != each.shape for value, each in zip(values, entered, strict=True)):
-            raise Unproven("its tokens change their form in a list of blocks")
+            raise Unproven("a list of blocks returns tokens in another shape than it gets")
         return entered[0] if isinstance(out, torch.Tensor) else tuple(entered)
 
 
@@ -75,12 +75,12 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
     for each in more:
         behind = found.start == 0 and each.behind == found.behind and each.start > 0
         if each.patch != found.patch or (each.start and each.behind and not behind):
-            raise Unproven("a list of blocks moves its latent's tokens")
+            raise Unproven("its latent's tokens are at other positions in a later list of blocks")
         again.append(OwnEntry(each.stream, each.start > 0, behind))
     pattern, companions = "", Changed({})
     if len(call.latents) > 1:
         if more:
-            raise Unproven("its latent has two parts, and leaves a list of blocks")
+            raise Unproven("its call has two latents, and their tokens pass through several lists of blocks")
         pattern, companions = search.companion(found)
     hints = [] if companions else search.hints(found)
     again += [OwnEntry(stream, False, False) for stream in hints]
@@ -140,11 +140,11 @@ class _Raster:
 
     @staticmethod
     def of(changed: Sequence[Sequence[Changed]], first: Mapping[int, torch.Tensor], streams: set[int]) -> "_Raster":
-        """The raster in these streams. `changed`: for each axis of the latent and each index, the rows that its values
-        change. Raises Unproven if the rows are not a raster."""
+        """Return the raster in these streams. `changed`: for each axis of the latent and each index, the rows that its
+        values change. Raises Unproven if the rows are not a raster."""
         found = [[_only(rows, streams) for rows in of_axis] for of_axis in changed]
         if len(among := {stream for of_axis in found for stream, _ in of_axis}) != 1:
-            raise Unproven("a part of its latent is in several streams")
+            raise Unproven("tokens of its latent are in several streams")
         (stream,), by_axis = among, [[rows for _, rows in of_axis] for of_axis in found]
         patch = tuple(len(list(next(itertools.groupby(of_axis))[1])) for of_axis in by_axis)
         if any(len(of_axis) % by for of_axis, by in zip(by_axis, patch, strict=True)):
@@ -164,10 +164,10 @@ class _Raster:
 
 
 def _only(changed: Changed, streams: set[int]) -> tuple[int, tuple[int, ...]]:
-    """(stream, rows) if exactly one of these streams is changed. Otherwise raises Unproven."""
+    """Return (stream, rows) if exactly one of these streams is changed. Otherwise raises Unproven."""
     among = [stream for stream in changed if stream in streams]
     if len(among) != 1:
-        raise Unproven("a part of its latent is in several streams" if among else "a part of its latent is not used")
+        raise Unproven("tokens of its latent are in several streams" if among else "a part of its latent is not used")
     return among[0], changed[among[0]]
 
 
@@ -186,8 +186,8 @@ class _LatentSearch:
         return [_Raster.of(changed, self.first, streams) for streams in entries_of(self._runs.blocks)]
 
     def companion(self, found: _Raster) -> tuple[str, Changed]:
-        """(Companion.pattern from the second latent to its tokens, stream -> rows of those tokens). `found`: the first
-        latent's.
+        """Return (Companion.pattern from the second latent to its tokens, stream -> rows of those tokens). `found`: the
+        first latent's.
 
         Raises Unproven if the latents share a token, or if the second one's tokens do not consist of whole axes. The pattern
         only gives the number of tokens. The later trial of bands proves that they are the second latent's.
@@ -195,7 +195,7 @@ class _LatentSearch:
         sizes = self._call.latents[1].shape
         stream, rows = _only(self._by_latent(1, 0, 0), set(self.first))
         if stream == found.stream and set(found.rows) & set(rows):
-            raise Unproven("its second latent is mixed into the first one's tokens before its blocks")
+            raise Unproven("its second latent is mixed into the first latent's tokens before its blocks")
         of_channels = [axis for axis in range(1, len(sizes)) if rows in self._by_latent(1, axis, 0).values()]
         of_tokens = [axis for axis in range(1, len(sizes)) if axis not in of_channels]
         if not of_tokens or math.prod(sizes[axis] for axis in of_tokens) != len(rows):
@@ -213,8 +213,8 @@ class _LatentSearch:
         return [each for each in beside if self.first[each].shape[1] == found.count and changed.get(each) == all_rows]
 
     def kinds(self, found: _Raster, companions: Changed) -> list[str]:
-        """The kind of each token in the latent's stream, see OwnLatent.layout. References are tokens that images in the
-        arguments change. Empty: there are no references, tokens of a kind are apart, or a token's kind is unknown."""
+        """Return the kind of each token in the latent's stream, see OwnLatent.layout. References are tokens that images in
+        the arguments change. Empty: there are no references, tokens of a kind are apart, or a token's kind is unknown."""
         kinds = [WORDS] * self.first[found.stream].shape[1]
         images = self._by_images().get(found.stream, ())
         for kind, rows in ((REFERENCES, images), (COMPANION, companions.get(found.stream, ())), (LATENT, found.rows)):
@@ -242,7 +242,7 @@ class _LatentSearch:
         raise Unproven("references before and after its latent are not separate arguments")
 
     def _by_latent(self, part: int, axis: int, index: int) -> Changed:
-        """The rows that change with latent number `part` at this index of an axis."""
+        """Return the rows that change with latent number `part` at this index of an axis."""
         x = self._call.x.clone()
         self._call.parts(x)[part].select(axis, index).add_(1)
         return self._changed(replace(self._call, x=x))
@@ -256,7 +256,7 @@ class _LatentSearch:
         return self._changed(replace(self._call, named=named))
 
     def _changed(self, call: Call) -> Changed:
-        """The rows that differ between this call and the unchanged one."""
+        """Return the rows that differ between this call and the unchanged one."""
         now = streams_entering(self._runs, call)
         if any(value.shape != self.first[stream].shape for stream, value in now.items()):
             raise Unproven("its tokens differ for two latents of the same size")
@@ -270,19 +270,19 @@ def _other_image(leaf: Any, another: Any) -> Any:
 
 
 def grid_of(latent: OwnLatent, call: Call) -> tuple[int, ...]:
-    """Number of tokens along each axis of the call's first latent."""
+    """Return the number of tokens along each axis of the call's first latent."""
     sides = call.latents[0].shape[2:]
     return tuple(size // by for size, by in zip(sides, latent.patch[-len(sides) :], strict=True))
 
 
 def companion_tokens(latent: OwnLatent, call: Call) -> int:
-    """Number of tokens of the call's second latent; 0 if there is none."""
+    """Return the number of tokens of the call's second latent; 0 if there is none."""
     shapes = [tuple(each.shape) for each in call.latents]
     return Companion(latent.companion, ()).tokens(shapes[1]) if len(shapes) > 1 else 0
 
 
 def reference_tokens(runs: Runs, latent: OwnLatent, call: Call) -> int:
-    """Number of the call's reference tokens if bands split them; otherwise 0."""
+    """Return the number of the call's reference tokens if bands split them; otherwise 0."""
     if not latent.layout:
         return 0
     others = {WORDS: words_of(call), COMPANION: companion_tokens(latent, call), LATENT: math.prod(grid_of(latent, call))}
@@ -291,7 +291,7 @@ def reference_tokens(runs: Runs, latent: OwnLatent, call: Call) -> int:
 
 
 def streams_entering(runs: Runs, call: Call) -> dict[int, torch.Tensor]:
-    """The tokens of each stream where it enters the blocks. Raises Unproven if the class does not run."""
+    """Return the tokens of each stream where it enters the blocks. Raises Unproven if the class does not run."""
     prologue = _Prologue(runs.blocks)
     try:
         runs.run(call, prologue)
@@ -299,4 +299,4 @@ def streams_entering(runs: Runs, call: Call) -> dict[int, torch.Tensor]:
         return prologue.streams
     except Exception as error:  # of any kind: its code is not known
         raise Unproven(f"it does not run in a trial of bands ({first_line(error)})") from error
-    raise Unproven("not all of its streams enter its blocks")
+    raise Unproven("some of its streams of tokens never enter its blocks")

@@ -80,7 +80,7 @@ def check_proven(
 
 
 def noted_run(model: nn.Module, call: Call) -> tuple[Call, Any] | None:
-    """(the call, the model's output). None: the class raises an exception of any kind."""
+    """Return (the call, the model's output). None: the class raises an exception of any kind."""
     try:
         return call, call.run(model)
     except Exception:

@@ -101,14 +101,14 @@ def _fits(heads: int, factor: int, tensor: int) -> bool:
 
 
 def narrow_unet(unet: OwnClass) -> OwnClass:
-    """The class with few channels. A UNet is tried with all of its blocks; whether entries are independent does not depend
-    on its width."""
+    """Return the class with few channels. A UNet is tried with all of its blocks; whether entries are independent does not
+    depend on its width."""
     arguments = json.loads(unet.arguments)
     return dataclasses.replace(unet, arguments=json.dumps(arguments | (CHANNELS if set(CHANNELS) <= set(arguments) else {})))
 
 
 def widened(blocks: Sequence[OwnBlock], factor: int | Fraction) -> list[OwnBlock]:
-    """The blocks with `factor` times as many heads in their attention calls."""
+    """Return the blocks with `factor` times as many heads in their attention calls."""
     found = []
     for block in blocks:
         attention = (dataclasses.replace(each, heads=int(each.heads * factor)) for each in block.attention)
@@ -117,14 +117,14 @@ def widened(blocks: Sequence[OwnBlock], factor: int | Fraction) -> list[OwnBlock
 
 
 def numbers_of_class(own: OwnClass) -> dict[str, int]:
-    """The class's integer arguments, including defaults, by name."""
+    """Return the class's integer arguments, including defaults, by name."""
     defaults = {name: each.default for name, each in inspect.signature(class_of(own)).parameters.items()}
     return {name: value for name, value in (defaults | json.loads(own.arguments)).items() if type(value) is int}
 
 
 def _narrow(call: Call, widths: Mapping[int, int]) -> Call:
-    """The call with narrower tensors. `widths`: width -> new width; applied to tensors whose last axis has that size, a
-    multiple of it, or the sum of two of them. The first features are kept."""
+    """Return the call with narrower tensors. `widths`: width -> new width; applied to tensors whose last axis has that size,
+    a multiple of it, or the sum of two of them. The first features are kept."""
     sums = {one + other: widths[one] + widths[other] for one, other in itertools.combinations(widths, 2)}
 
     def cut(value: torch.Tensor) -> torch.Tensor:
@@ -163,8 +163,8 @@ def _built_short(own: OwnClass, lists: Mapping[str, Sequence[str]], like: Repres
 
 
 def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short:
-    """A model of the class with few blocks that runs with calls like `actual`. Raises ValueError if the class does not run.
-    `poll` is called before each run of the model or of a block."""
+    """Return a model of the class with few blocks that runs with calls like `actual`. Raises ValueError if the class does
+    not run. `poll` is called before each run of the model or of a block."""
     in_full = build(own)
     lists = {} if own.unet else block_lists(in_full)
     for like in _tried_representatives(in_full, lists):
@@ -182,7 +182,7 @@ def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short
 
 
 def _with_all_running(own: OwnClass, short: Short, poll: Callable[..., None]) -> Short:
-    """The same model; or, if some blocks of a list do not run, a shallower one built by the class's own arguments."""
+    """Return the same model; or, if some blocks of a list do not run, a shallower one built by the class's own arguments."""
     lists = _left_out(short.model, short.kept, short.call)
     for fewer, left in shallower(own, {name: short.lists[name] for name in lists}) if any(lists.values()) else ():
         model = build(fewer)
@@ -246,7 +246,7 @@ def runs(model: nn.Module, call: Call) -> bool:
 
 
 def _error_of(model: nn.Module, call: Call) -> Exception | None:
-    """The exception that the class raises for the call, of any kind. None: it runs."""
+    """Return the exception that the class raises for the call, of any kind. None: it runs."""
     try:
         drawn(call, 1).run(model)
     except Exception as error:

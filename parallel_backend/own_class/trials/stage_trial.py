@@ -72,8 +72,8 @@ def check_by_entry(model: nn.Module, wholes: WholeOutputs) -> None:
 def run_in_one(
     model: nn.Module, blocks: Sequence[OwnBlock], call: Call, cut: TokenCut | None = None, add_up: Sum = own_sums
 ) -> Any:
-    """The output of one stage with all blocks, without ComfyUI's transformer_options. `cut`: how tokens are cut. `add_up`:
-    sums over tensor ranks for guided attention."""
+    """Return the output of one stage with all blocks, without ComfyUI's transformer_options. `cut`: how tokens are cut.
+    `add_up`: sums over tensor ranks for guided attention."""
     with closing(StageBlocks(model, blocks, Span(0, len(blocks)), None, cut)) as stage:
         stage.add_up = add_up
         return call.run(stage.call, options=False)

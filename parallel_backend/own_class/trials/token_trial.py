@@ -39,7 +39,7 @@ HIDDEN = -1e4
 
 
 def without_token_cut(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
-    """The blocks without the cut of their tokens."""
+    """Return the blocks without the cut of their tokens."""
     return [replace(block, slices=(), attention=(), leaving=(), placed=()) for block in blocks]
 
 
@@ -110,8 +110,8 @@ class Learning(ComparedRank):
         return super().enter(number, args, kwargs)
 
     def _table(self, at: int, shape: torch.Size, other: torch.Size, known: Mapping[int, int]) -> OwnSlice | None:
-        """The cut of a tensor with a row for each token of one stream, or of all streams in order. None: it has no such
-        rows."""
+        """Return the cut of a tensor with a row for each token of one stream, or of all streams in order. None: it has no
+        such rows."""
         if (like := self._entered.get((shape, other))) is not None:
             return replace(like, tensor=at, enters=False)
         whole = tuple(stream for order in self._order if (stream := self._gone + order) in known)
@@ -141,9 +141,9 @@ class Learning(ComparedRank):
             self._check_values(call.mask)
             self.mask_of_all(call.key_mask, k)
         if q and not k and call.rule is not None:
-            raise Unproven(f"{self.block.name} attends by rows to keys that are not cut, with queries that are")
+            raise Unproven(f"{self.block.name} attends differently for each row, and cuts its queries but not its keys")
         if k and not q:
-            raise Unproven(f"{self.block.name} attends to tokens that are cut, with queries that are not")
+            raise Unproven(f"{self.block.name} has attention in which the keys are cut, but the queries are not")
         heads, head_size = call.q_BQHD.shape[2:]
         sharing = next(each for each in range(heads, 0, -1) if shares_keys(*whole.tensors[1:], each)) if k else 1
         spec = OwnAttention(q, k, heads, head_size, sharing)
@@ -155,7 +155,7 @@ class Learning(ComparedRank):
             raise Unproven(f"{self.block.name} attends with a mask whose values are neither zero nor very negative")
 
     def _streams(self, own: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...] | None:
-        """The streams whose tokens this rank's rows `own` are, in order. Empty: all rows. None: they are not rows of
+        """Return the streams whose tokens this rank's rows `own` are, in order. Empty: all rows. None: they are not rows of
         `whole`."""
         present = self._present
         counts = range(len(present) + 1)
@@ -291,11 +291,11 @@ class Runs:
         return self._counted[size]
 
     def run(self, call: Call, cut: TokenCut, add_up: Sum = own_sums) -> Any:
-        """The model's output with tokens cut by `cut`. `add_up`: see run_in_one."""
+        """Return the model's output with tokens cut by `cut`. `add_up`: see run_in_one."""
         return run_in_one(self.model, self.blocks, call, cut, add_up)
 
     def noted(self, call: Call) -> WholeRun:
-        """The uncut model's run. Raises Unproven if it fails."""
+        """Return the uncut model's run. Raises Unproven if it fails."""
         whole = WholeRun(self.blocks)
         with as_unproven("it does not run in a trial of cut tokens"):
             whole.result = self.run(call, whole)

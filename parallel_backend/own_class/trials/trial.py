@@ -104,8 +104,8 @@ def trial(
     bands: bool = False,
     tensor: int = 1,
 ) -> Proof:
-    """The proof for calls like `call` with its batch size, at these timesteps too. Raises ValueError if the class does not
-    run or host memory is too small.
+    """Return the proof for calls like `call` with its batch size, at these timesteps too. Raises ValueError if the class
+    does not run or host memory is too small.
 
     `sequence`: try tokens split over sequence ranks. `bands`: also try bands. `tensor`: try layers shared by this many
     ranks, if more than one. `poll` is called before each run of the model or a block, with the approximate fraction done. It
@@ -130,7 +130,7 @@ class _Trial:
         self._times, self._poll, self._sequence, self._bands, self._tensor = times, poll, sequence, bands, tensor
 
     def found(self, own: OwnClass, call: Call) -> Found:
-        """The result for a model of the class with few blocks."""
+        """Return the result for a model of the class with few blocks."""
         short = short_model(own, call, self._poll)
         model, call = short.model, short.call
         calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in self._times)]
@@ -159,7 +159,7 @@ class _Trial:
         return Found(dataclasses.replace(proof, numbers=numbers, options=options), short, tried, sizes, idle)
 
     def _best(self, own: OwnClass, short: Short, wholes: WholeOutputs, recorded: Recorded) -> Tried:
-        """The best proof over the choices of lists to share (see `choices`), without tensor parallelism."""
+        """Return the best proof over the choices of lists to share (see `choices`), without tensor parallelism."""
         model = short.model
         batch = why_not(partial(check_by_entry, model, wholes))
         proofs: list[Tried] = []
@@ -197,7 +197,7 @@ class _Trial:
         return bool(proof.blocks), not proof.stages, is_cut, proof.latent is not None
 
     def _cut(self, short: Short, blocks: list[OwnBlock]) -> tuple[list[OwnBlock], str]:
-        """(the blocks with the cut of their tokens, ""), or (the given blocks, why their tokens cannot be cut)."""
+        """Return (the blocks with the cut of their tokens, ""), or (the given blocks, why their tokens cannot be cut)."""
         if not (self._sequence or self._bands):
             return blocks, NOT_TRIED
         cut, why = found_or_why(partial(cut_tokens, short.model, blocks, short.actual, self._times))
@@ -211,7 +211,7 @@ class _Trial:
     def _with_tensor(
         self, proof: Proof, short: Short, tried: Sequence[OwnBlock], wholes: WholeOutputs
     ) -> tuple[Proof, TensorSharing | None]:
-        """The proof with layers that tensor ranks share, alone and combined with sequence ranks and bands."""
+        """Return the proof with layers that tensor ranks share, alone and combined with sequence ranks and bands."""
         sharing, why = found_or_why(partial(self._sharing, short, tried, wholes))
         if sharing is None:
             return dataclasses.replace(proof, tensor=why), None
@@ -228,8 +228,8 @@ class _Trial:
     def _of_all_blocks(
         self, own: OwnClass, short: Short, order: Sequence[OwnBlock], stages: str, call: Call
     ) -> tuple[tuple[OwnBlock, ...], str]:
-        """(all blocks of the class in the order of a call, with OwnBlock.until; why stages of all of them are not proven).
-        Unless lists are mixed, the tried blocks do not show which of all blocks read others' outputs."""
+        """Return (all blocks of the class in the order of a call, with OwnBlock.until; why stages of all of them are not
+        proven). Unless lists are mixed, the tried blocks do not show which of all blocks read others' outputs."""
         model = build(own)
         give_weights(own, model, self._poll)
         by_name = {block.name: block for block in order}
@@ -241,8 +241,8 @@ class _Trial:
         return tuple(blocks), why_not(partial(check_staged, model, blocks, [(call, call.run(model))]))
 
     def at_width(self, own: OwnClass, found: Found, factor: int, call: Call) -> Proof:
-        """The proof of a `factor` times narrower model, at the class's own width. Raises Unproven if nothing was proven, or
-        if a call at the last timestep gives a wrong result at the own width."""
+        """Return the proof of a `factor` times narrower model, at the class's own width. Raises Unproven if nothing was
+        proven, or if a call at the last timestep gives a wrong result at the own width."""
         short, options = found.short, found.proof.options
         if not found.proof.blocks:
             raise Unproven(found.proof.stages)
@@ -281,7 +281,7 @@ class _Trial:
 
 
 def _staged(model: nn.Module, blocks: list[OwnBlock], wholes: WholeOutputs) -> tuple[list[OwnBlock], str]:
-    """(the blocks, why stages are not proven). Mixed blocks get OwnBlock.until if stages need it."""
+    """Return (the blocks, why stages are not proven). Mixed blocks get OwnBlock.until if stages need it."""
     stages = why_not(partial(check_staged, model, blocks, wholes))
     if stages and are_mixed(blocks):
         lists = dict.fromkeys(map(list_of, blocks))
@@ -293,7 +293,7 @@ def _staged(model: nn.Module, blocks: list[OwnBlock], wholes: WholeOutputs) -> t
 
 
 def _of_another_size(model: nn.Module, call: Call) -> Call:
-    """The call with less text or a smaller latent: in `call` text and image may have equally many tokens."""
+    """Return the call with less text or a smaller latent: in `call` text and image may have equally many tokens."""
     words = words_of(call)
     side, fewer = call.longest, max(1, words - 3)
     others = (smaller(call, *sizes) for sizes in ((side // 2, fewer), (side // 2, words), (side, fewer)))

@@ -17,8 +17,8 @@ class Places(Protocol):
     """The positions of the present call's tokens in the K/V buffer."""
 
     def in_buffer(self, streams: tuple[int, ...], ranks: range) -> tuple[list[Piece], int, bool]:
-        """(BandTokens.pieces, BandTokens.words, whether some of the streams' tokens are the latent's), for keys of these
-        ranks."""
+        """Return (BandTokens.pieces, BandTokens.words, whether some of the streams' tokens are the latent's), for keys of
+        these ranks."""
 
 
 class Bands:

@@ -113,7 +113,7 @@ class TokenNumbers(Protocol):
         with the same tokens get the same tensors."""
 
     def places(self, streams: tuple[int, ...]) -> Callable[[], torch.Tensor] | None:
-        """The argument `place_of_rows` of SparseStep.of_class."""
+        """Return the argument `place_of_rows` of SparseStep.of_class."""
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ TOKENS_AT_ONCE = 1024
 
 
 def key_scale(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The factor by which `expected_bshD` is closest to `fresh_bshD` (least squares), [b, 1, h, 1] float32. Both are parts
-    of the same tokens, in order."""
+    """Return the factor by which `expected_bshD` is closest to `fresh_bshD` (least squares), [b, 1, h, 1] float32. Both are
+    parts of the same tokens, in order."""
     # Rotary embedding rotates pairs of a key's channels, by an angle that depends on the position. A factor of the whole
     # head commutes with every such rotation. A shift would be right at one position only.
     products: Any = LEAST
@@ -32,7 +32,7 @@ def key_scale(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.
 
 
 def value_shift(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean over tokens of fresh minus expected values, [b, 1, h, D] float32."""
+    """Return the mean over tokens of fresh minus expected values, [b, 1, h, D] float32."""
     sums = [(new_bshD.float() - old_bshD).sum(1, keepdim=True) for old_bshD, new_bshD in _pairs(expected_bshD, fresh_bshD)]
     return functools.reduce(torch.add, sums) / sum(part.shape[1] for part in fresh_bshD)
 

@@ -91,7 +91,7 @@ class RankKernel:
         return text + (", on ROCm, where Parallel DiT has never been tried" if torch.version.hip else "")
 
     def _for(self, q_BQHD: torch.Tensor, k_BKhD: torch.Tensor, mask_BK: torch.Tensor | None, lse: bool) -> Any:
-        """The kernel's module, or SDPA's if the kernel does not support this call."""
+        """Return the kernel's module, or SDPA's if the kernel does not support this call."""
         if not q_BQHD.numel() or not k_BKhD.numel():
             return sdpa
         self._dtypes.add(q_BQHD.dtype)
@@ -115,7 +115,7 @@ class RankKernel:
 
 
 def choose_kernel(attention: str, device: torch.device, dtype: str, head_size: int = 64, ring: bool = False) -> RankKernel:
-    """The kernel for the setting `attention` (core/attention_kernels.py), for weights of dtype `dtype`.
+    """Return the kernel for the setting `attention` (core/attention_kernels.py), for weights of dtype `dtype`.
 
     If a preferred kernel does not run here, SDPA is chosen. Raises ValueError if a demanded kernel does not run here, or if
     `ring` is true and no kernel returns the log-sum-exp.
@@ -178,7 +178,7 @@ def _queries_keys_values(rows_K3BHD: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _module(kernel: AttentionKernel, variant: str) -> Any:
-    """The object with the kernel's `attend`, and with `attend_lse` if the kernel returns the log-sum-exp."""
+    """Return the object with the kernel's `attend`, and with `attend_lse` if the kernel returns the log-sum-exp."""
     module = importlib.import_module(f".kernels.{kernel.name}", __package__)
     return module.Variant(variant) if variant else module
 

@@ -67,7 +67,7 @@ class Sparse:
         return sparse.attend(layout, q_BQhD, k_BKhD, v_BKhD, at.gate_BQhD, at.call.arguments.get("scale"))
 
     def _layout(self, at: LayerCall, sparse: SparseStep, q_BShD: torch.Tensor, k_BShD: torch.Tensor) -> Layout | None:
-        """The blocks for sparse attention. None: the call is dense."""
+        """Return the blocks for sparse attention. None: the call is dense."""
         # A call for full precision is natively one with a mask, which LTX-2's factors stand for.
         whole = at.call.arguments.get(QUANTISES) is False or at.mask_bK is not None
         if whole or self._running() in sparse.settings.full:
@@ -97,13 +97,13 @@ class StageAttention:
         self._sparse = Sparse(self._in_full, self.sparse_calls, running)
 
     def kernel_of(self, call: AttentionCall, step: AttentionStep) -> Form:
-        """The form that computes a call, once this rank has its queries and keys."""
+        """Return the form that computes a call, once this rank has its queries and keys."""
         if call.rule is not None:
             return self._by_rows
         return self._in_full if step.sparse is None else self._sparse
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The result of `function` for a call whose tokens are all on this rank, computed by the chosen kernel if
+        """Return the result of `function` for a call whose tokens are all on this rank, computed by the chosen kernel if
         possible."""
         step, by_rows = self.step, kwargs.get("rule") is not None
         if step is None or (step.kernel.kernel.name == SDPA and step.sparse is None and not by_rows):

@@ -46,7 +46,7 @@ class RankTokens(TokenCut):
         self._form: Form = self._whole  # of this call
 
     def _chain(self, in_run: bool = False, words_once: bool = False) -> Form:
-        """The chain of forms for attention calls. `in_run`: with a K/V buffer. `words_once`: with stored keys of the
+        """Return the chain of forms for attention calls. `in_run`: with a K/V buffer. `words_once`: with stored keys of the
         text."""
         context = self._context
         patch, ring, traffic = context.patch, context.ring, context.traffic

@@ -54,7 +54,7 @@ def merge(
 
 
 def mix(one: tuple[torch.Tensor, torch.Tensor], two: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The merged output of two sets of keys, without the log-sum-exp."""
+    """Return the merged output of two sets of keys, without the log-sum-exp."""
     # A set's weight is exp(lse) over the sum of both, which is a sigmoid of the difference: neither exponential overflows.
     # Where neither set has a key the difference is -inf + inf, and both outputs are zeros.
     weight_BQH1 = torch.sigmoid(two[1] - one[1]).nan_to_num_(0.0).unsqueeze(-1)

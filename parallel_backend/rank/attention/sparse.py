@@ -86,8 +86,8 @@ class SparseStep:
         self._of_class: dict[tuple[tuple[int, ...], int], Layout | None] = {}
 
     def of_class(self, streams: tuple[int, ...], place_of_rows: Places | None, tokens: int) -> Layout | None:
-        """The layout for a layer with this many tokens of these streams. `place_of_rows`: None if rows are in the class's
-        order. None for VSA if the kinds of these tokens are unknown."""
+        """Return the layout for a layer with this many tokens of these streams. `place_of_rows`: None if rows are in the
+        class's order. None for VSA if the kinds of these tokens are unknown."""
         if (key := (streams, tokens)) not in self._of_class:
             self._of_class[key] = self._layout_of_class(place_of_rows, tokens)
         return self._of_class[key]
@@ -105,8 +105,8 @@ class SparseStep:
         return self._in_order(order, *(self._sinks(kinds, lengths) if is_known else ((0, 0), (0, 0))))
 
     def _in_order(self, order: torch.Tensor, keys: tuple[int, int], rows: tuple[int, int]) -> Layout:
-        """The layout for a sequence in one piece. `order`: [S], row of each token in the sequence. `keys`, `rows`: see
-        Layout."""
+        """Return the layout for a sequence in one piece. `order`: [S], row of each token in the sequence. `keys`, `rows`:
+        see Layout."""
         start = len(order)
         if torch.equal(order, torch.arange(start)):
             return Layout(None, None, None, keys, rows)
@@ -125,8 +125,8 @@ class SparseStep:
         return keys, (starts.get(SOUND, 0) // BLOCK, keys[1])
 
     def _in_cubes(self, kinds: Sequence[str], runs: Sequence[torch.Tensor], rows: int) -> Layout:
-        """The layout for VSA: each segment before the video in blocks of its own, then the video's cubes. A block begins
-        with its tokens, and the rest of it is empty."""
+        """Return the layout for VSA: each segment before the video in blocks of its own, then the video's cubes. A block
+        begins with its tokens, and the rest of it is empty."""
         blocks, before = [], 0
         for kind, run in zip(kinds, runs, strict=True):
             if kind == VIDEO:
@@ -179,7 +179,7 @@ class SparseStep:
 
 
 def _placed(x_BShD: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The tensor [B, N, h, D] in the order of blocks, with zeros at empty positions."""
+    """Return the tensor [B, N, h, D] in the order of blocks, with zeros at empty positions."""
     if layout.source_N is None:
         return x_BShD  # the kernel takes strides
     placed_BNhD = x_BShD[:, layout.source_N.clamp_min(0)]

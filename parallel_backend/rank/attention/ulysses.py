@@ -183,7 +183,7 @@ def groups_of(q_BQHD: torch.Tensor, tokens: int, heads: int) -> int:
 
 @functools.lru_cache
 def head_groups(heads: int, ranks: int, groups: int) -> tuple[HeadGroup, ...]:
-    """The `heads` of all Ulysses ranks, as `groups` groups."""
+    """Return the `heads` of all Ulysses ranks, as `groups` groups."""
     apart, rest = divmod(heads, ranks)
     found = []
     for spans in zip(*(split(of_rank, groups) for of_rank in split(Span(0, heads), ranks)), strict=True):

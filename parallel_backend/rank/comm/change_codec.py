@@ -34,11 +34,11 @@ class ChangeCodec:
     """Bits of a value; a divisor of 8."""
 
     def nbytes(self, values: int, size: int) -> int:
-        """Bytes of `values` packed values. `size`: values of a head."""
+        """Return the bytes of `values` packed values. `size`: values of a head."""
         return change_bytes(values, size, self.bits)
 
     def encode(self, values_N: torch.Tensor, held_N: torch.Tensor, size: int) -> torch.Tensor:
-        """The packed difference of `values_N` from `held_N`, [Y] uint8. Both are floats. `size`: values of a head."""
+        """Return the packed difference of `values_N` from `held_N`, [Y] uint8. Both are floats. `size`: values of a head."""
         group, count = group_size(size), len(values_N)
         packed_Y = torch.empty(self.nbytes(count, size), dtype=torch.uint8, device=values_N.device)
         steps_G, codes_y = self._views(packed_Y, count // group)
@@ -85,7 +85,7 @@ class ChangeCodec:
             codes_y.bitwise_or_(levels_ye[:, index] << index * self.bits)
 
     def _unpack(self, codes_y: torch.Tensor, count: int) -> torch.Tensor:
-        """The first `count` levels, [n]."""
+        """Return the first `count` levels, [n]."""
         each, largest = 8 // self.bits, 2**self.bits - 1
         codes_y = codes_y[: -(-count // each)]
         return torch.stack([codes_y >> index * self.bits & largest for index in range(each)], dim=1).view(-1)[:count]
@@ -131,7 +131,7 @@ class ChangeGathering:
         self.gathering.wait_pending()
 
     def wait(self) -> list[torch.Tensor]:
-        """Every rank's part after this gather. This rank's own part also has the changes of later gathers."""
+        """Return every rank's part after this gather. This rank's own part also has the changes of later gathers."""
         for index, packed_y in enumerate(self.gathering.wait()):
             if index != self.index and len(packed_y):
                 part = self.held.parts[index]
@@ -140,6 +140,6 @@ class ChangeGathering:
 
 
 def changes_for(transfer_dtype: str) -> ChangeCodec | None:
-    """The codec for 'residual'. None for other settings."""
+    """Return the codec for 'residual'. None for other settings."""
     bits = change_bits(transfer_dtype)
     return ChangeCodec(bits) if bits else None

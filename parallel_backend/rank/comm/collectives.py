@@ -68,8 +68,8 @@ def start_all_to_all(x_N: torch.Tensor, send: list[int], receive: list[int], axi
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:
-    """The sum over the axis, in place if `x` is contiguous. `x` has the same shape on every rank. Counts the bytes of the
-    ring algorithm: each of R ranks sends 2 (R - 1) / R of the tensor."""
+    """Return the sum over the axis, in place if `x` is contiguous. `x` has the same shape on every rank. Counts the bytes of
+    the ring algorithm: each of R ranks sends 2 (R - 1) / R of the tensor."""
     traffic.bytes_sent[axis.name] += 2 * (axis.size - 1) * x.nbytes // axis.size
     x = x.contiguous()
     target = sendable(x, axis.group)
@@ -124,5 +124,5 @@ def start_shift(x: torch.Tensor, length: int, dim: int, axis: Axis, traffic: Tra
 
 
 def _resized(x: torch.Tensor, dim: int, length: int) -> list[int]:
-    """The shape of `x` with `length` along `dim`."""
+    """Return the shape of `x` with `length` along `dim`."""
     return [*x.shape[:dim], length, *x.shape[dim + 1 :]]

@@ -27,7 +27,7 @@ def has_passed(event: torch.cuda.Event) -> bool:
 
 @functools.cache
 def event_query() -> Callable[[int], int] | None:
-    """The driver's query function, which takes an event's address. None without a GPU build of torch."""
+    """Return the driver's query function, which takes an event's address. None without a GPU build of torch."""
     try:
         # On Linux torch's libraries, the runtime's among them, are open to all of the process.
         library = ctypes.CDLL(WINDOWS_DRIVER if sys.platform == "win32" else None)

@@ -8,7 +8,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def interface_with(address: str) -> str | None:
-    """The interface that has this IPv4 address. None: no interface has it."""
+    """Return the interface that has this IPv4 address. None: no interface has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.family == socket.AF_INET and one.address == address for one in addresses):
             return name
@@ -26,14 +26,14 @@ def check_named(variable: str, value: str) -> None:
 
 
 def interface_towards(address: tuple[str, int]) -> str | None:
-    """The interface by which this machine reaches an IPv4 address. None if it cannot be told."""
+    """Return the interface by which this machine reaches an IPv4 address. None if it cannot be told."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # a datagram socket sends nothing here, it only picks its route
         return interface_with(probe.getsockname()[0])
 
 
 def loopback_interface() -> str:
-    """The interface that only this machine reaches, such as lo, or "Loopback Pseudo-Interface 1" on Windows.
+    """Return the interface that only this machine reaches, such as lo, or "Loopback Pseudo-Interface 1" on Windows.
 
     Raises RuntimeError if there is none. Without a name, other machines could reach the ranks: Gloo would listen on the
     address of the host name, NCCL on the first interface that is not loopback. Raises RuntimeError also if the interface is

@@ -48,14 +48,14 @@ class Mesh:
         return of_axes + [link.group for link in self.links]
 
     def link(self, sends: bool) -> LinkEnd | None:
-        """The link to the next stage if `sends`, otherwise from the previous stage. None at the pipeline's ends."""
+        """Return the link to the next stage if `sends`, otherwise from the previous stage. None at the pipeline's ends."""
         return next((link for link in self.links if link.sends == sends), None)
 
 
 def make_mesh(
     degrees: Degrees, rank: int | None, timeout: timedelta, far: bool = False, ranks: tuple[int, ...] | None = None
 ) -> Mesh:
-    """The mesh of a model. Collective over all ranks of the pool.
+    """Return the mesh of a model. Collective over all ranks of the pool.
 
     `ranks`: the pool's ranks that have the model, ascending; None: all. `rank`: this rank's number among them; None: it has
     no part of the model, and gets an empty mesh. `timeout`: for the groups' transfers; NCCL's default would be 10 minutes.

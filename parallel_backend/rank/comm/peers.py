@@ -51,8 +51,8 @@ class Peers:
         self._far = False  # see Axis.far
 
     def part(self, ranks: tuple[int, ...]) -> "Peers":
-        """The peers for models on these ranks of the pool, ascending. Empty: on all ranks. All ranks of the pool create and
-        end its meshes. Other collective methods are collective over `ranks`."""
+        """Return the peers for models on these ranks of the pool, ascending. Empty: on all ranks. All ranks of the pool
+        create and end its meshes. Other collective methods are collective over `ranks`."""
         if ranks in ((), self.ranks):
             return self
         if ranks not in self._parts:
@@ -92,7 +92,7 @@ class Peers:
                 close_mesh(self._meshes.pop(degrees), self._rendezvous.meet if self._is_part else None)
 
     def _make_mesh(self, degrees: Degrees) -> Mesh:
-        """A new mesh whose groups are tested."""
+        """Return a new mesh whose groups are tested."""
         with self._guard.waiting():
             self._rendezvous.check()
             with PeerErrors():

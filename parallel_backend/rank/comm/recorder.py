@@ -65,7 +65,7 @@ class Recorder:
         return self._seconds.get(kind, 0.0)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """(starts and stops, float64 [N, 2]; kinds and StepLabels, int64 [N, 5]; number of older spans that were
+        """Return (starts and stops, float64 [N, 2]; kinds and StepLabels, int64 [N, 5]; number of older spans that were
         dropped)."""
         self._read_events(len(self._unread))
         times_N2 = torch.tensor([span[2:] for span in self._spans], dtype=torch.float64).reshape(-1, 2)

@@ -84,7 +84,7 @@ class Rendezvous:
         return self.store.add(key, 0) > 0
 
     def part(self, ranks: tuple[int, ...]) -> "Rendezvous":
-        """The store for these ranks only. This rank must be one of them."""
+        """Return the store for these ranks only. This rank must be one of them."""
         part = copy.copy(self)
         part._world, part._meetings = len(ranks), 0
         if self.store is not None:
@@ -92,7 +92,7 @@ class Rendezvous:
         return part
 
     def tell_all(self, rank: int, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers, in rank order. Collective over all ranks."""
+        """Return every rank's numbers, in rank order. Collective over all ranks."""
         if self.store is None:
             return [list(numbers)]
         key = f"numbers {self._meetings}"

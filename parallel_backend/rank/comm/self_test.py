@@ -57,7 +57,7 @@ def advice(backend: str, p2p: bool) -> str:
 
 
 def rounds(size: int) -> list[list[tuple[int, int]]]:
-    """All pairs of the indices 0 to size - 1, in rounds. An index is in at most one pair of a round."""
+    """Return all pairs of the indices 0 to size - 1, in rounds. An index is in at most one pair of a round."""
     pairs = list(itertools.combinations(range(size), 2))
     by_sum = ([pair for pair in pairs if sum(pair) % size == number] for number in range(size))
     return [together for together in by_sum if together]

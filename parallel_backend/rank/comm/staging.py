@@ -23,17 +23,17 @@ def to_staging(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sendable(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The tensor that `group` sends: `tensor` itself, or a copy on the host."""
+    """Return the tensor that `group` sends: `tensor` itself, or a copy on the host."""
     return to_staging(tensor) if staged(tensor, group) else tensor
 
 
 def receivable(shape: Sequence[int], like: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """An uninitialised tensor that `group` can receive into, for the device and dtype of `like`."""
+    """Return an uninitialised tensor that `group` can receive into, for the device and dtype of `like`."""
     return host_buffer(shape, like.dtype, like.device) if staged(like, group) else like.new_empty(shape)
 
 
 def from_staging(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The received tensor on `device`."""
+    """Return the received tensor on `device`."""
     if tensor.device == device:
         return tensor
     # The host does not wait for a copy from page-locked memory. torch reuses that memory only after the copy.

@@ -64,7 +64,7 @@ class Codec:
         return finish
 
     def nbytes(self, values: int, size: int) -> int:
-        """Bytes of `values` packed values. It is even, because the next part begins with a scale of two bytes."""
+        """Return the bytes of `values` packed values. It is even, because the next part begins with a scale of two bytes."""
         count = values + values // group_size(size) * SCALE.itemsize
         return count + count % 2
 

@@ -87,7 +87,7 @@ class Traffic:
         self.start(operation).wait(at_once=True)
 
     def report(self) -> tuple[dict[str, int], float, float]:
-        """(bytes by axis, seconds in progress, seconds waited) since the last report."""
+        """Return (bytes by axis, seconds in progress, seconds waited) since the last report."""
         bytes_sent = dict(self.bytes_sent)
         self.bytes_sent.clear()
         return bytes_sent, self.recorder.drain(TRANSFER), self.recorder.drain(WAIT)

@@ -30,7 +30,7 @@ class Arena:
         self._unwritten: torch.Tensor | None = None
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The block's memory, [nbytes] uint8. Blocks that are not written yet may share memory."""
+        """Return the block's memory, [nbytes] uint8. Blocks that are not written yet may share memory."""
         if name in self._blocks:
             return self._blocks[name]
         if self._unwritten is None:  # parameters that are parked without a copy in memory need some address
@@ -38,7 +38,7 @@ class Arena:
         return self._unwritten[: len(self._layout.spans[name])]
 
     def state(self, name: str) -> int:
-        """The block's state: EMPTY, BEING_WRITTEN or WRITTEN."""
+        """Return the block's state: EMPTY, BEING_WRITTEN or WRITTEN."""
         return WRITTEN if name in self._written else BEING_WRITTEN if name in self._blocks else EMPTY
 
     def claim(self, name: str) -> bool:
@@ -118,12 +118,12 @@ class SharedArena(Arena):
 
 
 def new_file() -> int:
-    """The handle of an empty anonymous file for `shared_arena`. Raises OSError if the system refuses one."""
+    """Return the handle of an empty anonymous file for `shared_arena`. Raises OSError if the system refuses one."""
     return os.memfd_create("parallel-dit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def shared_arena(layout: Layout, process: int, handle: int) -> SharedArena:
-    """The arena in the file that another process of this user on this machine has open as `handle`.
+    """Return the arena in the file that another process of this user on this machine has open as `handle`.
 
     The first rank sets the file's size, for good. Raises OSError if this process may not open the file, ValueError if the
     file was created for another layout.

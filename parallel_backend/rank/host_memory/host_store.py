@@ -97,7 +97,7 @@ class HostStore:
         self._page_locks.add(self.tensor(name))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The block's memory. Only `private` changes it."""
+        """Return the block's memory. Only `private` changes it."""
         return self._private[name] if name in self._private else self._arena.tensor(name)
 
     def holds(self, name: str) -> bool:
@@ -105,8 +105,8 @@ class HostStore:
         return name in self._private or self._arena.state(name) == WRITTEN
 
     def private(self, name: str, whole: bool = False) -> torch.Tensor:
-        """The block's bytes in memory of this rank only, which is its `tensor` from now on. The caller may write to them.
-        `whole`: the caller will write all of them, so they are not copied. Raises MemoryError if there is no room."""
+        """Return the block's bytes in memory of this rank only, which is its `tensor` from now on. The caller may write to
+        them. `whole`: the caller will write all of them, so they are not copied. Raises MemoryError if there is no room."""
         if name not in self._private:
             if not self._room(name):
                 missing = f"{self._sizes[name] / 1e9:.2f} GB of host memory for the merged weights of {name} are not free"
@@ -121,7 +121,7 @@ class HostStore:
         return self._private[name]
 
     def source(self, name: str) -> torch.Tensor:
-        """The block's bytes as the source of a copy: its `tensor`, or a buffer just read from the file.
+        """Return the block's bytes as the source of a copy: its `tensor`, or a buffer just read from the file.
 
         The next call for a block without memory overwrites the buffer. Raises ValueError, naming the file, if the file has
         changed since the model was loaded.

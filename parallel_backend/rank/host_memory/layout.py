@@ -23,7 +23,7 @@ class Layout:
 
     @staticmethod
     def of(sizes: Mapping[str, int]) -> "Layout":
-        """The layout for blocks with these `sizes` in bytes. Ranks that share need the same order."""
+        """Return the layout for blocks with these `sizes` in bytes. Ranks that share need the same order."""
         steps = [-(-nbytes // PAGE) * PAGE for nbytes in (DIGEST_BYTES + len(sizes), *sizes.values())]
         starts = list(itertools.accumulate(steps))
         spans = {name: Span(start, start + size) for (name, size), start in zip(sizes.items(), starts, strict=False)}

@@ -43,7 +43,7 @@ class Meeting:
             self._file = places[self._first][1:]
 
     def arena(self, layout: Layout) -> Arena:
-        """The shared memory, or this rank's own if the system cannot share. Does not wait for other ranks."""
+        """Return the shared memory, or this rank's own if the system cannot share. Does not wait for other ranks."""
         if self._handle is None:
             return Arena(layout)
         try:

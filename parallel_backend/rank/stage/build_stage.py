@@ -126,7 +126,7 @@ class OwnLink:
 
 
 def attend_over_ranks(stage: Stage, context: AttentionContext, ranks: SequenceCut | None, gate: str = "") -> StageAttention:
-    """The stage's attention; its blocks attend by it from now on.
+    """Return the stage's attention; its blocks attend by it from now on.
 
     `ranks`: the cut by which blocks compute this rank's tokens only, and in a run of bands those of the band. None: all
     tokens. `gate`: adapters.Adapter.gate, empty if there is none.
@@ -166,7 +166,7 @@ def build_own_stage(
     load: Callable[[StageWeights, Sequence[str]], None],
     link: OwnLink,
 ) -> Stage:
-    """The class's model with weights of the blocks `span`, and of everything that a call runs outside of blocks.
+    """Return the class's model with weights of the blocks `span`, and of everything that a call runs outside of blocks.
 
     `load` gets the weights on the meta device and the names of the blocks, and reads them from the mapped file. Weights of
     other ranks are never allocated. The rank has only its shards of `plan`; `Stage.plan.apply` must follow. Blocks of other
@@ -201,7 +201,7 @@ def build_own_stage(
 
 
 def own_class_to_time(built: BuiltClass, dtype: torch.dtype) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """(the class's model on the meta device, list -> its first block). All other blocks return their arguments."""
+    """Return (the class's model on the meta device, list -> its first block). All other blocks return their arguments."""
     model = build(built.own, dtype)
     first: dict[str, nn.Module] = {}
     for block in built.own.blocks:
@@ -212,7 +212,7 @@ def own_class_to_time(built: BuiltClass, dtype: torch.dtype) -> tuple[nn.Module,
 
 
 def own_forward(model: nn.Module, call: OwnCall, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """A function that runs the class's forward with this call."""
+    """Return a function that runs the class's forward with this call."""
     tensors, structure = {name: each.to(device) for name, each in call.tensors.items()}, structure_of(call.tensors)
     x, timestep = call.x.to(device, dtype), timestep_of(call.timestep.to(device), structure)
     return lambda: run_call(model, x, timestep, {OPTIONS: {}} | from_tensors(tensors, structure))

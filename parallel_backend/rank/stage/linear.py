@@ -53,11 +53,11 @@ class RankLinear(FusedLinear):
         self.arithmetic = Arithmetic(None, "") if packed.is_meta else arithmetic(packed, packing, dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """The product without adapters: [..., in] -> [..., out]."""
+        """Return the product without adapters: [..., in] -> [..., out]."""
         return F.linear(x, self.weight, self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The product with adapters: [..., in] -> [..., out]."""
+        """Return the product with adapters: [..., in] -> [..., out]."""
         out = self.multiply(input)
         for up, down in self.adapters:
             out += F.linear(input if down is None else F.linear(input, down), up)
@@ -90,7 +90,7 @@ class PackedLinear(RankLinear):
         self.arithmetic = arithmetic(packed, self.packing, self.dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """The product without adapters: [..., in] -> [..., out]."""
+        """Return the product without adapters: [..., in] -> [..., out]."""
         weight = self.arithmetic.weight
         return super().multiply(x) if weight is None else weight.linear(x, self.bias)
 

@@ -24,7 +24,7 @@ from .tensor_parallel import TensorPlan
 
 
 def parameter_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the rank's parameters as in the key map, packed or not."""
+    """Return the names of the rank's parameters as in the key map, packed or not."""
     names = []
     for name, module in model.named_modules():
         leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
@@ -160,7 +160,7 @@ class Adapters:
         return self._strengths[group - 1] if group <= len(self._strengths) else 0.0
 
     def _shard(self, parameter: str) -> Shard | None:
-        """The rank's part of a parameter. None: the whole parameter."""
+        """Return the rank's part of a parameter. None: the whole parameter."""
         return self._plan.shards({parameter: self._checkpoint.shape(parameter)}).get(parameter)
 
     @torch.no_grad()

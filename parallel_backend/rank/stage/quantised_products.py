@@ -74,7 +74,7 @@ class KitchenWeight:
         self.weight = tensors.QuantizedTensor(data, self._layout, params)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The product [..., in] -> [..., out]."""
+        """Return the product [..., in] -> [..., out]."""
         if not x.numel():  # kernels refuse an input without rows, which a band without text is
             return x.new_empty(*x.shape[:-1], self.weight.shape[0])
         if self.smoothing is not None:
@@ -88,7 +88,7 @@ class KitchenWeight:
 
 
 def _fields(packing: Quantised, packed: torch.Tensor) -> tuple[dict[str, object], torch.Tensor]:
-    """(parameters of comfy-kitchen's layout by name, the weight's values in the dtype that the layout needs)."""
+    """Return (parameters of comfy-kitchen's layout by name, the weight's values in the dtype that the layout needs)."""
     layer, scales = packing.layer, packing.scales
     match layer.format:
         case "nvfp4":

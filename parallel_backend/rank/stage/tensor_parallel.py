@@ -28,7 +28,7 @@ class TensorPlan:
     axis: Axis
 
     def shards(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
-        """This rank's shard of each parameter in `shapes` that is cut. The rank has the other parameters whole."""
+        """Return this rank's shard of each parameter in `shapes` that is cut. The rank has the other parameters whole."""
         shards: dict[str, Shard] = {}
         if self.axis.size == 1:
             return shards

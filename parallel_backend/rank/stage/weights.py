@@ -97,12 +97,12 @@ class StageWeights:
                 places[name].copy_(tensor)
 
     def place(self, target: str) -> tuple[nn.Module, str]:
-        """(module of the parameter, its name in the module)."""
+        """Return (module of the parameter, its name in the module)."""
         name, _, leaf = target.rpartition(".")
         return self.model.get_submodule(name), leaf
 
     def tensors(self, target: str) -> dict[str, torch.Tensor]:
-        """The parameter's present tensors, by the same names as in `read`."""
+        """Return the parameter's present tensors, by the same names as in `read`."""
         module, leaf = self.place(target)
         if isinstance(module, PackedLinear) and leaf == "weight":
             return {PACKED: module.packed, **module.packing.tensors}

@@ -51,8 +51,8 @@ def allocator_settings(environment: Mapping[str, str], segments: bool) -> dict[s
 
 
 def _options(text: str) -> list[str]:
-    """The comma-separated options. Commas in brackets do not separate: `roundup_power2_divisions:[256:1,512:2]` is one
-    option."""
+    """Return the comma-separated options. Commas in brackets do not separate: `roundup_power2_divisions:[256:1,512:2]` is
+    one option."""
     return [option for part in re.split(r",(?![^\[]*\])", text) if (option := re.sub(r"\s", "", part))]
 
 
@@ -69,8 +69,8 @@ def _built_for_rocm() -> bool:
 
 
 def only_gpu(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables with which a process sees only `device`, such as cuda:1, as cuda:0. For Windows, where
-    copies to a GPU fail once a process has queried a second one (ComfyUI issue 15255)."""
+    """Return the environment variables with which a process sees only `device`, such as cuda:1, as cuda:0. For Windows,
+    where copies to a GPU fail once a process has queried a second one (ComfyUI issue 15255)."""
     index = int(device.partition(":")[2] or 0)
     variables = {}
     for name in VISIBLE_VARIABLES:

@@ -58,7 +58,7 @@ class Bands(TorchFunctionMode):
         return F.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2).reshape(shape)
 
     def gather(self, band: torch.Tensor) -> torch.Tensor:
-        """The bands of all ranks in rank order: [..., local rows, columns] -> [..., all rows, columns]."""
+        """Return the bands of all ranks in rank order: [..., local rows, columns] -> [..., all rows, columns]."""
         dim = self.dim % band.ndim
         # A layer's bands are in proportion to the input: all layers before shrink or enlarge by whole factors.
         lengths = [size * band.shape[dim] // self.sizes[self.axis.index] for size in self.sizes]
@@ -86,8 +86,8 @@ class Bands(TorchFunctionMode):
     def _convolved(
         self, convolved: Convolution, x: torch.Tensor, padding: tuple[int, int], stride: tuple[int, int]
     ) -> torch.Tensor:
-        """A convolution with `padding` zeros around the image. Without padding it needs no other rows, because x is padded
-        already."""
+        """Return a convolution with `padding` zeros around the image. Without padding it needs no other rows, because x is
+        padded already."""
         rows = padding[self.dim]
         if not rows:
             return convolved(x, padding)
@@ -151,7 +151,7 @@ class Bands(TorchFunctionMode):
         return padded(x, around if self.dim == COLUMNS else [0, 0, *around])
 
     def _across(self, padding: tuple[int, int]) -> tuple[int, int]:
-        """The padding without that of the dimension that is cut."""
+        """Return the padding without that of the dimension that is cut."""
         return (0, padding[1]) if self.dim == ROWS else (padding[0], 0)
 
     def _group_norm(self, norm: Any, x, groups, weight=None, bias=None, eps=1e-5) -> torch.Tensor:
@@ -186,7 +186,7 @@ class OwnNeighbour(Bands):
 
 
 def _each(value: Any, weight: torch.Tensor) -> tuple[int, ...]:
-    """A convolution's argument as a number for each dimension."""
+    """Return a convolution's argument as a number for each dimension."""
     assert not isinstance(value, str), "the padding of a band is given as numbers"
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * (weight.ndim - 2) if len(values) == 1 else values

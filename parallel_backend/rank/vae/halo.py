@@ -21,7 +21,7 @@ class Halo:
     transfer: Transfer | None
 
     def wait(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The rows before and after the band. None at the image's edge, or if no rows were requested."""
+        """Return the rows before and after the band. None at the image's edge, or if no rows were requested."""
         if self.transfer is not None:
             self.transfer.wait()
         before, behind = (part if part is None else from_staging(part, self.device) for part in self.received)

@@ -118,6 +118,6 @@ class VAEPart:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate: free, or cached by torch's allocator."""
+    """Return the bytes that this process can still allocate: free, or cached by torch's allocator."""
     report = read_memory(0, device, 0)
     return report.free_bytes + (report.cached_bytes or 0)

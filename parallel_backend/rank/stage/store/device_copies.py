@@ -53,8 +53,8 @@ class DeviceCopies:
         return 0
 
     def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
-        """The device's memory report. `held`, `others`, `vae`: bytes of the requesting model, of other models, and of VAE
-        parts."""
+        """Return the device's memory report. `held`, `others`, `vae`: bytes of the requesting model, of other models, and of
+        VAE parts."""
         return read_memory(rank, self.device, held)
 
     def allocate(self, nbytes: int) -> torch.Tensor:

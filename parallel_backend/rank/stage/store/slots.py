@@ -122,7 +122,7 @@ class Slots:
             slot.ticket.finish()
 
     def report(self) -> tuple[int, float]:
-        """(bytes copied, seconds waited for copies) since the last report."""
+        """Return (bytes copied, seconds waited for copies) since the last report."""
         copied, self.bytes_copied = self.bytes_copied, 0
         return copied, self._traffic.recorder.drain(FETCH)
 

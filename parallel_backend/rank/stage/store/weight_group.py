@@ -74,7 +74,7 @@ class WeightGroup:
         self._weights.move(target, self._views(target, self._memory))
 
     def values(self, target: str, memory: torch.Tensor) -> torch.Tensor:
-        """The view of a parameter that is not packed, in `memory`."""
+        """Return the view of a parameter that is not packed, in `memory`."""
         return self._views(target, memory)[VALUES]
 
     def _views(self, target: str, memory: torch.Tensor) -> dict[str, torch.Tensor]:

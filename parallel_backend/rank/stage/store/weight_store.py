@@ -115,7 +115,7 @@ class WeightStore:
         self._to_device([name for name in staying if name not in self._on_device])
 
     def report(self) -> tuple[int, float]:
-        """(bytes streamed, seconds waited for them) since the last report."""
+        """Return (bytes streamed, seconds waited for them) since the last report."""
         return self._slots.report()
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class WeightStore:
         return next(group for group in self._groups.values() if target in group)
 
     def _streamed(self, resident: int | None) -> set[str]:
-        """Names of the blocks to stream. They are near those streamed last, so that few blocks move."""
+        """Return the names of the blocks to stream. They are near those streamed last, so that few blocks move."""
         if not resident or self._copies.unified:
             return set()
         blocks = [name for name in self._groups if name != ENDS]
@@ -180,7 +180,7 @@ class WeightStore:
         self._slots.open([group for name, group in self._groups.items() if name in streamed], self._source)
 
     def _source(self, name: str) -> torch.Tensor:
-        """The group's bytes in host memory, as the source of a copy."""
+        """Return the group's bytes in host memory, as the source of a copy."""
         if not self._host.holds(name):
             self._slots.settle()  # `source` overwrites the buffer from which a copy in progress may read
         return self._host.source(name)
