@@ -54,7 +54,7 @@ def safetensors_names(folder: str) -> list[str]:
 
 
 def model_path(name: str) -> Path:
-    """Path of an entry of `model_names`. ValueError if the file is gone."""
+    """Return the path of an entry of `model_names`. Raises ValueError if the file is gone."""
     if name == BUNDLED:
         return Path(WEIGHTS)
     if (path := file_path(FOLDER, name)) is not None:
@@ -297,7 +297,7 @@ def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:
 
 
 def _as_set(values: Mapping[str, Any], config: ParallelConfig) -> tuple[Degrees, tuple[str, ...]]:
-    """The degrees of the widgets and of Ulysses Config, and a device for each rank."""
+    """Return the degrees of the widgets and of Ulysses Config, and a device for each rank."""
     degrees = replace(
         config.degrees,
         batch=values["split_batch_degree"],

@@ -84,7 +84,7 @@ Find = Callable[[str], Stock | None]
 
 
 def move_in(body: bytes) -> dict[str, Any]:
-    """The answer to a request with a workflow file. ValueError for anything else."""
+    """Return the answer to a request with a workflow file. Raises ValueError for anything else."""
     try:
         return moved_in(json_of(body, "workflow", MOST_BYTES), of_this_comfyui)
     except (ValueError, LookupError, TypeError, AttributeError) as error:  # of a file in another form

@@ -56,12 +56,12 @@ class LoaderPlan:
 
 
 def plans_of(body: bytes) -> dict[str, Any]:
-    """The answer to a request. ValueError for anything but a request."""
+    """Return the answer to a request. Raises ValueError for anything but a request."""
     return answer(asked(body))
 
 
 def asked(body: bytes) -> list[Mapping[str, Any]]:
-    """The loaders of a request. ValueError for anything else."""
+    """Return the loaders of a request. Raises ValueError for anything else."""
     request = json_of(body, "loaders", MOST_BYTES)
     loaders = request.get("loaders") if isinstance(request, dict) else None
     if not isinstance(loaders, list) or len(loaders) > MOST_LOADERS:

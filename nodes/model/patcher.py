@@ -273,7 +273,8 @@ class RemoteModelPatcher(RankMemoryPatcher):
 def make_model(
     file: ModelFile, setup: Setup, comm_overlap: bool, devices: tuple[str, ...] | None = None
 ) -> RemoteModelPatcher:
-    """The MODEL for this file. Nothing is started or loaded. `devices`: as in RemoteDiffusionModel, or the setup's."""
+    """Return the MODEL for this file. Nothing is started or loaded. `devices`: as in RemoteDiffusionModel; None: those of
+    the setup."""
     model = file.model
     dtype = compute_dtype(setup.dtype, torch.device(device_kind(setup.devices[0])))
     model.model_config.set_inference_dtype(dtype, None)

@@ -38,10 +38,9 @@ KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
 def calibrated(
     devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str, anew: bool = False
 ) -> Calibration:
-    """The calibration of these devices: from its file, or measured now and written to the file. Its `host_free` is the
-    present free memory.
+    """Return the calibration of these devices, from its file or measured now. Its `host_free` is the present free memory.
 
-    `anew`: measured in any case, and with each GPU's free memory.
+    `anew`: it is measured in any case, with each GPU's free memory, and the file is overwritten.
     """
     key, lists = calibration_key(devices, checkpoint, dtype, attention), {*block_lists(checkpoint)}
     local = not any(map(on_ray, devices))  # Ray may place the next ranks on other machines: nothing to keep

@@ -92,7 +92,7 @@ PIXEL_WISE_MASKS = frozenset(
 
 
 def is_known_guidance(function: Any) -> bool:
-    """Whether a function is in PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE, and its OPERATION is ComfyUI's own."""
+    """Return whether a function is in PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE, and its OPERATION is ComfyUI's own."""
     name = name_of(function)
     if name == OPERATION:
         return name_of(inspect.getclosurevars(function).nonlocals["operation"]).startswith("nodes_latent.")
@@ -100,5 +100,5 @@ def is_known_guidance(function: Any) -> bool:
 
 
 def looks_at_the_whole(function: Any) -> bool:
-    """Whether a function needs the whole latent."""
+    """Return whether a function needs the whole latent."""
     return name_of(function) in WHOLE_GUIDANCE

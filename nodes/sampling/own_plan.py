@@ -33,7 +33,7 @@ class RunTrials:
     bands: bool
 
     def first(self) -> Trials:
-        """The modes that are proven, without tensor degrees above 1. Raises ValueError if the class does not run."""
+        """Return the modes that are proven, without tensor degrees above 1. Raises ValueError if the class does not run."""
         return Trials(self.setup.own_class, {1: self._proof(1)})
 
     def with_tensor(self, trials: Trials, degree: int) -> Trials:
@@ -45,7 +45,7 @@ class RunTrials:
         return trials.with_tensor(degree, found)
 
     def chosen(self, costs: CalibratedCosts) -> tuple[Prediction, Trials]:
-        """(the best mode that is proven, its trials), by the costs of a workload with `trials`."""
+        """Return (the best mode that is proven, its trials), by the costs of a workload with `trials`."""
         assert costs.workload.trials is not None, "its calls have been tried"
         trials = replace(costs.workload.trials, guesses=True)
         while True:
@@ -57,7 +57,7 @@ class RunTrials:
             trials = self.with_tensor(trials, tensor)
 
     def _proof(self, tensor: int) -> Proof:
-        """The proof for one rank, or for this number of tensor ranks."""
+        """Return the proof for one rank, or for this number of tensor ranks."""
         stub = self.sampling.stub
         stub.setup = replace(self.setup, devices=self.setup.devices[:1], degrees=Degrees(tensor=tensor))
         prove(self.sampling, self.bands)

@@ -194,8 +194,8 @@ class PipeFusion:
     def _in_patches(
         self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor, trials: int = MOST_TRIALS
     ) -> tuple[torch.Tensor, BandedRun] | None:
-        """(samples, run). None: there is only one patch. Raises NotLocal if the run must be exact, or if a call is still not
-        tried after `trials` trials."""
+        """Return (samples, run), or None if there is only one patch. Raises NotLocal if the run must be exact, or if a call
+        is still not tried after `trials` trials."""
         displaced = model.degrees.displaced
         if len(cut.rows) == 1 and not displaced:
             return None

@@ -13,7 +13,7 @@ from parallel_backend.core.dtypes import HALVES, native_halves
 
 
 def host() -> Host:
-    """The kind of device that this ComfyUI runs on, and its start options about devices."""
+    """Return the kind of device that this ComfyUI runs on, and its start options about devices."""
     return Host(comfy.model_management.get_torch_device().type, comfy.cli_args.args.cuda_device)
 
 

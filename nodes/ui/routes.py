@@ -30,8 +30,8 @@ def add_route(method: str, path: str, answer: Callable[[bytes], Any]) -> None:
 
 
 def json_of(body: bytes, name: str, most: int) -> Any:
-    """The value of a request's JSON. ValueError, beginning with `name`, for more than `most` bytes, for text that is not
-    JSON, and for JSON that is nested too deeply."""
+    """Return the value of a request's JSON. Raises ValueError, beginning with `name`, for more than `most` bytes, for text
+    that is not JSON, and for JSON that is nested too deeply."""
     if len(body) > most:
         raise ValueError(f"{name}: the request has more than {most:,} bytes.")
     try:

@@ -23,7 +23,7 @@ FP8_PRODUCTS, CUBLAS = "fp8_matrix_mult", "cublas_ops"
 
 
 def is_fast(feature: str) -> bool:
-    """Whether ComfyUI was started with `--fast`, for this feature or for all."""
+    """Return whether ComfyUI was started with `--fast`, for this feature or for all features."""
     return any(one.value == feature for one in args.fast)
 
 

@@ -65,7 +65,7 @@ def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: Som
 def _computed(
     remote: RemoteVAE, entries: Iterable[torch.Tensor], unit: int, needed: int, pieces: int, in_tiles: InTiles | None
 ) -> Iterator[torch.Tensor]:
-    """The output of each batch entry, computed by the ranks in bands, or by `in_tiles`.
+    """Return the output of each batch entry, computed by the ranks in bands, or by `in_tiles`.
 
     `unit`, `needed`: see RemoteVAE.run. `pieces`: bands' entries or tiles' clips, for the progress bar.
     """
@@ -81,7 +81,7 @@ def _computed(
 
 
 def joined(entries: list[torch.Tensor]) -> torch.Tensor:
-    """The batch of these entries. A video, which is a single one, is not copied."""
+    """Return the batch of these entries. A video, which is a single one, is not copied."""
     return torch.cat(entries) if len(entries) > 1 else entries[0]
 
 

@@ -118,7 +118,7 @@ def computed_on_ranks(way: Way, vae: Any, cut: Cut | str, x: torch.Tensor, devic
 
 
 def _computed(way: Way, vae: Any, cut: Cut | str, x: torch.Tensor, devices: str) -> tuple[torch.Tensor | None, str]:
-    """(the result, how), or (None, reason why ComfyUI has to compute it whole)."""
+    """Return (the result, how), or (None, reason why ComfyUI has to compute it whole)."""
     if isinstance(cut, str):
         return None, cut
     pool = find_ranks(devices)

@@ -71,7 +71,7 @@ class AdapterRoom:
             room.asks = room.taken + passing <= room.free
 
     def _bytes_of(self, part: Adapt) -> tuple[int, int]:
-        """(bytes that stay, temporary bytes) of an addition on a device."""
+        """Return (bytes that stay, temporary bytes) of an addition on a device."""
         values, value_bytes = part.up.numel() + (0 if part.down is None else part.down.numel()), self._check.sizes.itemsize
         passing = 2 * WORKING * part.up.numel()
         if part.up.ndim == 1:  # a parameter of its own: as loaded, as changed, and the sum of changes in float32

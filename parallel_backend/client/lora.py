@@ -150,7 +150,7 @@ class Adaptation:
         self._known = sent
 
     def _addition(self, delta: Delta) -> Adapt:
-        """The addition to the parameter that has the values of the checkpoint tensor."""
+        """Return the addition to the parameter that has the values of the checkpoint tensor."""
         parameter = self._checkpoint.targets[delta.key]
         length, *others = self._checkpoint.shape(parameter)
         rows, up = delta.rows or Span(0, length), delta.up
@@ -162,7 +162,7 @@ class Adaptation:
         return Adapt(parameter, up, delta.down, delta.scale, delta.group, delta.instead)
 
     def _all_in_place(self, poll: Poll) -> list[Adapted]:
-        """The ranks' replies, in rank order, once they have done what they were sent."""
+        """Return the ranks' replies, in rank order, after they have handled everything that was sent."""
         answered = self._ranks.ask(AdaptersSent(), Adapted)
         answered.add_done_callback(self._answered)  # in the order of the ranks' replies, unlike what follows
         return wait_for(answered, poll)

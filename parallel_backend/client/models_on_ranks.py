@@ -107,15 +107,15 @@ class ModelsOnRanks:
         self._newest = None
 
     def bytes_on(self, setup: Setup, device: str) -> int:
-        """Bytes of the model of `setup` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
+        """Return the bytes of the model of `setup` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
         return 0 if (entry := self.find(setup)) is None else entry.model.bytes_on(device)
 
     def wanted_on(self, setup: Setup, device: str) -> int | None:
-        """As `bytes_on`, if no other model needs the memory. None: the model is not loaded."""
+        """As `bytes_on`, but as if no other model needed the memory. None: the model is not loaded."""
         return None if (entry := self.find(setup)) is None else entry.model.wanted_on(device)
 
     def held_on(self, pool: SomeRanks, device: str) -> int:
-        """Bytes of the models on these ranks on one device."""
+        """Return the bytes of the models on these ranks on one device."""
         return sum(each.model.bytes_on(device) for each in self.of(pool))
 
     def give_back(self, setup: Setup, device: str, nbytes: float) -> int:
@@ -175,9 +175,9 @@ class ModelsOnRanks:
         return freed
 
     def _host_has_room(self, kind: str, nbytes: int, asking: OnRanks | None) -> bool:
-        """Whether `nbytes` of weights fit into host memory, from ranks on this kind of device. To make room, models that are
-        in host memory alone are unloaded, the least recently used first, except `asking`, which is about to come back.
-        """
+        """Return whether `nbytes` of weights from ranks on this kind of device fit into host memory. To make room, models
+        that are only in host memory are unloaded, the least recently used first, except `asking`, which is about to come
+        back."""
         if not nbytes:
             return True
         free = room_for_weights(torch.device(kind))

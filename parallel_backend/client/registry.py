@@ -69,8 +69,8 @@ class Registry:
         expected: Expected = lambda: None,
         opened: Checkpoint | None = None,
     ) -> RemoteTransformer:
-        """The model of `setup`. Starts ranks and loads the model if it is not on working ranks, or if its file is another
-        one.
+        """Return the model of `setup`. Starts ranks and loads the model if it is not on working ranks, or if its file has
+        changed.
 
         `owner` is kept alive while the model is on ranks, and then until the next use of a model: the object that frees the
         weights must outlive them. `make_room`, `expected()`: for loading, see loading.load_model; other models on the same
@@ -170,7 +170,7 @@ class Registry:
             self.pools.end(pool.devices)
 
     def overview(self) -> list[dict[str, Any]]:
-        """An overview of each pool for the user, as JSON values. Never waits."""
+        """Return an overview of each pool for the user, as JSON values. Never waits."""
         return [overview_of(pool, self.models.of(pool)) for pool in self.pools.all]
 
     def begin(self, devices: tuple[str, ...]) -> None:
@@ -193,7 +193,7 @@ class Registry:
             return None if (pool := self.pools.used_last) is None else _ready(pool, poll)
 
     def present(self) -> RemoteTransformer | None:
-        """The model used last, or None if there is none or its ranks have failed. Loads and starts nothing."""
+        """Return the model used last, or None if there is none or its ranks have failed. Loads and starts nothing."""
         models = list(self.models)
         return models[-1].model if models else None
 

@@ -58,7 +58,7 @@ class RemoteVAE:
     """Called before weights are sent, with the bytes of one copy and of one rank's band."""
 
     def run(self, x: torch.Tensor, unit: int, poll: Poll, bytes_needed: int = 0) -> torch.Tensor:
-        """The output [B, C', (frames',) rows', columns'] for x [B, C, (frames,) rows, columns]. Exact up to rounding.
+        """Return the output [B, C', (frames',) rows', columns'] for x [B, C, (frames,) rows, columns]. Exact up to rounding.
 
         `unit`: rows of x that must stay together. `bytes_needed`: for one rank's band; TooLittleMemory if a device has less.
         NotExact if the ranks' trial has shown it. If `poll` raises, the ranks finish the image. RankError for bands that do

@@ -114,5 +114,5 @@ def keep(folder: Path, key: dict[str, object], calibration: Calibration) -> None
 
 
 def load(folder: Path, key: dict[str, object]) -> Calibration | None:
-    """The calibration from the key's file in `folder`, see kept_file.find_kept."""
+    """Return the calibration from the key's file in `folder`, see kept_file.find_kept."""
     return kept_file.find_kept(folder, key, NAME, lambda content: _ENCODING.decode(json.dumps(content).encode())[0].message)

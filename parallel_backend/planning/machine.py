@@ -44,7 +44,7 @@ class Machine:
 
 
 def machine_of(names: Sequence[str], probes: Sequence[LinksProbed], memories: Sequence[DeviceMemoryReport]) -> Machine:
-    """The machine as its ranks report it, in their order, with the memory that is free now."""
+    """Return the machine as its ranks report it, in their order, with the memory that is free now."""
     devices = []
     for name, probe, memory in zip(names, probes, memories, strict=True):
         source = probe if probe.total_bytes or not memory.host else memory

@@ -223,8 +223,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         return model
 
     def follow_files(self) -> None:
-        """At the first use in a prompt: take the model's file as it is now. If it changes later, that changes none of the
-        prompt's results. ValueError for a file that cannot be opened as this class."""
+        """At the first use in a prompt, take the model's file as it is now. If it changes later, that changes none of the
+        prompt's results. Raises ValueError for a file that cannot be opened as this class."""
         prompt = present_prompt()
         if prompt is not None and prompt == self._prompt:
             return

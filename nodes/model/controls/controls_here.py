@@ -40,10 +40,10 @@ class ControlsHere:
     def models(
         self, options: Mapping[str, Any], patches: list[Patches], hooked: Collection[Patches], name: Any
     ) -> list[comfy.model_patcher.ModelPatcher]:
-        """The layers, with those of the `patches` that are for them, as a model for ComfyUI to load. Empty if there is no
-        control in `options`. `name` stands for `patches`.
+        """Return the layers with their `patches`, as a model for ComfyUI to load. Empty if there is no control in `options`.
+        `name` stands for `patches`.
 
-        ValueError if `hooked`, the patches of a conditioning's LoRAs, have some for these layers.
+        Raises ValueError if `hooked`, the patches of a conditioning's LoRAs, have some for these layers.
         """
         if not fun_controls(self._own.kind, options) and not sequence_controls(options):
             return []
@@ -63,7 +63,7 @@ class ControlsHere:
         return [self._patched[name]]
 
     def of_all_tokens(self, call: NativeArguments, run: SamplingRun, is_carried: bool) -> Residuals:
-        """What controls of all tokens add around blocks. `is_carried`: see answered_call.answered."""
+        """Return the residuals that controls for all tokens add around blocks. `is_carried`: see answered_call.answered."""
         if not (controls := sequence_controls(call.options)):
             return {}
         return residuals_of(self._loaded(call.options, run), class_of(self._own), controls, call, is_carried)
@@ -77,7 +77,7 @@ class ControlsHere:
         options: Mapping[str, Any],
         run: SamplingRun,
     ) -> Control | None:
-        """The outputs of ControlNets and of an image's Fun controls, which are in transformer_options."""
+        """Return the outputs of ControlNets and of an image's Fun controls, which are in transformer_options."""
         if not (controls := fun_controls(self._own.kind, options)):
             return control
         assert context is not None, "calls of these models need a text"
@@ -85,7 +85,7 @@ class ControlsHere:
         return (control or {}) | additions(layers, controls, x, timestep, context, options)
 
     def _loaded(self, options: Mapping[str, Any], run: SamplingRun) -> torch.nn.Module:
-        """The native model's layers, which ComfyUI has loaded for the run."""
+        """Return the native model's layers, which ComfyUI has loaded for the run."""
         patches: list[Patches] = [run.patches, run.bypass_patches]
         (patcher,) = self.models(options, patches, run.hook_patches.values(), run.patches_uuid)
         return patcher.model.diffusion_model

@@ -54,7 +54,7 @@ def additions(
     context: torch.Tensor,
     options: Mapping[str, Any],
 ) -> Control:
-    """The residuals of `controls` in a model call: kind -> for each block [B, image tokens, hidden] or None.
+    """Return the residuals of `controls` in a model call: kind -> for each block [B, image tokens, hidden] or None.
 
     `layers`: the native model without its blocks. x [B, C, H, W] in the compute dtype, timestep [B], context [B, T, C] and
     `options` (transformer_options) are the arguments of the native model's call.

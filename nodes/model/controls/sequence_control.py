@@ -56,8 +56,8 @@ def sequence_controls(options: Mapping[str, Any]) -> Controls:
 def residuals_of(
     layers: torch.nn.Module, native: NativeClass, controls: Controls, call: NativeArguments, is_carried: bool
 ) -> Residuals:
-    """What `controls` add around blocks, for all tokens, in the class's own order, on the CPU. Names of residuals: see
-    own_class.calls.residuals.
+    """Return the residuals that `controls` add around blocks: for all tokens, in the class's own order, on the CPU. Their
+    names: see own_class.calls.residuals.
 
     `layers`: the native model, of class `native`, without its blocks. `call`: arguments of the class's `_forward`. If
     `is_carried`: of its `forward`.
@@ -92,6 +92,6 @@ def residuals_of(
 
 
 def blocks_of(layers: torch.nn.Module) -> torch.nn.ModuleList:
-    """The list of blocks that controls are around: the longest one, with or without its blocks."""
+    """Return the list of blocks that controls are around: the longest one, with or without its blocks."""
     lists = [each for each in layers.children() if isinstance(each, torch.nn.ModuleList)]
     return max(lists, key=len)

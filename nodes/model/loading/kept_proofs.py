@@ -57,7 +57,7 @@ def is_of_sizes(proof: Proof) -> bool:
 
 
 def _code_of_trials(folder: Path) -> Code:
-    """All Python files below the folder."""
+    """Return all Python files below the folder."""
     return [(str(path.relative_to(folder)), path.read_bytes()) for path in sorted(folder.rglob("*.py"))]
 
 

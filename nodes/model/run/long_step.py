@@ -10,14 +10,15 @@ PATIENCE = 5
 
 
 def long_step(model: RemoteTransformer, first: bool) -> Elapsed:
-    """A poll for calls of `model`, which tells the user why a step takes long. `first`: the model has answered no call of
-    the run so far."""
+    """Return a poll for calls of `model`, which tells the user why a step takes long. `first`: the model has answered no
+    call of the run so far."""
     before = model.answered if first else None
     return Elapsed(lambda: _why(model, before), PATIENCE)
 
 
 def _why(model: RemoteTransformer, before: int | None) -> str:
-    """Reason for the wait. Empty: there is no special reason. `before`: calls that were answered before the first one."""
+    """Return the reason for the wait. Empty: there is no special reason. `before`: number of calls that were answered before
+    the run. None: it has an answer."""
     pool = model.pool
     compiling = [rank for rank in range(len(pool.devices)) if pool.doing(rank) == COMPILING]
     if compiling:

@@ -78,7 +78,7 @@ def class_of(own: OwnClass) -> type[nn.Module]:
 
 
 def arguments_of(own: OwnClass) -> dict[str, Any]:
-    """The class's arguments beside operations, dtype and device."""
+    """Return the class's arguments beside operations, dtype and device."""
     return {
         name: getattr(torch, value.removeprefix(DTYPE)) if isinstance(value, str) and value.startswith(DTYPE) else value
         for name, value in json.loads(own.arguments).items()
@@ -86,8 +86,8 @@ def arguments_of(own: OwnClass) -> dict[str, Any]:
 
 
 def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model of the class with compute dtype `dtype`. Parameters are on the meta device; tables that it computes have
-    values."""
+    """Return a model of the class with compute dtype `dtype`. Parameters are on the meta device; tables that it computes
+    have values."""
     with meta_parameters():
         model = class_of(own)(**arguments_of(own), operations=TorchLayers, dtype=dtype, device=None)
     fuse(model)
