@@ -119,8 +119,8 @@ class ModelsOnRanks:
         return sum(each.model.bytes_on(device) for each in self.of(pool))
 
     def give_back(self, setup: Setup, device: str, nbytes: float) -> int:
-        """Free `nbytes` of `device` by moving the model of `setup`, see RemoteTransformer.give_way. Bytes that came free.
-        The model stays on the ranks. Waits for micro-steps in progress."""
+        """Free `nbytes` of `device` by moving the model of `setup`, see RemoteTransformer.give_way. Return the bytes that
+        came free. The model stays on the ranks. Waits for micro-steps in progress."""
         with self._lock:
             if (entry := self.find(setup)) is None:
                 return 0
@@ -131,7 +131,8 @@ class ModelsOnRanks:
                 return 0
 
     def make_way(self, pool: SomeRanks, device: str, nbytes: int) -> int:
-        """Free `nbytes` of one device by moving the models on these ranks, without waiting. Bytes that become free."""
+        """Free `nbytes` of one device by moving the models on these ranks, without waiting. Return the bytes that become
+        free."""
         with self._lock:
             return self._make_way(self.of(pool), device, nbytes)
 
@@ -143,7 +144,7 @@ class ModelsOnRanks:
             return freed + self._make_way(models, device, missing - freed, asking, in_turns=True)
 
     def _that_give_way_to(self, setup: Setup, pool: SomeRanks) -> list[OnRanks]:
-        """Models on `pool` that may be asked for memory for the model of `setup`, in this order.
+        """Return the models on `pool` that may be asked for memory for the model of `setup`, in this order.
 
         If two models take turns within a run, each takes memory from the other only at its first use: moving weights at each
         step would cost more than streaming them.

@@ -27,7 +27,7 @@ TAKES = "ZImage"
 
 
 def fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Kind of patch -> the Fun controls in a call's transformer_options. `kind`: the model's, see OwnClass."""
+    """Return kind of patch -> the Fun controls in a call's transformer_options. `kind`: the model's, see OwnClass."""
     of_kind = {
         name: [each for each in functions if is_known(FUN_CONTROL, type(each))]
         for name, functions in options.get("patches", {}).items()
