@@ -2,20 +2,19 @@
 
 from parallel_backend.client.registry import registry
 
-from .checkpoint_loader import ParallelCheckpointLoader
 from .doctor import ParallelDoctor
-from .loader import ParallelDiTLoader
-from .move_in import add_route as add_move_in_route
+from .loader import ParallelCheckpointLoader, ParallelDiTLoader
+from .move_in import move_in
 from .parallel_config import UlyssesConfig
 from .parallelize import ParallelizeModel
 from .pipefusion import ApplyPipeFusion, PipeFusionSampler
 from .quickstart import QuickstartDecode, QuickstartPrompt
-from .ranks_panel import add_ranks_route
-from .run_on_several_gpus import add_route
+from .run_on_several_gpus import plans_of
 from .self_test import ParallelSelfTest
 from .step_cache import ParallelStepCache
 from .trace import ParallelTrace
 from .ui.host import folder, log_folder
+from .ui.routes import add_route
 from .unload import UnloadParallelDiT
 from .vae.nodes import ParallelVAEDecode, ParallelVAEEncode
 
@@ -37,9 +36,9 @@ NODE_CLASS_MAPPINGS = {
     "ParallelizeModel": ParallelizeModel,
 }
 registry().logs, registry().folder = log_folder, folder
-add_route()
-add_ranks_route()
-add_move_in_route()
+add_route("GET", "/parallel_dit/ranks", lambda _body: {"pools": registry().overview()})
+add_route("POST", "/parallel_dit/plan", plans_of)
+add_route("POST", "/parallel_dit/move_in", move_in)
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParallelDiTLoader": "Parallel DiT Loader",
     "ParallelCheckpointLoader": "Parallel Checkpoint Loader",

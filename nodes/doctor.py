@@ -24,7 +24,7 @@ from parallel_backend.processes.pool import Poll
 from .model.call.diffusion_model import RemoteDiffusionModel, remote_stub
 from .model.run.make_room import make_room
 from .parallel_config import ParallelConfig, config_of
-from .sampling.auto_degrees import calibrated_anew
+from .sampling.auto_degrees import calibrated
 from .sampling.own_plan import check_can_be_planned, trials_of
 from .ui.devices import check_one_kind_of_devices, gpus, is_auto, named_devices, why_hidden
 from .ui.input_checks import validate
@@ -120,7 +120,7 @@ class ParallelDoctor:
         entries = shape[0] * (1 if cfg == 1.0 else 2)
         run = (shape, entries, steps, words, setup.transfer_dtype)
         workload = replace(workload_of(checkpoint, setup.dtype, chosen[0], *run), trials=trials)
-        calibration = calibrated_anew(chosen, checkpoint, setup.dtype, setup.attention)
+        calibration = calibrated(chosen, checkpoint, setup.dtype, setup.attention, anew=True)
         costs = CalibratedCosts(calibration, workload)
         more = None if another is None else with_another(costs, another)
         found = plan(costs, offload=setup.offload)

@@ -1,16 +1,16 @@
-"""Parallel DiT Loader: loads a checkpoint with given degrees. Returns a native MODEL whose transformer is on several
-devices."""
+"""Parallel DiT Loader: a file and degrees -> a native MODEL whose transformer is on several devices. Parallel Checkpoint
+Loader: the same with CLIP and VAE of an all-in-one file, in ComfyUI."""
 
 import contextlib
-import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import folder_paths
 
 from parallel_backend.checkpoints.tensor_files import GGUF, SAFETENSORS
-from parallel_backend.core.degrees import DTYPES, Degrees
+from parallel_backend.core.degrees import DTYPES, WIDGETS, Degrees
 from parallel_backend.core.devices import device_kind, names_ray
 from parallel_backend.core.dtypes import resolve_dtype
 from parallel_backend.core.setup import Setup
@@ -18,16 +18,15 @@ from parallel_backend.placement.balance import check_stage_split
 from parallel_backend.placement.residency import offload_of
 from parallel_backend.quickstart.model import WEIGHTS
 
-from .model.early_start import start_ranks_of
+from .model.loading.all_in_one import clip_and_vae
 from .model.loading.model_file import ModelFile, importing, open_file
-from .model.loading.own_degrees import check_own_class
 from .model.patcher import RemoteModelPatcher, make_model
 from .parallel_config import ParallelConfig
 from .sampling.auto_degrees import AS_SET, AUTO, DEGREES, check_no_stages, model_to_plan
 from .sampling.pipefusion import apply_pipefusion
 from .ui.attention import attention_for
 from .ui.devices import check_devices, choose_devices, half_dtypes, possible_devices, why_hidden
-from .ui.input_checks import coerce, defaults, short, validate
+from .ui.input_checks import coerce, defaults, renamed_input, short, validate
 from .ui.node_text import say
 from .ui.start_options import FP8_PRODUCTS, is_fast, options_line, wanted_halves
 from .ui.widgets import CATEGORY, SEVERAL_GPUS, Widget, choice, degree, flag, link, offload, text
@@ -55,28 +54,14 @@ def safetensors_names(folder: str) -> list[str]:
 
 
 def model_path(name: str) -> Path:
-    """Return the path of an entry of `model_names`. Raises ValueError if the file is gone, and for a diffusers folder."""
+    """Return the path of an entry of `model_names`. Raises ValueError if the file is gone."""
     if name == BUNDLED:
         return Path(WEIGHTS)
     if (path := file_path(FOLDER, name)) is not None:
         return path
     if name.startswith(IN_CHECKPOINTS) and (path := file_path(CHECKPOINTS, name.removeprefix(IN_CHECKPOINTS))) is not None:
         return path
-    if _is_diffusers_folder(name):
-        raise ValueError(
-            f"model_name: {short(name)} is a diffusers folder, which cannot be loaded. Use the model's single file, as "
-            "for ComfyUI."
-        )
     raise ValueError(f"model_name: {short(name)} is not in models/{FOLDER}. Refresh the node list, or pick another file.")
-
-
-def _is_diffusers_folder(name: str) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        for base in folder_paths.get_folder_paths(FOLDER):
-            folder = Path(os.path.normpath(Path(base) / name))  # symbolic links may lead elsewhere, names may not
-            if folder.is_relative_to(os.path.normpath(base)) and (folder / "config.json").is_file():
-                return True
-    return False
 
 
 def file_path(folder: str, name: str) -> Path | None:
@@ -203,8 +188,34 @@ class ParallelDiTLoader:
 
     def load(self, model_name, **values):
         model = load_model(model_path(coerce("model_name", model_name, "STRING", {})), values)
-        start_ranks_of(model)
+        model.start_ranks()
         return (model,)
+
+
+@validate("ckpt_name", early=check_widgets)
+class ParallelCheckpointLoader:
+    CATEGORY = CATEGORY
+    SEARCH_ALIASES = (*SEVERAL_GPUS, "load checkpoint", "checkpoint loader")
+    RETURN_TYPES = ("MODEL", "CLIP", "VAE")
+    FUNCTION = "load"
+    DESCRIPTION = (
+        "Loads an all-in-one file. Its transformer is split over several GPUs, and only the rank processes read it. "
+        "Text encoder and VAE load as in Load Checkpoint."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        tooltip = "An all-in-one safetensors file in models/checkpoints. The model type is detected from the weights."
+        return widgets("ckpt_name", (safetensors_names(CHECKPOINTS), {"tooltip": tooltip}))
+
+    def load(self, ckpt_name, **values):
+        path = file_path(CHECKPOINTS, coerce("ckpt_name", ckpt_name, "STRING", {}))
+        if path is None:
+            raise ValueError(f"ckpt_name: {short(ckpt_name)} is not in models/{CHECKPOINTS}. Refresh the node list.")
+        with renamed_input("model_name", "ckpt_name"):
+            model = load_model(path, values)
+        model.start_ranks()
+        return (model, *clip_and_vae(path))
 
 
 def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
@@ -214,8 +225,6 @@ def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
     """
     values = {"parallel_config": None, **defaults(widgets("", ("", {}))), **settings}
     config = ParallelConfig() if values["parallel_config"] is None else values["parallel_config"]
-    if not isinstance(config, ParallelConfig):
-        raise ValueError("parallel_config: this input is not from Ulysses Config or Parallel Doctor.")
     planned = values["degrees"] == AUTO
     degrees, devices = _to_plan(values["devices"]) if planned else _as_set(values, config)
     return model_of(open_file(path, importing(devices[0])), degrees, devices, planned, values, config)
@@ -233,7 +242,8 @@ def model_of(
 
     ValueError as `load_model`."""
     checkpoint = file.checkpoint
-    check_own_class(file.own, checkpoint.path.name, degrees, planned, bool(values["compile"]))
+    if file.own.unet:
+        _check_unet(checkpoint.path.name, degrees, planned, bool(values["compile"]))
     native = wanted_halves(half_dtypes(devices), file.own.halves, values["weight_dtype"])
     dtype = resolve_dtype(values["weight_dtype"], checkpoint.dtype, devices, file.own.halves, native)
     options = options_line(dtype, device_kind(devices[0]))
@@ -264,6 +274,18 @@ def model_of(
     return model
 
 
+def _check_unet(name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
+    """ValueError, naming the widget, for settings with which ranks cannot run a UNet."""
+    runs = f"{name} runs by split_batch_degree alone"
+    if planned:
+        raise ValueError(f"degrees: {runs}, which auto cannot choose. Set degrees to 'as set'.")
+    for axis, widget in WIDGETS.items():
+        if axis != "batch" and getattr(degrees, axis) > 1:
+            raise ValueError(f"{widget} is {getattr(degrees, axis)}: {runs}. Set it to 1.")
+    if compiled:
+        raise ValueError(f"compile: {runs}. Switch it off.")
+
+
 def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:
     """Return degrees of one rank, used until the planner has chosen, and the devices from which the planner may choose."""
     if names_ray(devices):
@@ -276,13 +298,10 @@ def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:
 
 def _as_set(values: Mapping[str, Any], config: ParallelConfig) -> tuple[Degrees, tuple[str, ...]]:
     """Return the degrees of the widgets and of Ulysses Config, and a device for each rank."""
-    degrees = Degrees(
+    degrees = replace(
+        config.degrees,
         batch=values["split_batch_degree"],
         pipe=values["pipefusion_degree"],
-        patch=config.patch_degree,
-        patch_mode=config.patch_mode,
-        ring=config.ring_degree,
-        ulysses=config.ulysses_degree,
         tensor=values["tensor_parallel_degree"],
     )
     return degrees, choose_devices(values["devices"], degrees)

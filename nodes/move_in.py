@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .ui.host import prompt_server
-from .ui.request_body import json_of
+from .ui.routes import json_of
 
-ROUTE = "/parallel_dit/move_in"
 MOST_BYTES = 1 << 24
 """Maximum size of a workflow file in bytes."""
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
@@ -85,19 +83,12 @@ Find = Callable[[str], Stock | None]
 """Returns the node of a type, or None if this ComfyUI does not have it."""
 
 
-def add_route() -> None:
-    """Add the route, when ComfyUI imports the pack. Does nothing if nodes are run without ComfyUI's server."""
-    if (server := prompt_server()) is None:
-        return
-    from aiohttp import web  # installed wherever ComfyUI runs as a server
-
-    @server.routes.post(ROUTE)
-    async def move_in(request: web.Request) -> web.Response:
-        try:
-            workflow = json_of(await request.read(), "workflow", MOST_BYTES)
-            return web.json_response(moved_in(workflow, of_this_comfyui))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:  # of a file in another form
-            return web.json_response({"error": f"This is not a workflow file: {error}"}, status=400)
+def move_in(body: bytes) -> dict[str, Any]:
+    """Return the answer to a request with a workflow file. Raises ValueError for anything else."""
+    try:
+        return moved_in(json_of(body, "workflow", MOST_BYTES), of_this_comfyui)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:  # of a file in another form
+        raise ValueError(f"This is not a workflow file: {error}") from error
 
 
 def of_this_comfyui(kind: str) -> Stock | None:

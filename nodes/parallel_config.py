@@ -25,6 +25,12 @@ class ParallelConfig:
     transfer_dtype: str = "full"
     keep_run: bool = True
 
+    @property
+    def degrees(self) -> Degrees:
+        """Its degrees. The others are 1."""
+        sequence = {"ring": self.ring_degree, "ulysses": self.ulysses_degree}
+        return Degrees(patch=self.patch_degree, patch_mode=self.patch_mode, **sequence)
+
 
 def config_of(stub: RemoteDiffusionModel) -> ParallelConfig:
     """Return the settings of a MODEL on ranks that do not depend on its degrees. All degrees are 1."""

@@ -13,7 +13,6 @@ from .loader import SETUP_WIDGETS, model_of, widgets
 from .model.call.concurrent_conds import WRAPPER_KEY as CONDS_KEY
 from .model.call.diffusion_model import RemoteDiffusionModel
 from .model.carry_over import carry_over
-from .model.early_start import start_ranks_of
 from .model.loading.model_file import importing, open_file
 from .model.loading.native_source import NativeSource, check_not_rewritten, give_back_memory, native_source, unload
 from .model.patcher import RemoteModelPatcher
@@ -106,7 +105,7 @@ class ParallelizeModel:
                 parallel, _ = apply_pipefusion(parallel, 0, 1, True, True, is_asked=False)
             devices = ", ".join(parallel.model.diffusion_model.setup.devices)
             say("\n".join(filter(None, (left_over, f"Parallel DiT: {degrees} on {devices}"))))
-        start_ranks_of(parallel)
+        parallel.start_ranks()
         return (parallel,)
 
 
@@ -133,25 +132,16 @@ def _parallel(
 
     `setup_values`: values of SETUP_WIDGETS that are not the loader's defaults.
     """
-    if not isinstance(config, ParallelConfig):
-        raise ValueError("parallel_config: this input is not from Ulysses Config or Parallel Doctor.")
-    config_degrees = Degrees(
-        patch=config.patch_degree,
-        patch_mode=config.patch_mode,
-        ring=config.ring_degree,
-        ulysses=config.ulysses_degree,
-    )
     possible = possible_devices("auto")
-    on_gpus = possible[0] != "cpu"
-    ranks = ranks_of(mode, gpus, len(possible), config_degrees)
+    ranks = ranks_of(mode, gpus, len(possible), config.degrees)
     _check_gpus(ranks, possible)
-    devices = possible[:ranks] if on_gpus else ("cpu",) * ranks
+    devices = ("cpu",) * ranks if possible[0] == "cpu" else possible[:ranks]
     file = open_file(source.path, importing(devices[0]))
     if file.own.unet and mode == AUTO:
         mode = "split batch"  # which alone a UNet has
-    degrees = config_degrees if config_degrees.world > 1 else None
+    degrees = config.degrees if config.degrees.world > 1 else None
     if mode != AUTO:
-        degrees = degrees_of(mode, ranks, config_degrees)
+        degrees = degrees_of(mode, ranks, config.degrees)
     if degrees is not None:
         devices = choose_devices(",".join(devices), degrees)
     values = defaults(widgets("", ("", {}))) | setup_values | {"weight_dtype": source.weight_dtype, "offload": offload}

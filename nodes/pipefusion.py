@@ -95,27 +95,11 @@ class PipeFusionSampler:
         }
 
     def sample(
-        self,
-        model,
-        seed,
-        steps,
-        cfg,
-        sampler_name,
-        scheduler,
-        positive,
-        negative,
-        latent_image,
-        denoise,
-        num_pipeline_patch,
-        warmup_steps,
-        overlap,
-        extrapolate=True,
-        step_cache=0.0,
+        self, model, latent_image, num_pipeline_patch, warmup_steps, overlap, extrapolate=True, step_cache=0.0, **ksampler
     ):
+        """`ksampler`: KSampler's other inputs, under its names."""
         patched, wrapper = apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate)
         if step_cache > 0:
             patched = with_step_cache(patched, CacheSettings(step_cache))
-        latent = COMFYUI.common_ksampler(
-            patched, seed, steps, cfg, sampler_name, scheduler, positive, negative, latent_image, denoise=denoise
-        )[0]
+        latent = COMFYUI.common_ksampler(patched, latent=latent_image, **ksampler)[0]
         return (latent, str(wrapper.last))

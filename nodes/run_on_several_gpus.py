@@ -5,10 +5,8 @@ The request is `POST /parallel_dit/plan` with {"loaders": [{"class_type": ..., "
 Only headers of files are read.
 """
 
-import asyncio
 import functools
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import permutations
 from pathlib import Path
@@ -26,11 +24,9 @@ from parallel_backend.placement.model_sizes import model_sizes
 from .loader import CHECKPOINTS, FOLDER, file_path
 from .model.loading.model_file import importing, open_file
 from .ui.devices import half_dtypes, possible_devices, why_hidden
-from .ui.host import prompt_server
-from .ui.request_body import json_of
+from .ui.routes import json_of
 from .ui.start_options import wanted_halves
 
-ROUTE = "/parallel_dit/plan"
 OURS = ("ParallelDiTLoader", "ParallelCheckpointLoader")
 MOST_LOADERS = 1000
 MOST_BYTES = 1 << 22
@@ -59,26 +55,15 @@ class LoaderPlan:
     """The reason why Apply PipeFusion should follow Parallelize Model. Empty if it should not."""
 
 
-def add_route() -> None:
-    """Add the route when ComfyUI imports the pack. Does nothing if nodes are run without ComfyUI's server."""
-    if (server := prompt_server()) is None:
-        return
-    from aiohttp import web  # installed wherever ComfyUI runs as a server
-
-    thread = ThreadPoolExecutor(1, "parallel-dit plan")  # of our own: ComfyUI serves its page on asyncio's threads
-
-    @server.routes.post(ROUTE)
-    async def plan(request: web.Request) -> web.Response:
-        try:
-            loaders = asked(json_of(await request.read(), "loaders", MOST_BYTES))
-        except ValueError as error:
-            return web.json_response({"error": str(error)}, status=400)
-        return web.json_response(await asyncio.wrap_future(thread.submit(answer, loaders)))
+def plans_of(body: bytes) -> dict[str, Any]:
+    """Return the answer to a request. Raises ValueError for anything but a request."""
+    return answer(asked(body))
 
 
-def asked(body: Any) -> list[Mapping[str, Any]]:
+def asked(body: bytes) -> list[Mapping[str, Any]]:
     """Return the loaders of a request. Raises ValueError for anything else."""
-    loaders = body.get("loaders") if isinstance(body, dict) else None
+    request = json_of(body, "loaders", MOST_BYTES)
+    loaders = request.get("loaders") if isinstance(request, dict) else None
     if not isinstance(loaders, list) or len(loaders) > MOST_LOADERS:
         raise ValueError(f"loaders: expected a list of at most {MOST_LOADERS}.")
     for each in loaders:

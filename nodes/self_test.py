@@ -1,23 +1,29 @@
 """Parallel Self-Test: checks this machine in about five minutes, for a bug report or before the first use."""
 
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import comfy.model_management
+import comfy.sd
 import comfy.utils
 import folder_paths
+import torch
 
 from parallel_backend.acceptance.checks import run
 from parallel_backend.acceptance.report import describe, document_of, dumps, verdict
-from parallel_backend.acceptance.session import Host, OwnModel, Settings, at_least_two
+from parallel_backend.acceptance.session import Host, NotLookedAt, OwnModel, Settings, at_least_two
+from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.registry import registry
+from parallel_backend.client.sampling import Predict
+from parallel_backend.own_class.calls.call_arguments import OPTIONS, from_tensors, structure_of
 
 from .model.call.diffusion_model import remote_stub
 from .model.call.own_calls import times_of
-from .model.native.native_model import native_model
 from .model.patcher import RemoteModelPatcher
 from .ui.devices import check_one_kind_of_devices, is_auto, possible_devices
 from .ui.host import check_cancelled
@@ -26,6 +32,8 @@ from .ui.node_text import say, show_report
 from .ui.widgets import CATEGORY, link, text
 
 FILE_NAME = "parallel_dit_self_test"
+READABLE = (".safetensors", ".sft")
+"""Files that ComfyUI's own loader reads."""
 
 
 def comfyui() -> Host:
@@ -101,6 +109,36 @@ def own_model(model: RemoteModelPatcher) -> OwnModel:
         )
     sampling = model.get_model_object("model_sampling")
     return OwnModel(stub.checkpoint.path, replace(stub.own, blocks=(), latent=None), call, times_of(sampling))
+
+
+@contextlib.contextmanager
+def native_model(checkpoint: Checkpoint) -> Iterator[Predict]:
+    """Context with ComfyUI's own model of this file, on the device and in the dtype that ComfyUI chooses. Raises NotLookedAt
+    for a file that ComfyUI's loader does not read, or a model that needs more than the given tensors."""
+    if checkpoint.path.suffix not in READABLE:
+        raise NotLookedAt("ComfyUI's own loader reads single safetensors files alone")
+    try:
+        patcher = comfy.sd.load_diffusion_model(str(checkpoint.path))
+    except RuntimeError as error:
+        raise NotLookedAt(f"ComfyUI cannot load the file ({str(error).partition(chr(10))[0]})") from error
+    comfy.model_management.load_models_gpu([patcher])
+    device, dtype = patcher.load_device, patcher.model.manual_cast_dtype or patcher.model.get_dtype()
+
+    @torch.inference_mode()
+    def predict(x: torch.Tensor, timestep: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        given = {name: tensor.to(device) for name, tensor in tensors.items()}
+        conditioning = {OPTIONS: {}} | from_tensors(given, structure_of(tensors))  # as ComfyUI has given them to it
+        try:
+            output = patcher.model.diffusion_model(x.to(device, dtype), timestep.to(device).float(), **conditioning)
+        except (TypeError, RuntimeError) as error:  # the model needs other arguments, or memory is short
+            raise NotLookedAt(f"ComfyUI's model cannot be called in this way ({error})") from error
+        return output.float().cpu()
+
+    try:
+        yield predict
+    finally:
+        comfy.model_management.unload_all_models()  # the ranks need this memory next
+        comfy.model_management.soft_empty_cache()
 
 
 def save(document: str) -> str:

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import folder_paths
+from comfy.comfy_types import IO
 
 from parallel_backend.client.registry import registry
 from parallel_backend.client.reports.trace import nothing_has_run, read_trace, write_chrome_trace
 
 from .ui.host import check_cancelled
 from .ui.input_checks import short, validate
-from .ui.widgets import ANY, CATEGORY, link, text
+from .ui.widgets import CATEGORY, link, text
 
 
 @validate()
@@ -34,7 +35,7 @@ class ParallelTrace:
                 ),
             },
             "optional": {
-                "after": link(ANY, "Any output of the sampler or of a node after it, so that this node runs after it.")
+                "after": link(IO.ANY, "Any output of the sampler or of a node after it, so that this node runs after it.")
             },
         }
 

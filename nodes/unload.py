@@ -1,15 +1,17 @@
 """Unload Parallel DiT."""
 
+from comfy.comfy_types import IO
+
 from parallel_backend.client.registry import registry
 
 from .ui.host import check_cancelled
-from .ui.widgets import ANY, CATEGORY, link
+from .ui.widgets import CATEGORY, link
 
 
 class UnloadParallelDiT:
     CATEGORY = CATEGORY
     SEARCH_ALIASES = ("multi gpu", "multigpu", "free memory", "free vram", "unload model")
-    RETURN_TYPES = (ANY,)
+    RETURN_TYPES = (IO.ANY,)
     RETURN_NAMES = ("anything",)
     FUNCTION = "unload"
     OUTPUT_NODE = True
@@ -21,7 +23,7 @@ class UnloadParallelDiT:
     @classmethod
     def INPUT_TYPES(cls):
         tooltip = "Passed through. Put the node after a sampler to unload after sampling."
-        return {"required": {}, "optional": {"anything": link(ANY, tooltip)}}
+        return {"required": {}, "optional": {"anything": link(IO.ANY, tooltip)}}
 
     @classmethod
     def IS_CHANGED(cls, anything=None):

@@ -94,7 +94,7 @@ def measure(
         encoder, rows = Encoder(CARDS[0], layers), []
 
         def held(card: torch.device, key: Any = model.model.diffusion_model.setup) -> int:
-            return registry().bytes_on(key, str(card))
+            return registry().models.bytes_on(key, str(card))
 
         with cards(size, lambda card, own=encoder: held(card) + own.bytes_on(card)), ExitStack() as later:
             for number in range(prompts):

@@ -7,7 +7,7 @@ import comfy.model_patcher
 import comfy.patcher_extension
 
 from ..ui.host import refuse
-from .controls.layers_here import Patches
+from .controls.controls_here import Patches
 from .lora.left_out import fitting
 from .lora.lora import NativeWeights
 from .lora.patch_trial import Patch

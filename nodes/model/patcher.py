@@ -1,7 +1,6 @@
 """The native MODEL without weights: ComfyUI's own BaseModel of the file, whose diffusion_model asks the ranks."""
 
 import copy
-import logging
 import uuid
 import weakref
 from typing import Any
@@ -11,21 +10,22 @@ import comfy.patcher_extension
 import torch
 
 from parallel_backend.client.registry import registry
-from parallel_backend.core.devices import device_kind
+from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.adapters.adapters import adapter_of
 
 from ..ui.host import refuse
-from ..ui.node_text import say
+from ..ui.node_text import tell
 from ..ui.other_nodes import calling_nodes, named
+from ..ui.prompt_graph import present_prompt
 from .call.concurrent_conds import add_concurrent_conds
 from .call.concurrent_windows import add_concurrent_windows
 from .call.diffusion_model import RemoteDiffusionModel
 from .end_of_run import tell_of_run
 from .loading.model_file import ModelFile
 from .lora.bypass import bypass_patches, check_injections
-from .lora.left_out import UNNAMED, fitting, tell
+from .lora.left_out import UNNAMED, fitting
 from .lora.lora import NativeWeights
 from .lora.saving import for_saving, key_patches, patched_weight, stored_weights
 from .patches.attention_choice import PREFERRED, wished_of_object, wishes, without_settings
@@ -36,8 +36,6 @@ from .rank_memory import OnAnotherGPU, RankMemoryPatcher, other_gpus
 from .run.kept_run import end
 from .run.sampling_run import SamplingRun
 from .run.step_cache import CACHE_KEY, HOOKED, begin_cache
-
-log = logging.getLogger(__name__)
 
 INSIDE = "diffusion_model"
 """Attribute of ComfyUI's BaseModel that has the native model."""
@@ -139,6 +137,15 @@ class RemoteModelPatcher(RankMemoryPatcher):
     def stub(self) -> RemoteDiffusionModel:
         return self.model.diffusion_model
 
+    def start_ranks(self) -> None:
+        """Begin to start the ranks, while a prompt's other nodes, such as text encoders, compute. Never waits.
+
+        Starts nothing on a Ray cluster.
+        """
+        devices = self.stub.devices
+        if present_prompt() is not None and not any(map(on_ray, devices)):
+            registry().begin(devices)
+
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
         """As RankMemoryPatcher's. Raises ValueError if patched values are needed in place, as by other packs' saving
         nodes."""
@@ -190,8 +197,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
     def _skip_compile(self) -> None:
         if not self._told_of_compile:  # a node may add an object patch for each block
             self._told_of_compile = True
-            log.warning("Parallel DiT: %s", COMPILE_SKIPPED)
-            say(f"Parallel DiT: {COMPILE_SKIPPED}")
+            tell(COMPILE_SKIPPED)
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
         """As ComfyUI's. Raises ValueError for a kind of patch that ranks cannot add to their weights, and for weights with
@@ -267,14 +273,13 @@ class RemoteModelPatcher(RankMemoryPatcher):
 def make_model(
     file: ModelFile, setup: Setup, comm_overlap: bool, devices: tuple[str, ...] | None = None
 ) -> RemoteModelPatcher:
-    """The MODEL for this file. Nothing is started or loaded. `devices`: as in RemoteDiffusionModel; None: the setup's."""
-    model, config = file.model, file.model.model_config
+    """Return the MODEL for this file. Nothing is started or loaded. `devices`: as in RemoteDiffusionModel; None: those of
+    the setup."""
+    model = file.model
     dtype = compute_dtype(setup.dtype, torch.device(device_kind(setup.devices[0])))
-    config.set_inference_dtype(dtype, None)
+    model.model_config.set_inference_dtype(dtype, None)
     weights = NativeWeights(file.checkpoint, file.own, dtype)
-    model.diffusion_model = RemoteDiffusionModel(
-        file.checkpoint, setup, devices or setup.devices, comm_overlap, weights, config.unet_config
-    )
+    model.diffusion_model = RemoteDiffusionModel(file.checkpoint, setup, devices or setup.devices, comm_overlap, weights)
     # This process computes nothing. With no memory to reserve, ComfyUI joins conditional and unconditional to one batch.
     model.memory_usage_factor = 0.0
     patcher = RemoteModelPatcher(

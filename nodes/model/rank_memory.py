@@ -75,7 +75,7 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         unloads."""
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
-        return registry().give_back(stub.setup, str(self.load_device), memory_to_free)
+        return registry().models.give_back(stub.setup, str(self.load_device), memory_to_free)
 
     def detach(self, unpatch_all=True):
         """As ComfyUI's. With `unpatch_all` the ranks free all their bytes on this GPU. Without it another clone takes over.
@@ -86,7 +86,7 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         if unpatch_all and (stub := self.stub) is not None:
             asked_by_a_node = not self._on_cpu() and get_executing_context() is not None
             if asked_by_a_node:
-                registry().give_back(stub.setup, str(self.load_device), ALL)
+                registry().models.give_back(stub.setup, str(self.load_device), ALL)
             if not asked_by_a_node or self.rank_bytes():
                 registry().unload(stub.setup)
         return super().detach(unpatch_all)
@@ -95,7 +95,7 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         """Return the bytes of weights and adapters that ranks have on this GPU now."""
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
-        return registry().bytes_on(stub.setup, str(self.load_device))
+        return registry().models.bytes_on(stub.setup, str(self.load_device))
 
     def _wanted_bytes(self) -> int:
         """Return the bytes of weights and adapters that ranks take on this GPU while no other program needs them.
@@ -106,9 +106,9 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
         setup, device = stub.setup, str(self.load_device)
-        if (wanted := registry().wanted_on(setup, device)) is not None:
+        if (wanted := registry().models.wanted_on(setup, device)) is not None:
             return wanted
-        process = 0 if registry().runs_on(setup.devices) else context_bytes(device)
+        process = 0 if registry().pools.serves(setup.devices) else context_bytes(device)
         share = stub.whole_bytes // (setup.degrees.pipe * setup.degrees.tensor)
         return setup.devices.count(device) * (share + process)
 

@@ -13,9 +13,9 @@ from parallel_backend.core.devices import on_ray
 from parallel_backend.core.host_memory import host_memory, room_for_weights
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.short_text import short
+from parallel_backend.placement.model_sizes import block_lists
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
-from parallel_backend.planning.calibration import calibrate, calibration_key, lasting
-from parallel_backend.planning.calibration_file import cached, keep
+from parallel_backend.planning.calibration import calibrate, calibration_key, keep, lasting, load
 from parallel_backend.planning.report import choice
 from parallel_backend.planning.trials import Trials
 from parallel_backend.planning.workload import workload_of
@@ -24,9 +24,8 @@ from ..model.loading.model_file import ModelFile
 from ..model.patcher import RemoteModelPatcher, make_model
 from ..ui.host import folder
 from ..ui.loading_bar import Elapsed
-from ..ui.node_text import say
 from .eligibility import Sampling
-from .own_plan import can_be_planned, chosen, first_trial, unplanned
+from .own_plan import RunTrials, can_be_planned, unplanned
 from .pipefusion import AUTO_KEY, WRAPPER_KEY
 
 log = logging.getLogger(__name__)
@@ -36,35 +35,25 @@ DEGREES = (AS_SET, AUTO)
 KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
 
 
-def calibrated(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str) -> Calibration:
-    """Return the calibration of these devices, from its file or measured now. Its `host_free` is the present free memory."""
-    if any(map(on_ray, devices)):  # Ray may place the next ranks on other machines: nothing to keep
-        return _measured(devices, checkpoint, dtype)
+def calibrated(
+    devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str, anew: bool = False
+) -> Calibration:
+    """Return the calibration of these devices, from its file or measured now. Its `host_free` is the present free memory.
 
-    def fits(calibration: Calibration) -> bool:
-        lists = {name for name, count in checkpoint.built.counts.items() if count}
-        return calibration.machine.names == devices and all(set(cost.blocks) == lists for cost in calibration.costs)
-
-    def measure() -> Calibration:
-        return lasting(_measured(devices, checkpoint, dtype))
-
-    key = calibration_key(devices, checkpoint, dtype, attention)
-    return _with_host_memory(cached(folder(), key, measure, fits))
-
-
-def calibrated_anew(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str) -> Calibration:
-    """As `calibrated`, but always measured now, with each GPU's free memory. The file is overwritten."""
-    calibration = _measured(devices, checkpoint, dtype)
-    if any(map(on_ray, devices)):
-        return calibration
-    keep(folder(), calibration_key(devices, checkpoint, dtype, attention), lasting(calibration))
-    return _with_host_memory(calibration)
-
-
-def _measured(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str) -> Calibration:
+    `anew`: it is measured in any case, with each GPU's free memory, and the file is overwritten.
+    """
+    key, lists = calibration_key(devices, checkpoint, dtype, attention), {*block_lists(checkpoint)}
+    local = not any(map(on_ray, devices))  # Ray may place the next ranks on other machines: nothing to keep
+    found = load(folder(), key) if local and not anew else None
+    if found is not None and found.machine.names == devices and all(set(cost.blocks) == lists for cost in found.costs):
+        return _with_host_memory(found)
     poll = Elapsed("calibrating, about 10 s, once for this machine and kind of model")
     with registry().borrow(devices, poll) as pool:
-        return calibrate(pool, checkpoint, dtype, poll)
+        measured = calibrate(pool, checkpoint, dtype, poll)
+    if not local:
+        return measured
+    keep(folder(), key, lasting(measured))
+    return _with_host_memory(measured if anew else lasting(measured))
 
 
 def _with_host_memory(calibration: Calibration) -> Calibration:
@@ -106,7 +95,8 @@ class AutoDegrees:
         stub, bands = sampling.stub, warm_up < steps
         if len(devices) == 1:
             return replace(setup, degrees=Degrees())
-        trials = first_trial(sampling, stub, setup, bands)
+        tried = RunTrials(sampling, setup, bands)
+        trials = tried.first()
         checkpoint = stub.checkpoint  # with the call that was tried
         if not can_be_planned(stub):
             return self._unplanned(setup, sampling, trials)
@@ -114,13 +104,13 @@ class AutoDegrees:
         workload = workload_of(checkpoint, setup.dtype, devices[0], *run)
         calibration = calibrated(devices, checkpoint, setup.dtype, setup.attention)
         costs = CalibratedCosts(calibration, replace(workload, warm_up=warm_up, trials=trials))
-        prediction, trials = chosen(sampling, stub, setup, bands, costs)
+        prediction, trials = tried.chosen(costs)
         if prediction.lacks:
             log.warning(
                 "Parallel DiT: degrees auto: by its estimate nothing fits these devices; the mode that needs "
                 "the least memory is tried."
             )
-        self._tell(sampling, choice(prediction, costs.machine))
+        stub.run.tell(f"degrees auto: {choice(prediction, costs.machine)}")
         mode = prediction.mode
         chosen_devices = tuple(devices[device] for device in mode.devices)
         return replace(setup, devices=chosen_devices, degrees=mode.degrees, own_class=trials.class_for(mode.degrees))
@@ -129,14 +119,9 @@ class AutoDegrees:
         """Return the setup for a class whose blocks cannot be timed."""
         degrees = unplanned(trials, len(setup.devices), sampling.entries)
         devices = setup.devices[: degrees.world]
-        self._tell(sampling, f"{degrees} on {', '.join(devices)}, because {trials.own.name} cannot be timed")
+        name = trials.own.name
+        sampling.stub.run.tell(f"degrees auto: {degrees} on {', '.join(devices)}, because {name} cannot be timed")
         return replace(setup, devices=devices, degrees=degrees, own_class=trials.class_for(degrees))
-
-    def _tell(self, sampling: Sampling, chosen: str) -> None:
-        text = f"degrees auto: {chosen}"
-        say(f"Parallel DiT: {text}")
-        log.info("Parallel DiT: %s", text)
-        sampling.stub.run.lines.append(text)
 
 
 def check_no_stages(stage_split: str) -> None:

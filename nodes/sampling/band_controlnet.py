@@ -8,6 +8,7 @@ A turn is one band's call with the same conditionings, counted from 0. All bands
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,9 +70,7 @@ class BandedControl(BandExchange):
             calls.answers.pop(turn - 2, None)
         if answer is None:
             return None
-        # By id: a tensor that blocks share stays shared in the band, and is sent to ranks once.
-        cut = {id(each): self._cut(each, index) for tensors in answer.values() for each in tensors if each is not None}
-        return {kind: [None if each is None else cut[id(each)] for each in tensors] for kind, tensors in answer.items()}
+        return _changed(answer, lambda outputs: [self._cut(each, index) for each in outputs])
 
     def _evaluate(self, whole: torch.Tensor, t: torch.Tensor, cond: dict, batched: int, options: Any) -> Control | None:
         """Return the ControlNet's output on the host. It is cut there and sent to ranks."""
@@ -79,12 +78,7 @@ class BandedControl(BandExchange):
             return self.control.get_control(whole, t, cond, batched, options)
         cond = {name: self._on_device(value) for name, value in cond.items()}
         answer = self.control.get_control(self._on_device(whole), self._on_device(t), cond, batched, options)
-        if answer is None:
-            return None
-        # By id: blocks may share a tensor, which is copied once and stays shared.
-        outputs = {id(tensor): tensor for tensors in answer.values() for tensor in tensors if tensor is not None}
-        on_host = dict(zip(outputs, to_host(list(outputs.values())), strict=True))
-        return {kind: [None if each is None else on_host[id(each)] for each in tensors] for kind, tensors in answer.items()}
+        return None if answer is None else _changed(answer, to_host)
 
     def _on_device(self, value: Any) -> Any:
         """Return a tensor, or the tensors in a list, on the ControlNet's device. Other values are returned unchanged."""
@@ -99,6 +93,13 @@ class BandedControl(BandExchange):
             return whole
         rows = self._rows[index]
         return whole.unflatten(1, self.grid).narrow(self.patching.band_dim - 1, rows.start, len(rows)).flatten(1, -2)
+
+
+def _changed(answer: Control, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Control:
+    """Return the outputs after `change`. One that blocks share stays shared, so that it is sent to ranks once."""
+    outputs = {id(each): each for tensors in answer.values() for each in tensors if each is not None}
+    changed = dict(zip(outputs, change(list(outputs.values())), strict=True))
+    return {kind: [None if each is None else changed[id(each)] for each in tensors] for kind, tensors in answer.items()}
 
 
 class BandControl:

@@ -63,19 +63,9 @@ WHOLE_GUIDANCE = {
 """Options of a MODEL that need the whole latent, but nothing of other steps except what they store in their closures. Value:
 names of the closure variables whose objects they change in place. (Variables that they rebind need no name.)"""
 
-PIXEL_WISE_AT_ZERO = {"nodes_slg.SkipLayerGuidanceDiT.execute.<locals>.post_cfg_function": "rescaling_scale"}
-"""Functions of WHOLE_GUIDANCE that are pixel-wise if this closure variable is 0."""
-
-OPERATION = {"nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function": "operation"}
-"""Functions of WHOLE_GUIDANCE that call an exchangeable function -> the closure variable with that function."""
-
-OPERATIONS = frozenset(
-    {
-        "nodes_latent.LatentOperationSharpen.execute.<locals>.sharpen",
-        "nodes_latent.LatentOperationTonemapReinhard.execute.<locals>.tonemap_reinhard",
-    }
-)
-"""Functions for OPERATION without state and randomness: all bands that call them get the same result."""
+OPERATION = "nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function"
+"""The function of WHOLE_GUIDANCE that calls an exchangeable one, `operation`. Other packs' operations may keep a state or
+draw noise, so that bands would get different results."""
 
 PIXEL_WISE_GUIDERS = frozenset(
     {
@@ -102,17 +92,13 @@ PIXEL_WISE_MASKS = frozenset(
 
 
 def is_known_guidance(function: Any) -> bool:
-    """Whether a function is in PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE, and the function that it calls (OPERATION) is
-    known."""
+    """Return whether a function is in PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE, and its OPERATION is ComfyUI's own."""
     name = name_of(function)
-    if name in OPERATION and name_of(inspect.getclosurevars(function).nonlocals[OPERATION[name]]) not in OPERATIONS:
-        return False
+    if name == OPERATION:
+        return name_of(inspect.getclosurevars(function).nonlocals["operation"]).startswith("nodes_latent.")
     return name in PIXEL_WISE_GUIDANCE or name in WHOLE_GUIDANCE
 
 
 def looks_at_the_whole(function: Any) -> bool:
-    """Whether a function needs the whole latent, given the present values of its closure."""
-    name = name_of(function)
-    if name in PIXEL_WISE_AT_ZERO and not inspect.getclosurevars(function).nonlocals[PIXEL_WISE_AT_ZERO[name]]:
-        return False
-    return name in WHOLE_GUIDANCE
+    """Return whether a function needs the whole latent."""
+    return name_of(function) in WHOLE_GUIDANCE

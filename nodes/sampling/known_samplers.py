@@ -4,13 +4,12 @@ Samplers' functions are listed by their `name_of`, as in known_local.py. A new r
 bands with the whole latent: tests/comfyui/inside/foreign_samplers.py.
 """
 
-import functools
 import inspect
 from typing import Any
 
 import comfy.samplers
 
-from ..ui.other_nodes import name_of
+from ..ui.other_nodes import definition, name_of
 
 WRAPPING = {
     # Detail Daemon: other sigmas for the model
@@ -60,7 +59,7 @@ def why_global(sampler: Any) -> str | None:
     name = name_of(function)
     if name in GLOBAL:
         return GLOBAL[name]
-    if name not in PIXEL_WISE and not _module(function).startswith("comfy."):
+    if name not in PIXEL_WISE and not definition(function).__module__.startswith("comfy."):
         return f"{name.partition('.')[2]} is not one of ComfyUI's samplers"
     if inner is not sampler and "noise_sampler" in options_of(inner):
         return f"{name_of(sampler.sampler_function).partition('.')[2]} wraps a sampler that has its own noise"
@@ -73,9 +72,3 @@ def takes_noise_sampler(sampler: comfy.samplers.KSAMPLER) -> bool:
     if inner is None or (why_global(inner) is not None and name_of(inner.sampler_function) not in GLOBAL):
         return True
     return "noise_sampler" in inspect.signature(inner.sampler_function).parameters
-
-
-def _module(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function.__module__ if hasattr(function, "__qualname__") else type(function).__module__

@@ -1,6 +1,6 @@
 """Finds the modes that a model supports: its calls are tried before a plan is made, tensor degrees when one is chosen."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import comfy.patcher_extension
@@ -22,29 +22,47 @@ from .eligibility import Sampling
 from .pipefusion import AUTO_KEY, WRAPPER_KEY, prove
 
 
-def first_trial(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool) -> Trials:
-    """Return the modes that a trial of the run's first step proves, without tensor degrees above 1. Raises ValueError if the
-    class does not run."""
-    return Trials(setup.own_class, {1: _tried(sampling, stub, setup, bands, 1)})
+@dataclass(frozen=True)
+class RunTrials:
+    """Trials of the first step of a run, which show the modes that its model has, in bands too if `bands`. They change the
+    model's setup."""
 
+    sampling: Sampling
+    setup: Setup
+    """With the devices that may be used."""
+    bands: bool
 
-def with_tensor(
-    sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool, trials: Trials, degree: int
-) -> Trials:
-    """`trials` with the result of a trial for this tensor degree."""
-    try:
-        found: Proof | str = _tried(sampling, stub, setup, bands, degree)
-    except ValueError as refused:  # such as host memory without room for it
-        found = str(refused)
-    return trials.with_tensor(degree, found)
+    def first(self) -> Trials:
+        """Return the modes that are proven, without tensor degrees above 1. Raises ValueError if the class does not run."""
+        return Trials(self.setup.own_class, {1: self._proof(1)})
 
+    def with_tensor(self, trials: Trials, degree: int) -> Trials:
+        """`trials` with the result of a trial for this tensor degree."""
+        try:
+            found: Proof | str = self._proof(degree)
+        except ValueError as refused:  # such as host memory without room for it
+            found = str(refused)
+        return trials.with_tensor(degree, found)
 
-def _tried(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool, tensor: int) -> Proof:
-    """The proof by a trial of the run's first step. Sets the setup of `stub` to one rank, or to this tensor degree."""
-    stub.setup = replace(setup, devices=setup.devices[:1], degrees=Degrees(tensor=tensor))
-    prove(sampling, stub, bands)
-    assert stub.run.proof is not None
-    return stub.run.proof
+    def chosen(self, costs: CalibratedCosts) -> tuple[Prediction, Trials]:
+        """Return (the best mode that is proven, its trials), by the costs of a workload with `trials`."""
+        assert costs.workload.trials is not None, "its calls have been tried"
+        trials = replace(costs.workload.trials, guesses=True)
+        while True:
+            costs = replace(costs, workload=replace(costs.workload, trials=trials))
+            prediction = choose(plan(costs, range(1, len(self.setup.devices) + 1), self.setup.offload))
+            tensor = prediction.mode.degrees.tensor
+            if tensor in trials.proofs:
+                return prediction, trials
+            trials = self.with_tensor(trials, tensor)
+
+    def _proof(self, tensor: int) -> Proof:
+        """Return the proof for one rank, or for this number of tensor ranks."""
+        stub = self.sampling.stub
+        stub.setup = replace(self.setup, devices=self.setup.devices[:1], degrees=Degrees(tensor=tensor))
+        prove(self.sampling, self.bands)
+        assert stub.run.proof is not None
+        return stub.run.proof
 
 
 def trials_of(
@@ -60,10 +78,11 @@ def trials_of(
 
     def examine(executor: Any, *arguments: Any) -> torch.Tensor:
         sampling = Sampling(executor.class_obj, *arguments)
-        trials = first_trial(sampling, stub, setup, bands=True)
+        tried = RunTrials(sampling, setup, bands=True)
+        trials = tried.first()
         for degree in range(2, max(counts) + 1):
             if any(count % degree == 0 for count in counts):
-                trials = with_tensor(sampling, stub, setup, True, trials, degree)
+                trials = tried.with_tensor(trials, degree)
         found.append(trials)
         return sampling.noise
 
@@ -93,21 +112,6 @@ def check_can_be_planned(stub: RemoteDiffusionModel, trials: Trials) -> None:
             f"model: the blocks of {stub.checkpoint.path.name} cannot be timed. Set the degrees by hand. If cfg is not 1, "
             "start with split_batch_degree."
         )
-
-
-def chosen(
-    sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool, costs: CalibratedCosts
-) -> tuple[Prediction, Trials]:
-    """Return (the best mode that is proven, its trials), by the costs of a workload with `trials`."""
-    assert costs.workload.trials is not None, "its calls have been tried"
-    trials = replace(costs.workload.trials, guesses=True)
-    while True:
-        costs = replace(costs, workload=replace(costs.workload, trials=trials))
-        prediction = choose(plan(costs, range(1, len(setup.devices) + 1), setup.offload))
-        tensor = prediction.mode.degrees.tensor
-        if tensor in trials.proofs:
-            return prediction, trials
-        trials = with_tensor(sampling, stub, setup, bands, trials, tensor)
 
 
 def unplanned(trials: Trials, ranks: int, entries: int) -> Degrees:

@@ -56,7 +56,7 @@ def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapola
     return patched, wrapper
 
 
-def prove(sampling: Sampling, stub: RemoteDiffusionModel, bands: bool = True) -> str:
+def prove(sampling: Sampling, bands: bool) -> str:
     """Have ComfyUI's own class tried for the calls of this run, before its ranks load it. Returns why bands are not proven,
     if `bands`. Empty: they are."""
 
@@ -66,7 +66,7 @@ def prove(sampling: Sampling, stub: RemoteDiffusionModel, bands: bool = True) ->
         conds, x = sampling.evaluated, sampling.noise
         comfy.samplers.calc_cond_batch(sampling.guider.inner_model, conds, x, sampling.sigmas[:1].expand(len(x)), options)
 
-    return stub.prove(run, [shape[1] for shape in sampling.shapes], bands)
+    return sampling.stub.prove(run, [shape[1] for shape in sampling.shapes], bands)
 
 
 def has_pipefusion(model: comfy.model_patcher.ModelPatcher) -> bool:
@@ -134,7 +134,7 @@ class PipeFusion:
         """The samples, with the arguments and result of `sampler.sample`."""
         sampling = Sampling(executor.class_obj, *arguments)
         stub = sampling.stub
-        reason = prove(sampling, stub, stub.setup.degrees.pipe > 1 or stub.setup.degrees.displaced) or None
+        reason = prove(sampling, stub.setup.degrees.pipe > 1 or stub.setup.degrees.displaced) or None
         if reason is not None and self.is_asked and not stub.setup.planned:
             raise ValueError(stub.without_bands(reason))
         return kept(stub, self._load(sampling), lambda model: self._sample(model, sampling, executor, reason))
@@ -144,7 +144,7 @@ class PipeFusion:
         be exact; None: it need not."""
         stub = sampling.stub
         started = time.perf_counter()
-        result, run, cache = None, None, stub.run.cache
+        found, cache = None, stub.run.cache
         stub.run.calls.clear()
         whole = CallShape((sampling.entries, *sampling.shapes[0][1:]), sampling.text_tokens)
         cut = self._cut(model, sampling)
@@ -152,15 +152,15 @@ class PipeFusion:
             cache.restart(len(cut.rows))
         try:
             if reason is None:
-                result, run, reason = self._in_patches(model, cut, sampling, executor)
+                found = self._in_patches(model, cut, sampling, executor)
         except NotLocal as why:
             reason = str(why)
-        if result is None:
+        if found is None:
             if reason is not None:
                 log.warning("Parallel DiT: this run is exact, and therefore slower, because %s.", reason)
             if cache is not None:
                 cache.restart()
-            result = executor(*sampling.arguments)
+        result, run = (executor(*sampling.arguments), None) if found is None else found
         stub.run.tell_again()  # of the last step
         stats: list[RunStats] = []  # stays empty if a guider's other model has replaced this one on the ranks
         model = run.model if run is not None else stub.run.loaded() or model  # others if ranks were lost
@@ -193,17 +193,16 @@ class PipeFusion:
 
     def _in_patches(
         self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor, trials: int = MOST_TRIALS
-    ) -> tuple[torch.Tensor | None, BandedRun | None, str | None]:
-        """Return (samples, run, None); or (None, None, why the run must be exact), without a reason if there is only one
-        patch. Raises NotLocal if a call is still not tried after `trials` trials."""
+    ) -> tuple[torch.Tensor, BandedRun] | None:
+        """Return (samples, run), or None if there is only one patch. Raises NotLocal if the run must be exact, or if a call
+        is still not tried after `trials` trials."""
+        displaced = model.degrees.displaced
+        if len(cut.rows) == 1 and not displaced:
+            return None
+        if reason := why_not_displaced(sampling) if displaced else why_not_banded(sampling) or why_wrapped(executor):
+            raise NotLocal(reason)
         try:
-            if model.degrees.displaced:
-                reason = why_not_displaced(sampling)
-                return (None, None, reason) if reason else (*self._displaced(model, cut, sampling, executor), None)
-            if len(cut.rows) == 1:
-                return None, None, None
-            reason = why_not_banded(sampling) or why_wrapped(executor)
-            return (None, None, reason) if reason else (*self._in_bands(model, cut, sampling), None)
+            return self._displaced(model, cut, sampling, executor) if displaced else self._in_bands(model, cut, sampling)
         except NotTried as call:
             if trials == 0:
                 raise

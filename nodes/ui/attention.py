@@ -29,7 +29,7 @@ def attention_for(widget: str, devices: tuple[str, ...], dtype: str) -> str:
     kernel = OURS.get(name)
     if kernel is None:
         # Without a flag, ComfyUI has fallen back on such a kernel, on a CPU for instance, and the user need not be told.
-        if name not in FLAGS.values() or any(getattr(args, flag, False) for flag in FLAGS):
+        if name not in FLAGS.values() or any(getattr(args, flag) for flag in FLAGS):
             log.warning("Parallel DiT: the ranks do not have ComfyUI's attention '%s' and use torch's SDPA", name)
         return AUTO
     wanted = KERNELS[kernel]

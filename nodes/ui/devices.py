@@ -14,14 +14,7 @@ from parallel_backend.core.dtypes import HALVES, native_halves
 
 def host() -> Host:
     """Return the kind of device that this ComfyUI runs on, and its start options about devices."""
-    args = comfy.cli_args.args
-    chosen = getattr(args, "cuda_device", None)
-    option = comfy.cli_args.parser._option_string_actions.get("--cuda-device")  # took a single number before 2026-08
-    return Host(
-        kind=comfy.model_management.get_torch_device().type,
-        cuda_device=None if chosen is None else str(chosen),
-        takes_all=option is not None and option.type is str,
-    )
+    return Host(comfy.model_management.get_torch_device().type, comfy.cli_args.args.cuda_device)
 
 
 def gpus() -> tuple[str, ...]:

@@ -38,27 +38,18 @@ def validate(*checked_by_node: str, early: Callable[..., object] | None = None) 
     def adopt(node: Node) -> Node:
         function = getattr(node, node.FUNCTION)
         signature = inspect.signature(function)
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+        optional = {name for name, each in signature.parameters.items() if each.default is None}
 
         @functools.cache
         def inputs() -> dict[str, tuple]:
             return {name: spec for name, spec in _specs(node.INPUT_TYPES()).items() if name not in checked_by_node}
 
-        @functools.cache
-        def optional() -> frozenset[str]:
-            """Return the inputs that may be absent; they are then None."""
-            if takes_any:
-                return frozenset(name for name, (_, options) in inputs().items() if "default" not in options)
-            return frozenset(name for name, each in signature.parameters.items() if each.default is None)
-
         @functools.wraps(function)
         def call(*arguments, **named):
             bound = signature.bind(*arguments, **named)
             values = dict(zip(list(signature.parameters)[1:], bound.args[1:], strict=False)) | bound.kwargs
-            if takes_any and (unknown := values.keys() - inputs().keys() - set(checked_by_node)):
-                raise TypeError(f"{node.__name__} has no input named {', '.join(sorted(unknown))}")
             for name, (kind, options) in inputs().items():
-                if name in values and not (values[name] is None and name in optional()):
+                if name in values and not (values[name] is None and name in optional):
                     values[name] = coerce(name, values[name], kind, options)
             return function(bound.args[0], **values)
 

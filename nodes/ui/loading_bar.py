@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Callable
 
 import comfy.utils
 
@@ -31,21 +32,26 @@ class LoadingBar:
 
 
 class Elapsed:
-    """A poll for long work. It checks for Cancel, and each second shows the work, its progress and the elapsed seconds."""
+    """A poll for long work: checks for Cancel, and shows each second the work, its progress and its seconds.
 
-    def __init__(self, doing: str) -> None:
-        self._doing, self._began, self._said = doing, time.monotonic(), -1
+    `doing`: the work, or a function that returns the present work. If it is empty, nothing is shown. `patience`: seconds
+    after which work is shown.
+    """
+
+    def __init__(self, doing: str | Callable[[], str], patience: int = 0) -> None:
+        self._doing, self._patience = doing, patience
+        self._shown, self._began, self._said = "", 0.0, -1
         self()
 
     def __call__(self, done: float = 0) -> None:
         """Show the progress. `done`: the fraction that is done, or 0 if unknown. Raises ComfyUI's
         InterruptProcessingException once the user has pressed Cancel."""
         check_cancelled()
-        seconds, percent = int(time.monotonic() - self._began), int(100 * done)
-        if seconds > self._said:
+        doing, now = self._doing if isinstance(self._doing, str) else self._doing(), time.monotonic()
+        if doing != self._shown:
+            self._shown, self._began, self._said = doing, now, -1
+        seconds, percent = int(now - self._began), int(100 * done)
+        if doing and seconds >= self._patience and seconds > self._said:
             self._said = seconds
-            say(
-                f"Parallel DiT: {self._doing}"
-                + f", {percent} %" * (done > 0 and seconds > 0)
-                + f", {seconds} s" * (seconds > 0)
-            )
+            share, time_taken = f", {percent} %" * (done > 0 and seconds > 0), f", {seconds} s" * (seconds > 0)
+            say(f"Parallel DiT: {doing}{share}{time_taken}")

@@ -1,8 +1,11 @@
 """Shows a line of text on the node that is being executed."""
 
+import logging
 from typing import Any
 
 from comfy_execution.utils import get_executing_context
+
+log = logging.getLogger(__name__)
 
 SAID = "parallel_dit.said"
 """Name of the event for web/js/node_text.js, which keeps the line after the run. Newer editors would remove it."""
@@ -17,6 +20,12 @@ def say(text: str) -> None:
 
     PromptServer.instance.send_progress_text(text, context.node_id)
     PromptServer.instance.send_sync(SAID, {"node": str(context.node_id), "text": text})
+
+
+def tell(text: str, why: str = "") -> None:
+    """Show a line on the node and in the console. `why`: for the console alone."""
+    log.warning("Parallel DiT: %s%s", text, f" ({why})" if why else "")
+    say(f"Parallel DiT: {text}")
 
 
 def show_report(report: str, verdict: str) -> dict[str, Any]:

@@ -24,7 +24,6 @@ SHOWN = 3
 class OtherNode:
     """A node under the name that users see."""
 
-    id: str
     title: str
     pack: str
     """The pack's folder in custom_nodes. Empty for ComfyUI's own nodes."""
@@ -123,7 +122,7 @@ def _kinds() -> Iterator[tuple[str, type]]:
 
 def _node(name: str, kind: type) -> OtherNode:
     parent, _, pack = getattr(kind, "RELATIVE_PYTHON_MODULE", "").partition(".")
-    return OtherNode(name, COMFYUI.NODE_DISPLAY_NAME_MAPPINGS.get(name) or name, pack if parent == "custom_nodes" else "")
+    return OtherNode(COMFYUI.NODE_DISPLAY_NAME_MAPPINGS.get(name) or name, pack if parent == "custom_nodes" else "")
 
 
 def _pack(module: str) -> str:

@@ -24,7 +24,7 @@ FP8_PRODUCTS, CUBLAS = "fp8_matrix_mult", "cublas_ops"
 
 def is_fast(feature: str) -> bool:
     """Return whether ComfyUI was started with `--fast`, for this feature or for all features."""
-    return any(getattr(one, "value", one) == feature for one in args.fast or ())
+    return any(one.value == feature for one in args.fast)
 
 
 def wanted_halves(halves: tuple[str, ...], allowed: tuple[str, ...], weight_dtype: str) -> tuple[str, ...]:
@@ -32,7 +32,7 @@ def wanted_halves(halves: tuple[str, ...], allowed: tuple[str, ...], weight_dtyp
 
     fp16 alone under `--fast fp16_accumulation`, as ComfyUI chooses it, unless weight_dtype says something.
     """
-    prefers = getattr(comfy.model_management, "PRIORITIZE_FP16", False) and weight_dtype == "default"
+    prefers = comfy.model_management.PRIORITIZE_FP16 and weight_dtype == "default"
     return ("fp16",) if prefers and "fp16" in halves and "fp16" in allowed else halves
 
 
@@ -41,10 +41,10 @@ def options_line(dtype: str, kind: str) -> str:
 
     `dtype`: of the model on its ranks. `kind`: of their devices, cuda or cpu.
     """
-    names = [name for name, wanted in UNET_DTYPES.items() if getattr(args, name, False) and wanted != storage_name(dtype)]
+    names = [name for name, wanted in UNET_DTYPES.items() if getattr(args, name) and wanted != storage_name(dtype)]
     left_out = [f"--{name.replace('_unet', '-unet')}" for name in names]
-    if is_fast(CUBLAS) and getattr(comfy.ops, "CUBLAS_IS_AVAILABLE", False) and compute_name(dtype, kind) == HALVES[1]:
+    if is_fast(CUBLAS) and comfy.ops.CUBLAS_IS_AVAILABLE and compute_name(dtype, kind) == HALVES[1]:
         left_out.append(f"--fast={CUBLAS}")
-    if getattr(args, "force_upcast_attention", False):
+    if args.force_upcast_attention:
         left_out.append("--force-upcast-attention")
     return f"ranks do not follow these start options of ComfyUI: {', '.join(left_out)}" if left_out else ""

@@ -63,13 +63,3 @@ def cfg_scale(tooltip: str) -> Widget:
     """Return the widget for classifier-free guidance, as in KSampler, but with the default 1, which distilled models
     need."""
     return ("FLOAT", {"default": 1.0, "min": 0.0, "max": 100.0, "step": 0.1, "round": 0.01, "tooltip": tooltip})
-
-
-class AnyType(str):
-    """A type that every link matches: ComfyUI compares types by `!=` on their names."""
-
-    def __ne__(self, other: object) -> bool:
-        return False
-
-
-ANY = AnyType("*")

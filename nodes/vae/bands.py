@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from ..model.loading.model_file import importing
 from ..model.run.make_room import comfyui_gpus
 from ..ui.host import check_cancelled
 from .known import OTHER, Cut, tensors_of
-from .tiles import decode_in_tiles, encode_in_tiles, latent_clips, pixel_clips, tile_shape
+from .tiles import InTiles, decode_in_tiles, encode_in_tiles, latent_clips, pixel_clips, tile_shape
 
 T = TypeVar("T")
 CALLS = {
@@ -48,31 +48,41 @@ def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: Som
 
     S is the VAE's scale. TooLittleMemory if a device has too little memory for a rank's band. NotExact: see RemoteVAE.run.
     """
-    model, tiles = vae.first_stage_model, cut.known.tiles
+    model = vae.first_stage_model
     remote, dtype = remote_vae(vae, cut, "decoder", pool)
     entries = [cut.known.drawn(model, entry.to("cpu", dtype)) for entry in latent.split(1)]
-    if tiles:
-        shape, pieces = model.decode_output_shape(latent.shape), len(latent_clips(model, entries[0]))
-        needed = int(vae.memory_used_decode(tile_shape(model, latent.shape), dtype))
+    if cut.known.tiles:
+        clips, in_tiles = len(latent_clips(model, entries[0])), partial(decode_in_tiles, model)
+        needed = vae.memory_used_decode(tile_shape(model, latent.shape), dtype)
     else:
-        scale, pieces = vae.spacial_compression_decode(), 1
-        frames = [cut.known.decoded(vae, size) for size in latent.shape[2:-2]]
-        channels = getattr(vae, "conv_out_channels", vae.output_channels)
-        shape = (1, channels, *frames, *(scale * size for size in latent.shape[-2:]))
-        needed = int(vae.memory_used_decode((1, *latent.shape[1:]), dtype) * share(latent, 1, pool))
-    make_room(pool, needed)
-    on_piece = partial(comfy.utils.ProgressBar(len(latent) * pieces).update, 1)
+        clips, in_tiles = 1, None
+        needed = vae.memory_used_decode((1, *latent.shape[1:]), dtype) * share(latent, 1, pool)
+    outputs = _computed(remote, entries, 1, int(needed), len(entries) * clips, in_tiles)
+    images = [vae.process_output(each.to(vae.vae_output_dtype())) for each in outputs]
+    return joined(images).to(vae.output_device).movedim(1, -1)
+
+
+def _computed(
+    remote: RemoteVAE, entries: Iterable[torch.Tensor], unit: int, needed: int, pieces: int, in_tiles: InTiles | None
+) -> Iterator[torch.Tensor]:
+    """Return the output of each batch entry, computed by the ranks in bands, or by `in_tiles`.
+
+    `unit`, `needed`: see RemoteVAE.run. `pieces`: bands' entries or tiles' clips, for the progress bar.
+    """
+    make_room(remote.pool, needed)
+    on_piece = partial(comfy.utils.ProgressBar(pieces).update, 1)
     run_tiles = partial(remote.run_tiles, poll=check_cancelled, bytes_needed=needed)
-    images = torch.empty(len(latent), *shape[1:], dtype=vae.vae_output_dtype())
-    for entry, target in zip(entries, images.split(1), strict=True):
-        if tiles:
-            decode_in_tiles(model, entry, target, run_tiles, on_piece)
+    for entry in entries:
+        if in_tiles is not None:
+            yield in_tiles(entry, run_tiles, on_piece)
         else:
-            remote.run(entry, 1, target, check_cancelled, needed)
+            yield remote.run(entry, unit, check_cancelled, needed)
             on_piece()
-        if (processed := vae.process_output(target)) is not target:  # most VAEs' process_output works in place
-            target.copy_(processed)
-    return images.to(vae.output_device).movedim(1, -1)
+
+
+def joined(entries: list[torch.Tensor]) -> torch.Tensor:
+    """Return the batch of these entries. A video, which is a single one, is not copied."""
+    return torch.cat(entries) if len(entries) > 1 else entries[0]
 
 
 def share(x: torch.Tensor, unit: int, pool: SomeRanks) -> float:
@@ -109,31 +119,20 @@ def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: Som
 
     Raises TooLittleMemory if a device has too little memory for a rank's band. NotExact: see RemoteVAE.run.
     """
-    model, tiles = vae.first_stage_model, cut.known.tiles
+    model = vae.first_stage_model
     remote, dtype = remote_vae(vae, cut, "encoder", pool)
-    whole = model_input(vae, pixels)
-    entries, scale = whole.split(1), vae.spacial_compression_encode()
-    if tiles:
+    whole, scale = model_input(vae, pixels), vae.spacial_compression_encode()
+    if cut.known.tiles:
+        clips, in_tiles = len(pixel_clips(model, whole)), partial(encode_in_tiles, model)
         frames = min(whole.shape[2], model.clip_length)
         tile = (1, whole.shape[1], frames, *(min(size, model.tile_size) for size in whole.shape[3:]))
-        pieces, needed = len(pixel_clips(model, entries[0])), int(vae.memory_used_encode(tile, dtype))
+        needed = vae.memory_used_encode(tile, dtype)
     else:
-        pieces, frames = 1, [vae.downscale_ratio[0](size) for size in whole.shape[2:-2]]
-        shape = (1, vae.latent_channels, *frames, *(size // scale for size in whole.shape[-2:]))
-        needed = int(vae.memory_used_encode((1, *whole.shape[1:]), dtype) * share(whole, scale, pool))
-    make_room(pool, needed)
-    on_piece = partial(comfy.utils.ProgressBar(len(entries) * pieces).update, 1)
-    run_tiles = partial(remote.run_tiles, poll=check_cancelled, bytes_needed=needed)
-    latents = []
-    for entry in entries:
-        x = vae.process_input(entry).to("cpu", dtype)
-        if tiles:
-            latents.append(encode_in_tiles(model, x, run_tiles, on_piece))
-        else:
-            latents.append(torch.empty(shape, dtype=dtype))
-            remote.run(x, scale, latents[-1], check_cancelled, needed)
-            on_piece()
-    return torch.cat(latents).to(vae.output_device, vae.vae_output_dtype())
+        clips, in_tiles = 1, None
+        needed = vae.memory_used_encode((1, *whole.shape[1:]), dtype) * share(whole, scale, pool)
+    entries = (vae.process_input(entry).to("cpu", dtype) for entry in whole.split(1))
+    outputs = _computed(remote, entries, scale, int(needed), len(whole) * clips, in_tiles)
+    return joined(list(outputs)).to(vae.output_device, vae.vae_output_dtype())
 
 
 def with_room(pool: SomeRanks, work: Callable[[], T]) -> T:
@@ -142,10 +141,11 @@ def with_room(pool: SomeRanks, work: Callable[[], T]) -> T:
     try:
         return work()
     except TooLittleMemory as short:
-        if any(registry().held_on(pool, device) < missing for device, missing in short.missing.items()):
+        models = registry().models
+        if any(models.held_on(pool, device) < missing for device, missing in short.missing.items()):
             raise
         for device, missing in short.missing.items():
-            registry().make_way(pool, device, missing)
+            models.make_way(pool, device, missing)
     return work()
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,11 +26,22 @@ DEVICES = text(
     "auto (the loaded model's GPUs, or all GPUs), or a list such as cuda:0,cuda:1. A list that mixes some of the loaded "
     "model's GPUs with others ends that model's processes.",
 )
-WAYS: dict[str, tuple[Callable[..., str | None], Callable[..., torch.Tensor], str]] = {
-    "Decoded": (too_small, decode_on_ranks, "Decoded whole by ComfyUI, because %s."),
-    "Encoded": (pixels_too_small, encode_on_ranks, "Encoded whole by ComfyUI, because %s."),
-}
-"""Participle -> (function that says why ranks cannot do it, function that does it on ranks, text if ComfyUI does it)."""
+
+
+class Way(NamedTuple):
+    """Decoding, or encoding."""
+
+    did: str
+    """The participle."""
+    why_not: Callable[[Cut, Any, torch.Tensor, int], str | None]
+    """Why so many ranks cannot do it."""
+    compute: Callable[[Any, Cut, torch.Tensor, SomeRanks], torch.Tensor]
+    by_comfyui: str
+    """The text if ComfyUI does it."""
+
+
+DECODE = Way("Decoded", too_small, decode_on_ranks, "Decoded whole by ComfyUI, because %s.")
+ENCODE = Way("Encoded", pixels_too_small, encode_on_ranks, "Encoded whole by ComfyUI, because %s.")
 
 
 @validate(early=check_devices)
@@ -64,7 +75,7 @@ class ParallelVAEDecode:
                 f"samples: the latent has {latent.shape[1]} channels, this VAE needs {vae.latent_channels}. Use the VAE "
                 "that belongs to the latent's model."
             )
-        images = computed_on_ranks("Decoded", vae, cut, latent, devices)
+        images = computed_on_ranks(DECODE, vae, cut, latent, devices)
         images = vae.decode(latent) if images is None else images
         # Of videos [B, frames, rows, columns, 3].
         return (images.reshape(-1, *images.shape[-3:]) if images.ndim == 5 else images,)
@@ -92,32 +103,31 @@ class ParallelVAEEncode:
         check_vae(vae)
         pixels = pixels[..., : vae.output_channels]
         cut = how_to_cut(vae, "encoder", 2 + vae.latent_dim)
-        samples = computed_on_ranks("Encoded", vae, cut, pixels, devices)
+        samples = computed_on_ranks(ENCODE, vae, cut, pixels, devices)
         return ({"samples": vae.encode(pixels) if samples is None else samples},)
 
 
-def computed_on_ranks(did: str, vae: Any, cut: Cut | str, x: torch.Tensor, devices: str) -> torch.Tensor | None:
-    """Return x decoded or encoded (`did`) on the ranks of the widget `devices`, or None if ComfyUI must compute it whole.
-    Shows the user which it is."""
-    result, how = _computed(did, vae, cut, x, devices)
-    text = f"{did} in {how}." if result is not None else WAYS[did][2] % how
+def computed_on_ranks(way: Way, vae: Any, cut: Cut | str, x: torch.Tensor, devices: str) -> torch.Tensor | None:
+    """x decoded or encoded on the ranks of the widget `devices`. None: ComfyUI has to compute it whole. Tells the
+    user."""
+    result, how = _computed(way, vae, cut, x, devices)
+    text = way.by_comfyui % how if result is None else f"{way.did} in {how}."
     log.info("Parallel DiT: %s", text)
     say(text)
     return result
 
 
-def _computed(did: str, vae: Any, cut: Cut | str, x: torch.Tensor, devices: str) -> tuple[torch.Tensor | None, str]:
-    """Return the result and how it was computed, or None and the reason why ComfyUI must compute it whole."""
-    why_too_small, compute, _ = WAYS[did]
+def _computed(way: Way, vae: Any, cut: Cut | str, x: torch.Tensor, devices: str) -> tuple[torch.Tensor | None, str]:
+    """Return (the result, how), or (None, reason why ComfyUI has to compute it whole)."""
     if isinstance(cut, str):
         return None, cut
     pool = find_ranks(devices)
     if pool is None or len(pool.devices) == 1:
         return None, "there is only one device for it"
-    if (reason := why_too_small(cut, vae, x, len(pool.devices))) is not None:
+    if (reason := way.why_not(cut, vae, x, len(pool.devices))) is not None:
         return None, reason
     try:
-        result = with_room(pool, lambda: compute(vae, cut, x, pool))
+        result = with_room(pool, lambda: way.compute(vae, cut, x, pool))
     except (TooLittleMemory, NotExact) as why_not:
         return None, str(why_not)
     return result, f"{'tiles' if cut.known.tiles else f'{len(pool.devices)} parts'} on {', '.join(pool.devices)}"

@@ -5,29 +5,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
-import comfy.sd
 import torch
 
 if TYPE_CHECKING:
     from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE as LTXVAE
 
 
-def _upscaled_frames(vae: comfy.sd.VAE, frames: int) -> int:
-    """Return how many frames of video `frames` latent frames decode to, by ComfyUI's rule for this VAE."""
-    return vae.upscale_ratio[0](frames)
-
-
 @dataclass(frozen=True)
 class Known:
-    """Facts about a VAE that ComfyUI's objects do not state. The functions take the VAE, or its model (an object of a
-    ComfyUI class)."""
+    """Facts that ComfyUI's objects do not have. Functions get the VAE's model, an object of one of ComfyUI's classes."""
 
     drawn: Callable[[Any, torch.Tensor], torch.Tensor] = lambda _model, latent: latent
     """Return the latent plus the random noise that `decode` adds first. It is drawn once for all ranks."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Attributes of the model that have other values on ranks, for example to switch noise off."""
-    decoded: Callable[[comfy.sd.VAE, int], int] = _upscaled_frames
-    """Returns the number of pixel frames for a number of latent frames."""
+    """Attributes that the model has otherwise on ranks, such as no noise."""
     encodes: Callable[[Any, int], bool] = lambda _model, _frames: True
     """Returns whether `encode` accepts a video with this number of pixel frames."""
     why_not: Callable[[Any], str | None] = lambda _model: None
@@ -49,20 +40,12 @@ def _ltx_noise(model: "LTXVAE", latent: torch.Tensor) -> torch.Tensor:
     return noise * scale + (1.0 - scale) * latent
 
 
-def _refined(vae: comfy.sd.VAE, frames: int) -> int:
-    """Return the number of decoded frames. HunyuanVideo 1.5 has the same class, with `refiner_vae` set in spite of its
-    name."""
-    if vae.first_stage_model.decoder.refiner_vae:
-        return _upscaled_frames(vae, frames)
-    return 4 * frames if frames > 1 else 1
-
-
 _LTX = "comfy.ldm.lightricks.vae.causal_video_autoencoder"
 KNOWN: Mapping[str, Known] = {
     "comfy.ldm.modules.diffusionmodules.model": Known(),
     "comfy.ldm.hunyuan_video.vae": Known(),
     "comfy.ldm.hunyuan_video.vae_refiner": Known(
-        decoded=_refined, encodes=lambda model, frames: model.encoder.refiner_vae or frames == 1 or frames % 4 == 0
+        encodes=lambda model, frames: model.encoder.refiner_vae or frames == 1 or frames % 4 == 0
     ),
     _LTX: Known(
         drawn=_ltx_noise,

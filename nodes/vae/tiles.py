@@ -11,20 +11,22 @@ if TYPE_CHECKING:
     from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE
 
 RunTiles = Callable[[Iterator[torch.Tensor]], Generator[torch.Tensor, None, None]]
-"""Function from the tiles of each clip to the computed tiles of each clip: RemoteVAE.run_tiles."""
+"""Tiles of each clip -> computed tiles of each clip: RemoteVAE.run_tiles."""
+InTiles = Callable[[torch.Tensor, RunTiles, Callable[[], None]], torch.Tensor]
+"""decode_in_tiles or encode_in_tiles of a model."""
 
 
 def decode_in_tiles(
-    model: "MiniMaxH3VideoVAE", latent: torch.Tensor, output: torch.Tensor, run_tiles: RunTiles, on_clip: Callable[[], None]
-) -> None:
-    """`model.decode` of a latent [1, C, frames, rows, columns] into `output`, with its tiles run by the ranks.
+    model: "MiniMaxH3VideoVAE", latent: torch.Tensor, run_tiles: RunTiles, on_clip: Callable[[], None]
+) -> torch.Tensor:
+    """`model.decode` of a latent [1, C, frames, rows, columns], with its tiles run by the ranks.
 
     `on_clip` is called after each of `latent_clips`.
     """
     scaled = latent * model.latents_std.view(1, -1, 1, 1, 1).to(latent) + model.latents_mean.view(1, -1, 1, 1, 1).to(latent)
     clips = (tiles_of(model, clip, model.vae_ratio) for clip in latent_clips(model, scaled))
     with _with_tiles(model, run_tiles(clips), on_clip) as tiled:
-        tiled.decode(latent, output_buffer=output)
+        return tiled.decode(latent)
 
 
 def encode_in_tiles(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from parallel_backend.placement.device_memory import DeviceMemory
+from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import USABLE_MEMORY
 from parallel_backend.wire.loading import Adapt
 
@@ -39,14 +40,11 @@ class AdapterRoom:
         read: Callable[[], Sequence[DeviceMemory]],
         make_room: Callable[[str, int], int],
         resident: ResidentWeights,
-        streams: Callable[[DeviceMemory], bool],
-        value_bytes: int,
+        check: MemoryCheck,
     ):
         """`read()`: returns the devices' memory; called after ranks have dropped earlier additions. `make_room`: see
-        memory_guard.MakeRoom. `streams`: whether these ranks may stream weights. `value_bytes`: bytes of a value in the
-        compute dtype."""
-        self._read, self._make_room, self._resident = read, make_room, resident
-        self._streams, self._value_bytes = streams, value_bytes
+        memory_guard.MakeRoom."""
+        self._read, self._make_room, self._resident, self._check = read, make_room, resident, check
         self._rooms: dict[int, _Room] = {}
 
     def take(self, rank: int, part: Adapt) -> None:
@@ -74,16 +72,16 @@ class AdapterRoom:
 
     def _bytes_of(self, part: Adapt) -> tuple[int, int]:
         """Return (bytes that stay, temporary bytes) of an addition on a device."""
-        values = part.up.numel() + (0 if part.down is None else part.down.numel())
+        values, value_bytes = part.up.numel() + (0 if part.down is None else part.down.numel()), self._check.sizes.itemsize
         passing = 2 * WORKING * part.up.numel()
         if part.up.ndim == 1:  # a parameter of its own: as loaded, as changed, and the sum of changes in float32
-            return values * (2 * self._value_bytes + WORKING), passing
+            return values * (2 * value_bytes + WORKING), passing
         weighed = part.up.numel() if part.group else 0  # times a strength that changes
-        return (values + weighed) * self._value_bytes, passing
+        return (values + weighed) * value_bytes, passing
 
     def _free(self, memory: DeviceMemory, nbytes: int) -> int:
         """Free `nbytes` of the device before the ranks handle later messages. Returns the bytes that become free."""
         freed = self._make_room(memory.device, nbytes)
-        if freed >= nbytes or not self._streams(memory):
+        if freed >= nbytes or not self._check.streams(memory):
             return freed
         return freed + self._resident.give_way(memory.ranks, nbytes - freed, whole=False, working=True)

@@ -1,17 +1,14 @@
 """Additions to a checkpoint's tensors (LoRA and similar adapters), and the messages that send them to the ranks."""
 
 import itertools
-import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Span
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import Poll, wait_for
@@ -49,94 +46,20 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
 
 
-class Deltas:
-    """The deltas that the ranks have. `parameters`: names of each rank's parameters. `send`: (rank, message) -> None."""
-
-    def __init__(self, checkpoint: Checkpoint, parameters: Sequence[Iterable[str]], send: Callable[[int, Any], None]):
-        self._checkpoint, self._send = checkpoint, send
-        self._parameters = [frozenset(names) for names in parameters]
-        self._targets = {key: parameter for parameter, key in checkpoint.key_map.items()}
-        self._known: list[Delta | None] = []  # sent last; None for a delta without `down`, too large to keep in memory
-        self._order: list[list[int]] = []  # by rank, the index in `_known` of each Adapt that it was sent
-
-    def replace(self, deltas: Iterable[Delta], poll: Callable[[], None], room: TakeRoom = lambda rank, part: None) -> None:
-        """Replace the ranks' deltas by these. `poll` is called between messages, and may raise.
-
-        `room(rank, part)` is called before a part is sent to a rank, after the message to drop earlier deltas. Only the
-        scales are sent if all factors are those of the last time, in the same order and memory. Raises ValueError for a
-        delta whose key or shape does not fit the checkpoint. After an error the next call sends everything.
-        """
-        known, self._known = self._known, []
-        rest, same = iter(deltas), []
-        for before, delta in zip(known, rest, strict=False):
-            same.append(delta)
-            if before is None or not delta.has_factors_of(before):
-                break
-        else:
-            same += itertools.islice(rest, 1)
-            if known and len(same) == len(known):
-                for rank, order in enumerate(self._order):
-                    self._send(rank, Rescale(tuple(same[number].scale for number in order)))
-                self._known = known
-                return
-        self._order = [[] for _ in self._parameters]
-        for rank in range(len(self._parameters)):
-            self._send(rank, DropAdapters())
-        sent: list[Delta | None] = []
-        for number, delta in enumerate(itertools.chain(same, rest)):
-            part = self.addition(delta)
-            poll()
-            ranks = [rank for rank, names in enumerate(self._parameters) if part.parameter in names]
-            assert ranks, f"no rank has {part.parameter}"
-            for rank in ranks:
-                room(rank, part)
-                self._send(rank, part)
-                self._order[rank].append(number)
-            sent.append(None if delta.down is None else delta)
-        self._known = sent
-
-    def addition(self, delta: Delta) -> Adapt:
-        """Return the message that adds the delta to the parameter of its checkpoint tensor. Raises ValueError if it does not
-        fit."""
-        parameter = self._targets.get(delta.key)
-        shape = (0,) if parameter is None else self._checkpoint.shape(parameter)
-        rows = delta.rows or Span(0, shape[0])
-        if parameter is None or rows.stop > shape[0] or not _fits(delta, len(rows), shape[1:]):
-            raise ValueError(
-                f"model: the LoRA for {short(delta.key)} does not fit {short(self._checkpoint.path.name)}: it is "
-                f"{_shown(delta)}. Use a LoRA that was made for this model."
-            )
-        up = delta.up
-        if len(rows) < shape[0]:
-            up = delta.up.new_zeros(shape[0], *delta.up.shape[1:])
-            up[rows.slice] = delta.up
-        return Adapt(parameter, up, delta.down, delta.scale, delta.group, delta.instead)
-
-
-def _fits(delta: Delta, rows: int, others: tuple[int, ...]) -> bool:
-    """Whether the delta fits this number of rows of a tensor whose other sizes are `others`."""
-    if delta.down is None:
-        return tuple(delta.up.shape) == (rows, *others)
-    return tuple(delta.up.shape) == (rows, len(delta.down)) and tuple(delta.down.shape[1:]) == (math.prod(others),)
-
-
-def _shown(delta: Delta) -> str:
-    """Return the shapes of a delta, for an error message."""
-    return str(list(delta.up.shape)) + ("" if delta.down is None else f" times {list(delta.down.shape)}")
-
-
 class Adaptation:
     """The additions to one model's weights on its ranks. Thread-safe."""
 
     def __init__(
-        self, pool: ModelRanks, checkpoint: Checkpoint, loaded: Sequence[Loaded], answered: Callable[[Future], None]
+        self, ranks: ModelRanks, checkpoint: Checkpoint, loaded: Sequence[Loaded], answered: Callable[[Future], None]
     ):
         """`loaded`: the ranks' replies to Load. `answered`: called with the ranks' replies (Adapted) on the pool's
         thread."""
         self.bytes = [0] * len(loaded)
-        """Bytes of the additions, by rank."""
-        self._pool, self._answered = pool, answered
-        self._deltas = Deltas(checkpoint, [reply.parameters for reply in loaded], pool.send)
+        """By rank, bytes of the additions."""
+        self._ranks, self._checkpoint, self._answered = ranks, checkpoint, answered
+        self._parameters = [frozenset(reply.parameters) for reply in loaded]
+        self._known: list[Delta | None] = []  # sent last; None for a delta without `down`, too large to keep in memory
+        self._order: list[list[int]] = []  # by rank, the index in `_known` of each Adapt that it was sent
         self._name: Hashable | None = None
         self._strengths: tuple[float, ...] = ()  # of the groups 1, 2, ...
         self._lock = threading.Lock()
@@ -159,8 +82,9 @@ class Adaptation:
         poll: Poll,
         room: TakeRoom,
     ) -> None:
-        """Replace the ranks' deltas, see RemoteTransformer.adapt and Deltas.replace. `check` raises if the model is no
-        longer on its ranks."""
+        """Replace the ranks' deltas, see RemoteTransformer.adapt. `check` raises if the model is not on its ranks any more.
+        `room(rank, part)` is called before a part is sent to a rank, and after the message to drop earlier deltas.
+        """
         with self._lock:
             check()
             if self.has(name, strengths):
@@ -168,10 +92,10 @@ class Adaptation:
             known, self._name = self._name, object()  # a name that equals no other, until all is in place
             if name != known:
                 self._strengths = ()
-                self._deltas.replace(deltas, poll, room)
+                self._send_all(deltas, poll, room)
             if strengths != self._strengths:
                 for rank in range(len(self.bytes)):
-                    self._pool.send(rank, Weigh(strengths))
+                    self._ranks.send(rank, Weigh(strengths))
             self.bytes = [reply.adapter_bytes for reply in self._all_in_place(poll)]
             self._name, self._strengths = name, strengths
 
@@ -184,14 +108,61 @@ class Adaptation:
             freed, self.bytes = self.bytes, [0] * len(self.bytes)
             if any(freed):
                 self._name, self._strengths = object(), ()
-                self._deltas.replace((), lambda: None)
-                self._pool.ask(AdaptersSent(), Adapted).add_done_callback(self._answered)
+                self._send_all((), lambda: None, lambda rank, part: None)
+                self._ranks.ask(AdaptersSent(), Adapted).add_done_callback(self._answered)
             return freed
         finally:
             self._lock.release()
 
+    def _send_all(self, deltas: Iterable[Delta], poll: Poll, room: TakeRoom) -> None:
+        """Replace the ranks' deltas by these. `poll` is called between messages, and may raise.
+
+        Only the scales are sent if all factors are those of the last time, in the same order and memory. After an error the
+        next call sends everything.
+        """
+        known, self._known = self._known, []
+        rest, same = iter(deltas), []
+        for before, delta in zip(known, rest, strict=False):
+            same.append(delta)
+            if before is None or not delta.has_factors_of(before):
+                break
+        else:
+            same += itertools.islice(rest, 1)
+            if known and len(same) == len(known):
+                for rank, order in enumerate(self._order):
+                    self._ranks.send(rank, Rescale(tuple(same[number].scale for number in order)))
+                self._known = known
+                return
+        self._order = [[] for _ in self._parameters]
+        for rank in range(len(self._parameters)):
+            self._ranks.send(rank, DropAdapters())
+        sent: list[Delta | None] = []
+        for number, delta in enumerate(itertools.chain(same, rest)):
+            part = self._addition(delta)
+            poll()
+            ranks = [rank for rank, names in enumerate(self._parameters) if part.parameter in names]
+            assert ranks, f"no rank has {part.parameter}"
+            for rank in ranks:
+                room(rank, part)
+                self._ranks.send(rank, part)
+                self._order[rank].append(number)
+            sent.append(None if delta.down is None else delta)
+        self._known = sent
+
+    def _addition(self, delta: Delta) -> Adapt:
+        """Return the addition to the parameter that has the values of the checkpoint tensor."""
+        parameter = self._checkpoint.targets[delta.key]
+        length, *others = self._checkpoint.shape(parameter)
+        rows, up = delta.rows or Span(0, length), delta.up
+        width = others if delta.down is None else [len(delta.down)]
+        assert list(up.shape) == [len(rows), *width], f"{delta.key}: {list(up.shape)}"  # checked on the MODEL
+        if len(rows) < length:
+            up = up.new_zeros(length, *up.shape[1:])
+            up[rows.slice] = delta.up
+        return Adapt(parameter, up, delta.down, delta.scale, delta.group, delta.instead)
+
     def _all_in_place(self, poll: Poll) -> list[Adapted]:
         """Return the ranks' replies, in rank order, after they have handled everything that was sent."""
-        answered = self._pool.ask(AdaptersSent(), Adapted)
+        answered = self._ranks.ask(AdaptersSent(), Adapted)
         answered.add_done_callback(self._answered)  # in the order of the ranks' replies, unlike what follows
         return wait_for(answered, poll)

@@ -1,4 +1,5 @@
-"""Asks ranks for measurements. Impossible figures end the ranks, because later code divides by them."""
+"""Asks ranks for measurements. Impossible figures end the ranks, because later code divides by them. Numbers are finite:
+messages have no others."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -38,13 +39,9 @@ def measured_blocks(pool: SomeRanks, probe: Probe, lists: Iterable[str], poll: P
     names = set(lists)
 
     def sound(reply: Probed) -> bool:
-        return (
-            reply.blocks.keys() == names
-            and all(len(times) == 2 and all(map(_is_time, times)) for times in reply.blocks.values())
-            and len(reply.ends) == 2
-            and all(0 <= seconds < math.inf for seconds in reply.ends)
-            and (reply.free_bytes or 0) >= 0
-        )
+        pairs = all(len(each) == 2 for each in (*reply.blocks.values(), reply.ends))
+        lasted = all(min(times) > 0 for times in reply.blocks.values()) and min(reply.ends) >= 0
+        return reply.blocks.keys() == names and pairs and lasted
 
     return _checked(pool, wait_for(pool.ask(probe, Probed), poll), sound)
 
@@ -55,14 +52,10 @@ def measured_links(pool: Pool, sizes: Sequence[int], poll: Poll) -> list[LinksPr
     world = len(pool.devices)
 
     def sound(reply: LinksProbed) -> bool:
-        return (
-            sorted(reply.links) == list(range(reply.rank + 1, world))
-            and all([size for size, _ in times] == list(sizes) for times in reply.links.values())
-            and all(_is_time(seconds) for times in reply.links.values() for _, seconds in times)
-            and set(reply.peers) <= set(range(world))
-            and 0 <= reply.together < math.inf
-            and min(reply.free_bytes or 0, reply.total_bytes or 0) >= 0
-        )
+        later = sorted(reply.links) == list(range(reply.rank + 1, world))
+        sized = all([size for size, _ in times] == list(sizes) for times in reply.links.values())
+        lasted = all(seconds > 0 for times in reply.links.values() for _, seconds in times) and reply.together >= 0
+        return later and sized and lasted and set(reply.peers) <= set(range(world))
 
     found = _checked(pool, wait_for(pool.ask(ProbeLinks(tuple(sizes)), LinksProbed), poll), sound)
     pool.links = figures(links_of(found))
@@ -72,10 +65,6 @@ def measured_links(pool: Pool, sizes: Sequence[int], poll: Poll) -> list[LinksPr
 def figures(links: Links) -> dict[tuple[int, int], tuple[float, float]]:
     """Return pair of ranks -> (bandwidth in bytes a second, latency in seconds), as in Pool.links."""
     return {pair: (link.bandwidth, link.latency) for pair, link in links.between.items()}
-
-
-def _is_time(seconds: float) -> bool:
-    return 0 < seconds < math.inf
 
 
 def _checked(pool: SomeRanks, replies: list[Reply], sound: Callable[[Reply], bool]) -> list[Reply]:

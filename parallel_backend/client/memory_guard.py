@@ -7,10 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-import torch
-
-from parallel_backend.core.devices import device_kind
-from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.placement.device_memory import DeviceMemory, device_memories
@@ -110,10 +106,8 @@ class MemoryGuard:
 
     def adapter_room(self, poll: Poll) -> AdapterRoom:
         """Makes room for additions to the weights. It reads free memory when the first addition is sent."""
-        setup = self.memory_check.setup
-        value_bytes = compute_dtype(setup.dtype, torch.device(device_kind(setup.devices[0]))).itemsize
         read = functools.partial(self._device_memories, poll)
-        return AdapterRoom(read, self.make_room, self.resident, self.memory_check.streams, value_bytes)
+        return AdapterRoom(read, self.make_room, self.resident, self.memory_check)
 
     def adapted(self) -> None:
         """To be called after LoRA values were added to the weights or freed. The next call reads free memory, and brings

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.devices import device_kind, on_ray
-from parallel_backend.processes.pool import LinksDown, Pool, RankError
+from parallel_backend.processes.pool import LinksDown, Pool
 from parallel_backend.processes.pool_part import PoolPart, SomeRanks, ranks_on, union
 from parallel_backend.wire.rank_settings import P2P_DISABLE, SELF_TEST, SelfTest
 
@@ -16,10 +16,11 @@ from .p2p_verdicts import BY_GLOO, WITH_P2P, WITHOUT_P2P, P2PVerdicts
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-WITHOUT_P2P_SECONDS = 30.0
-"""Time limit of the self-test's parts without P2P. It is shorter, because the test with P2P has taken a minute already."""
-WAYS = {WITH_P2P: "with P2P", WITHOUT_P2P: "without P2P", BY_GLOO: "that use Gloo instead of NCCL"}
-"""Ways in which ranks on GPUs may transfer, in the order of trials. The text follows "ranks"."""
+_WITHOUT_P2P = replace(SELF_TEST, p2p=False, seconds=30.0)  # shorter: the test with P2P has taken a minute already
+WAYS = (SELF_TEST, _WITHOUT_P2P, replace(_WITHOUT_P2P, gloo=True))
+"""Settings of ranks on GPUs by the way in which they transfer (WITH_P2P, WITHOUT_P2P, BY_GLOO), in the order of trials."""
+TOLD = ("with P2P", "without P2P", "that use Gloo instead of NCCL")
+"""The ways in words that follow "ranks"."""
 
 
 class Pools:
@@ -38,7 +39,6 @@ class Pools:
     ):
         self._start, self._verdicts, self._chosen = start, verdicts, chosen
         self._used: dict[tuple[str, ...], tuple[str, ...]] = {}  # devices of a pool -> those of its last use
-        self._apart: set[tuple[str, ...]] = set()  # devices of several uses whose ranks could not start together
         self._pools: tuple[Pool, ...] = ()  # in the order of their last use
         self._begun: set[tuple[str, ...]] = set()  # devices of pools that have been begun for a use to come
 
@@ -84,18 +84,7 @@ class Pools:
         the pool."""
         self.end_failed()
         where = devices if alone else self._where(devices)
-        if where == devices or any(pool.devices == where for pool in self._pools):
-            return self._use(where, lambda pool: action(self._part(pool, devices)))
-        pool = self._on(where)  # that has grown
-        try:
-            return action(self._part(pool, devices))
-        except RankError as error:
-            if pool.ready.done() and pool.ready.exception() is None:
-                raise
-            log.warning("%s\nParallel DiT: starting ranks on %s only", str(error), ", ".join(devices))
-        self._apart.add(where)
-        self.end(where, politely=False)
-        return self._use(devices, action)
+        return self._use(where, lambda pool: action(self._part(pool, devices)))
 
     def _where(self, devices: tuple[str, ...]) -> tuple[str, ...]:
         """Return the devices of the pool that will have ranks on `devices`."""
@@ -104,7 +93,7 @@ class Pools:
                 return pool.devices
         overlapping = [pool.devices for pool in self._pools if not apart(pool.devices, devices)]
         together = union([*overlapping, devices]) if overlapping else None
-        return devices if together is None or together in self._apart else together
+        return devices if together is None else together
 
     def _part(self, pool: Pool, devices: tuple[str, ...]) -> SomeRanks:
         """Return the pool's ranks on these devices."""
@@ -123,16 +112,16 @@ class Pools:
         """
         pool = self._on(devices)
         self._begun.discard(devices)
-        first, way = way_of(pool.self_test), None
+        first, way = WAYS.index(pool.self_test), None
         while True:
             try:
                 result = action(pool)
             except LinksDown as error:
-                way = next_way(way_of(pool.self_test)) if error.backend == "nccl" else None
+                way = next_way(WAYS.index(pool.self_test)) if error.backend == "nccl" else None
                 if way is None:
                     self._verdicts.forget(devices)  # an earlier start's verdict does not help now
                     raise
-                log.warning("%s\nParallel DiT: starting new ranks %s", str(error), WAYS[way])
+                log.warning("%s\nParallel DiT: starting new ranks %s", str(error), TOLD[way])
             except BaseException:  # the links were not the cause, or that is unknown, such as after Cancel
                 if way is not None:
                     self._verdicts.forget(devices)
@@ -196,21 +185,9 @@ class Pools:
         pool = next((pool for pool in self._pools if pool.devices == devices), None)
         if pool is None:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
-            pool = self._start(devices, self_test_of(self._verdicts.way(devices)))
+            pool = self._start(devices, WAYS[self._verdicts.way(devices)])
         self._pools = (*(other for other in self._pools if other is not pool), pool)
         return pool
-
-
-def self_test_of(way: int) -> SelfTest:
-    """Return the settings of ranks that transfer in this way, one of WAYS."""
-    if way == WITH_P2P:
-        return SELF_TEST
-    return replace(SELF_TEST, p2p=False, gloo=way == BY_GLOO, seconds=WITHOUT_P2P_SECONDS)
-
-
-def way_of(settings: SelfTest) -> int:
-    """Return the way in which ranks with these settings transfer."""
-    return WITH_P2P if settings.p2p else BY_GLOO if settings.gloo else WITHOUT_P2P
 
 
 def next_way(way: int) -> int | None:

@@ -84,8 +84,7 @@ class RemoteTransformer:
 
         `name`: equal deltas have equal names. If the name is that of the last time, `deltas` is not read. None: no deltas.
         `strengths`: of the deltas' groups 1, 2, ...; changing only these is cheap. If a device has no room, weights make way
-        for the deltas (adapter_room.py). Returns when every rank has its part, with its size in `adapter_bytes`. Raises
-        ValueError for a delta that does not fit the checkpoint.
+        for the deltas (adapter_room.py). Returns when every rank has its part, with its size in `adapter_bytes`.
         """
         if self._adaptation.has(name, strengths):
             self._posting.check()

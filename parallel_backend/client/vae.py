@@ -4,12 +4,12 @@ tiles."""
 import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from parallel_backend.core.spans import Span, in_proportion, split
+from parallel_backend.core.spans import Span, split
 from parallel_backend.processes.pool import Poll, RankError, wait_for
 from parallel_backend.processes.pool_part import SomeRanks
 from parallel_backend.wire import messages as m
@@ -56,21 +56,13 @@ class RemoteVAE:
     """Returns the part. Called only if ranks lack it."""
     make_room: Callable[[int], None] = lambda nbytes: None
     """Called before weights are sent, with the bytes of one copy and of one rank's band."""
-    bytes_sent: list[dict[str, int]] = field(default_factory=list)
-    """For each rank, mesh axis -> bytes sent to other ranks for the last image."""
 
-    def run(
-        self,
-        x: torch.Tensor,
-        unit: int,
-        output: torch.Tensor,
-        poll: Poll,
-        bytes_needed: int = 0,
-    ) -> None:
-        """Fill `output` [B, C', (frames',) rows', columns'] from x [B, C, (frames,) rows, columns]. Exact up to rounding.
+    def run(self, x: torch.Tensor, unit: int, poll: Poll, bytes_needed: int = 0) -> torch.Tensor:
+        """Return the output [B, C', (frames',) rows', columns'] for x [B, C, (frames,) rows, columns]. Exact up to rounding.
 
-        `unit`: rows of x that must stay together. `bytes_needed`: for one rank's band. Raises TooLittleMemory if a device
-        has less, NotExact if the ranks' trial has shown it. If `poll` raises, the ranks finish the image.
+        `unit`: rows of x that must stay together. `bytes_needed`: for one rank's band; TooLittleMemory if a device has less.
+        NotExact if the ranks' trial has shown it. If `poll` raises, the ranks finish the image. RankError for bands that do
+        not fit each other.
         """
         columns = cut_along_columns(x)
         dim = x.ndim - 1 if columns else x.ndim - 2
@@ -78,8 +70,14 @@ class RemoteVAE:
         assert min(sizes) > 0, "a rank would have no rows"
         request = [m.RunVAE(band.contiguous(), sizes, columns) for band in x.split(sizes, dim)]
         with contextlib.closing(self._replies(iter([request]), bytes_needed, poll, self._trial(x, unit))) as replies:
-            for span, reply in zip(in_proportion(sizes, output.shape[dim]), next(replies), strict=True):
-                self._take(output.narrow(dim, span.start, len(span)), reply)
+            parts = next(replies)
+        first = parts[0].band.shape
+        for part, size in zip(parts, sizes, strict=True):
+            shape = part.band.shape
+            beside = len(shape) == x.ndim and (shape[:dim], shape[dim + 1 :]) == (first[:dim], first[dim + 1 :])
+            if not beside or shape[dim] * sizes[0] != first[dim] * size:
+                raise self.pool.refuse(part.rank, f"a band of an image of the shape {list(shape)}, beside {list(first)}")
+        return torch.cat([part.band for part in parts], dim)
 
     def run_tiles(
         self, clips: Iterable[torch.Tensor], poll: Poll, bytes_needed: int = 0
@@ -108,36 +106,22 @@ class RemoteVAE:
         along_columns = cut_along_columns(corner)
         return m.RunVAE(corner.contiguous(), self._sizes(corner, unit), along_columns)
 
-    def _take(self, target: torch.Tensor, reply: m.VAEOutput) -> None:
-        """Copy a rank's band into `target`. Raises RankError for a band of another shape."""
-        if reply.band.shape != target.shape:
-            shapes = f"{list(reply.band.shape)} for {list(target.shape)}"
-            raise self.pool.refuse(reply.rank, f"a band of an image of the shape {shapes}")
-        target.copy_(reply.band)
-
     def _replies(
         self, requests: Iterator[list[m.RunVAE]], bytes_needed: int, poll: Poll, trial: m.RunVAE | None = None
     ) -> Generator[list[m.VAEOutput], None, None]:
         """The ranks' answers to each request. IN_FLIGHT requests are in progress at a time."""
         self._begin(bytes_needed, poll, trial)
-        self.bytes_sent = [{} for _ in self.pool.devices]
         pending: deque = deque()
         try:
             for messages in requests:
                 pending.append(self.pool.ask_each(messages, m.VAEOutput))
                 if len(pending) == IN_FLIGHT:
-                    yield self._counted(wait_for(pending.popleft(), poll))
+                    yield wait_for(pending.popleft(), poll)
             while pending:
-                yield self._counted(wait_for(pending.popleft(), poll))
+                yield wait_for(pending.popleft(), poll)
         finally:
             with contextlib.suppress(RankError):  # failed ranks keep nothing
                 self.pool.tell(m.EndVAE())
-
-    def _counted(self, parts: list[m.VAEOutput]) -> list[m.VAEOutput]:
-        for part, total in zip(parts, self.bytes_sent, strict=True):
-            for axis, count in part.bytes_sent.items():
-                total[axis] = total.get(axis, 0) + count
-        return parts
 
     def _begin(self, bytes_needed: int, poll: Poll, trial: m.RunVAE | None) -> None:
         wait_for(self.pool.ready, poll)

@@ -31,8 +31,6 @@ class Host:
     """Torch's name for the type of the device; `cpu` under --cpu."""
     cuda_device: str | None = None
     """Value of --cuda-device. None: the option is not set."""
-    takes_all: bool = True
-    """Whether this version has `--cuda-device all`. Without it, it only shows the first GPU on Windows."""
 
 
 def is_auto(text: str) -> bool:
@@ -108,8 +106,8 @@ def why_hidden(host: Host, environment: Mapping[str, str] = os.environ) -> str:
     GPUs. It is unknown whether there are hidden GPUs, because this process cannot see them."""
     if host.kind != "cuda":
         return ""
-    options = "--cuda-device all" if host.takes_all else "no --cuda-device"
-    if sys.platform == "win32" and host.takes_all:
+    options = "--cuda-device all"
+    if sys.platform == "win32":
         options += " --disable-pinned-memory"  # with several GPUs page-locked copies fail on Windows
     if host.cuda_device not in (None, "all"):
         option = f"--cuda-device {host.cuda_device}"
@@ -117,7 +115,7 @@ def why_hidden(host: Host, environment: Mapping[str, str] = os.environ) -> str:
     variable = next((name for name in VISIBLE if name in environment), None)
     if variable is None:
         return ""
-    if sys.platform == "win32" and host.takes_all and host.cuda_device is None and environment[variable] == "0":
+    if sys.platform == "win32" and host.cuda_device is None and environment[variable] == "0":
         return f" On Windows ComfyUI shows the first GPU only, unless it is started with {options}."
     return (
         f" {variable} is '{environment[variable]}' in ComfyUI's environment, which hides all other GPUs: remove it, or list "

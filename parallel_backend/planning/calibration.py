@@ -1,13 +1,16 @@
 """The calibration of this machine: its ranks time a block and their links, which takes about ten seconds."""
 
+import json
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.client.measurements import measured_blocks, measured_links, probe_of
+from parallel_backend.core import kept_file
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.devices import device_kind
 from parallel_backend.placement.balance import without_noise
@@ -17,6 +20,7 @@ from parallel_backend.placement.model_sizes import block_lists
 from parallel_backend.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.wire.diagnosis import DeviceMemoryReport, Probed, ReadMemory
+from parallel_backend.wire.encoding import Encoding
 from parallel_backend.wire.messages import LinksProbed
 
 from .calibrated_costs import Calibration, DeviceCost, through
@@ -24,7 +28,9 @@ from .machine import machine_of
 
 ROWS = {"cuda": (64, 16), "cpu": (32, 8)}
 """Rows of image tokens in the two timed sequences: fewer do not fill a GPU, and more would take a CPU minutes."""
-VERSION = 6
+NAME = "calibration"
+"""Of the files."""
+VERSION = 7
 """Part of the key: files of older versions are measured again."""
 
 
@@ -97,3 +103,16 @@ def lasting(calibration: Calibration) -> Calibration:
         for device in calibration.machine.devices
     )
     return replace(calibration, machine=replace(calibration.machine, devices=usable))
+
+
+_ENCODING = Encoding((Calibration,))
+
+
+def keep(folder: Path, key: dict[str, object], calibration: Calibration) -> None:
+    """Write the calibration to the key's file in `folder`, see kept_file.keep."""
+    kept_file.keep(folder, key, NAME, json.loads(_ENCODING.encode(calibration)[0]))
+
+
+def load(folder: Path, key: dict[str, object]) -> Calibration | None:
+    """Return the calibration from the key's file in `folder`, see kept_file.find_kept."""
+    return kept_file.find_kept(folder, key, NAME, lambda content: _ENCODING.decode(json.dumps(content).encode())[0].message)

@@ -43,9 +43,7 @@ class Machine:
         return not any(device_kind(name) == "cuda" for name in self.names)
 
 
-def machine_of(
-    names: Sequence[str], probes: Sequence[LinksProbed], memories: Sequence[DeviceMemoryReport], host_free: int | None = None
-) -> Machine:
+def machine_of(names: Sequence[str], probes: Sequence[LinksProbed], memories: Sequence[DeviceMemoryReport]) -> Machine:
     """Return the machine as its ranks report it, in their order, with the memory that is free now."""
     devices = []
     for name, probe, memory in zip(names, probes, memories, strict=True):
@@ -53,4 +51,4 @@ def machine_of(
         copies = (memory.copy_rate or COPY_RATE) if memory.host else 0.0
         devices.append(Device(name, probe.name, source.free_bytes, source.total_bytes, copies))
     peers = {(probe.rank, other): reached for probe in probes for other, reached in probe.peers.items()}
-    return Machine(tuple(devices), links_of(probes), host_free, peers)
+    return Machine(tuple(devices), links_of(probes), peers=peers)

@@ -182,7 +182,7 @@ class Encoding:
             return _sequence(self._kind(arguments[0]))
         if origin is tuple:
             return _tuple([self._kind(each) for each in arguments])
-        if origin is dict and arguments[0] in (int, str):
+        if origin in (dict, Mapping):
             return _dict(*(self._kind(each) for each in arguments))
         raise TypeError(f"{hint} cannot be the type of a message's field")
 

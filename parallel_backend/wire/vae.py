@@ -73,8 +73,6 @@ class VAEOutput:
     rank: int
     band: torch.Tensor
     """[B, C, (frames,) rows, columns]."""
-    bytes_sent: dict[str, int]
-    """Bytes of payload that the rank sent to other ranks for it, by mesh axis."""
 
 
 @dataclass(frozen=True)

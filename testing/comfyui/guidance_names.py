@@ -2,7 +2,7 @@
 
 PIXEL_WISE = (
     *("CFGNorm", "CFGNorm before", "CFG Override", "Epsilon Scaling", "Temporal Score Rescaling", "Video Linear CFG"),
-    *("Video Triangle CFG", "Perturbed Attention", "Skip Layers", "Skip Layers simple"),
+    *("Video Triangle CFG", "Perturbed Attention", "Skip Layers simple"),
     *("LTXV Modality Guidance", "LTXV Reference Audio", "LTXV STG"),
 )
 WHOLE = (

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel_backend.client import p2p_verdicts, pools, prompt_files
+from parallel_backend.client import models_on_ranks, p2p_verdicts, pools
 from parallel_backend.client import registry as registry_module
 from parallel_backend.client.memory_guard import no_room
 from parallel_backend.client.models_on_ranks import MOST_MODELS
@@ -142,7 +142,7 @@ def loaded(registry, monkeypatch):
     """
 
     monkeypatch.setattr(registry_module, "load_model", FakeModel)
-    monkeypatch.setattr(prompt_files, "open_setup", lambda setup: FakeCheckpoint(setup.path))
+    monkeypatch.setattr(registry_module, "open_setup", lambda setup: FakeCheckpoint(setup.path))
 
     def load(name, *devices, make_room=no_room, owner=None):
         devices = devices or DEVICES
@@ -171,7 +171,7 @@ def test_nothing_of_models_of_failed_ranks_is_kept_beside_the_next_model(loaded)
 def test_failed_ranks_are_ended_and_not_given_out_again(registry, loaded):
     failed = loaded("one")[1].pool
     failed.error = RankError("rank 1 (cpu) was killed by signal 9")
-    assert registry.present() is registry.pool is None
+    assert registry.present() is None and not registry.pools.working
     pool = registry.pool_for(DEVICES, nobody)
     assert failed.closed
     assert pool is not failed
@@ -192,16 +192,16 @@ def test_devices_that_overlap_have_one_pool(registry, loaded, first, then, toget
     """The pool grows once; from then on neither ranks nor models change however often the sets take turns."""
     before = loaded("first", *first)[1].pool
     _, second = loaded("then", *then)
-    pool = registry.pool
+    pool = registry.pools.working[-1]
     assert (second.pool.devices, pool.devices, before.whole.closed) == (then, together, pool is not before.whole)
     _, again = loaded("first", *first)
     for _ in range(3):
         assert loaded("then", *then)[1] is second
         assert loaded("first", *first)[1] is again
-    assert again.pool.devices == first and again.pool.whole is second.pool.whole is registry.pool is pool
+    assert again.pool.devices == first and again.pool.whole is second.pool.whole is registry.pools.working[-1] is pool
     assert registry.pool_for(None, nobody).devices == first
-    assert registry.runs_on(first) and registry.runs_on(then) and not pool.closed
-    assert registry.held_on(pool, first[-1]) == SIZE * (1 + (first[-1] in then))
+    assert registry.pools.serves(first) and registry.pools.serves(then) and not pool.closed
+    assert registry.models.held_on(pool, first[-1]) == SIZE * (1 + (first[-1] in then))
 
 
 @pytest.mark.parametrize(
@@ -214,22 +214,22 @@ def test_devices_that_overlap_have_one_pool(registry, loaded, first, then, toget
 )
 def test_devices_that_cannot_have_one_pool_end_each_other(registry, loaded, first, then):
     pool = loaded("first", *first)[1].pool
-    assert loaded("then", *then)[1].pool.devices == then == registry.pool.devices
+    assert loaded("then", *then)[1].pool.devices == then == registry.pools.working[-1].devices
     assert pool.closed
 
 
 def test_ranks_that_were_begun_are_those_of_the_next_use(registry, loaded):
     registry.begin(DEVICES)
-    begun = registry.pool
+    begun = registry.pools.working[-1]
     registry.begin(DEVICES)
-    assert registry.pool is begun
+    assert registry.pools.working[-1] is begun
     assert loaded("one")[1].pool is begun
 
 
 def test_ranks_that_were_begun_and_are_not_wanted_end_without_being_asked(registry):
     """A rank that starts reads no messages: to ask it would take seconds."""
     registry.begin(DEVICES)
-    begun = registry.pool
+    begun = registry.pools.working[-1]
     begun.ready = Future()
     registry.pool_for((*DEVICES, "cpu"), nobody)
     assert begun.closed
@@ -275,14 +275,12 @@ def test_a_model_that_is_refused_costs_the_others_nothing(loaded):
 
 
 @pytest.mark.parametrize("on_disk", ["new", "away"])
-def test_a_file_that_changes_in_a_prompt_is_read_by_the_next_one(registry, loaded, monkeypatch, on_disk):
+def test_a_file_that_changes_is_read_again_unless_its_user_has_the_old_one(registry, loaded, monkeypatch, on_disk):
     """A prompt computes with one model, in all its runs. A file that is away is missed only if its data is needed."""
     key, model = loaded("a")
-    opened = registry.checkpoint("one", key, model.checkpoint)
+    opened = model.checkpoint
     monkeypatch.setattr(FakeCheckpoint, "on_disk", on_disk)
-    assert registry.checkpoint("one", key, opened) is loaded("a")[1].checkpoint is opened
-    assert loaded("a")[1] is model
-    assert registry.checkpoint("two", key, opened).file_state == ("old" if on_disk == "away" else "new")
+    assert registry.model(key, nobody, opened=opened) is model
     again = loaded("a")[1]
     assert (again is model, model.unloaded) == ((True, False) if on_disk == "away" else (False, True))
     assert loaded("a")[1] is again
@@ -292,18 +290,18 @@ def test_a_file_that_changes_in_a_prompt_is_read_by_the_next_one(registry, loade
 def test_a_model_read_again_in_a_prompt_is_that_of_its_beginning(registry, loaded, monkeypatch, on_disk):
     """Another model took its memory, or its ranks were killed: with the new file a run would be of two models."""
     key, model = loaded("a")
-    opened = registry.checkpoint("one", key, model.checkpoint)
+    opened = model.checkpoint
     monkeypatch.setattr(FakeCheckpoint, "on_disk", on_disk)
     registry.unload(key)
     with pytest.raises(ValueError, match="a has changed"):
-        loaded("a")
+        registry.model(key, nobody, opened=opened)
     assert not model.pool.closed
     monkeypatch.setattr(FakeCheckpoint, "on_disk", "old")
-    assert loaded("a")[1].checkpoint is opened
+    assert registry.model(key, nobody, opened=opened).checkpoint is opened
 
 
 def test_the_least_recently_used_model_makes_room_first_and_no_more_than_is_asked(loaded, monkeypatch):
-    monkeypatch.setattr(registry_module, "room_for_weights", lambda device: SIZE)  # the machine may have less
+    monkeypatch.setattr(models_on_ranks, "room_for_weights", lambda device: SIZE)  # the machine may have less
     freed = []
     loaded("a"), loaded("b"), loaded("a")
     third = loaded("c", make_room=lambda *_: freed.append(1) or 7)[1]
@@ -328,7 +326,7 @@ def test_where_the_host_has_no_room_the_model_that_was_parked_first_is_unloaded(
     models = {name: loaded(name)[1] for name in "ab"}
     last = loaded("c")[1]
     assert last.make_room("cpu", SIZE) == SIZE
-    monkeypatch.setattr(registry_module, "room_for_weights", lambda device: free)
+    monkeypatch.setattr(models_on_ranks, "room_for_weights", lambda device: free)
     assert last.make_room("cpu", SIZE) == SIZE
     assert [name for name, model in models.items() if not model.unloaded] == left
 
@@ -358,14 +356,14 @@ def test_further_uses_of_the_newest_model_are_uses_in_its_run(registry, loaded):
     newest = loaded("b")[1]
     registry.begin_run()
     loaded("a"), loaded("b")
-    assert not registry.use_again(other)
-    assert registry.use_again(newest)
+    assert not registry.models.use_again(other)
+    assert registry.models.use_again(newest)
     assert newest.make_room("cpu", 10) == 0  # the other one keeps what it has in this run
     registry.begin_run()
-    assert registry.use_again(newest)
+    assert registry.models.use_again(newest)
     assert newest.make_room("cpu", 10) == 10
     newest.unloaded = True
-    assert not registry.use_again(newest)
+    assert not registry.models.use_again(newest)
 
 
 def test_ranks_talk_through_gloo_where_nccl_fails_in_every_way(starts, monkeypatch):
@@ -394,7 +392,7 @@ def starts(monkeypatch, tmp_path):
         one = Registry()
         one.folder = lambda: tmp_path / "parallel_dit"
         try:
-            return pools.way_of(one.pool_for(devices, nobody).self_test), len(made)
+            return pools.WAYS.index(one.pool_for(devices, nobody).self_test), len(made)
         finally:
             one.close()
 
@@ -479,7 +477,7 @@ def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begi
     monkeypatch.setattr(FakePool, "down", down)
     with pytest.raises(LinksDown, match="the self-test failed"):
         registry.pool_for(DEVICES, nobody)
-    registry._pools._pools[-1].error = LinksDown("the self-test failed")  # as a pool has it
+    registry.pools._pools[-1].error = LinksDown("the self-test failed")  # as a pool has it
     monkeypatch.setattr(FakePool, "down", {})
     assert registry.pool_for(DEVICES, nobody).self_test.p2p
 
@@ -487,7 +485,7 @@ def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begi
 def test_ranks_that_were_begun_and_have_died_are_started_anew(registry, loaded):
     """As while the prompt's text is encoded: the prompt has lost nothing."""
     registry.begin(DEVICES)
-    begun = registry.pool
+    begun = registry.pools.working[-1]
     begun.error = RankError("rank 1 (cpu) was killed by signal 9")
     begun.ready = Future()
     begun.ready.set_exception(begun.error)
@@ -507,10 +505,10 @@ def test_room_for_a_model_that_loads_may_be_that_of_another_one(registry, monkey
 
     def make_room(device: str, missing: int) -> int:
         registry.unload(keys[0])
-        return 7 + registry.give_back(keys[0], device, 1)
+        return 7 + registry.models.give_back(keys[0], device, 1)
 
     monkeypatch.setattr(registry_module, "load_model", Loading)
-    monkeypatch.setattr(prompt_files, "open_setup", lambda setup: FakeCheckpoint(setup.path))
+    monkeypatch.setattr(registry_module, "open_setup", lambda setup: FakeCheckpoint(setup.path))
     found = []
     load = threading.Thread(target=lambda: found.append(registry.model(keys[1], nobody, make_room=make_room)), daemon=True)
     load.start()
@@ -527,12 +525,12 @@ def test_exit_does_not_wait_for_a_load(registry):
 
     def model():
         with registry._lock:
-            registry._pools.use(DEVICES, load)
+            registry.pools.use(DEVICES, load)
 
     thread = threading.Thread(target=model)
     thread.start()
     assert loading.wait(30)
-    (pool,) = registry._pools.working
+    (pool,) = registry.pools.working
     registry.exit()
     assert (pool.closed, pool.politely) == (True, False)
     over.set()

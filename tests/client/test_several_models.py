@@ -99,12 +99,12 @@ def test_models_on_devices_that_overlap_take_turns_without_new_ranks(registries,
     expected = [sampled(registries(), key)[0] for key in keys]
     registry = registries()
     assert all(map(torch.equal, sampled(registry, *keys, keys[0]), (*expected, expected[0])))  # the pool grows once
-    pool = registry.pool
+    pool = registry.pools.working[-1]
     opened.clear()
     for _ in range(2):
         assert all(map(torch.equal, sampled(registry, *keys), expected))
     assert not opened
-    assert registry.pool is pool and pool.error is None
+    assert registry.pools.working[-1] is pool and pool.error is None
     calls = [whole_call(registry.model(key, nobody), *mini.inputs(SIZES)) for key in (*keys, *keys)]
     for key, call in zip((*keys, *keys), calls, strict=True):  # none is waited for: their micro-steps mix
         registry.model(key, nobody).post(call)
@@ -113,7 +113,7 @@ def test_models_on_devices_that_overlap_take_turns_without_new_ranks(registries,
     for key in keys:
         registry.unload(key)
         assert all(map(torch.equal, sampled(registry, *keys), expected))
-    assert registry.pool is pool
+    assert registry.pools.working[-1] is pool
     shown = registry.overview()[0]
     assert [len(model["weights"]) for model in shown["models"]] == [len(pool.devices)] * 2
     assert [sum(map(bool, model["weights"])) for model in shown["models"]] == [len(few), len(many)]

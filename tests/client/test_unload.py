@@ -84,15 +84,15 @@ def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, ke
     weights = sum(model.weight_bytes)
     loaded = held_bytes(pids) - before
     assert 0.95 * large[1] < weights <= loaded
-    assert registry.bytes_on(key, "cpu") == weights
-    assert registry.bytes_on(key, "cuda:0") == registry.bytes_on(small, "cpu") == 0
+    assert registry.models.bytes_on(key, "cpu") == weights
+    assert registry.models.bytes_on(key, "cuda:0") == registry.models.bytes_on(small, "cpu") == 0
 
     registry.unload()
     left = held_bytes(pids) - before
     measured("memory left on two ranks / their weights", left / weights)
     assert left < LEFT * weights
     assert loaded - left >= (1 - LEFT) * weights
-    assert registry.bytes_on(key, "cpu") == 0
+    assert registry.models.bytes_on(key, "cpu") == 0
 
     again = registry.model(key, nobody)
     assert again.pool.pids == pids

@@ -43,13 +43,10 @@ def test_attention_auto_is_what_comfyui_was_started_with(found):
 
 
 def test_what_this_comfyui_runs_on_and_how_it_was_started(found):
-    kind, cuda_device, takes_all, gpus = found["host"]
-    assert (kind, cuda_device, gpus) == ("cpu", None, [])
-    assert isinstance(takes_all, bool)
+    assert found["host"] == ["cpu", None, []]
     assert found["hidden"].startswith(
-        " ComfyUI was started with --cuda-device 0, which hides all other GPUs: restart it with"
+        " ComfyUI was started with --cuda-device 0, which hides all other GPUs: restart it with --cuda-device all"
     )
-    assert ("--cuda-device all" in found["hidden"]) == takes_all
 
 
 @pytest.mark.parametrize(("kind", "what"), [("mps", "an Apple GPU"), ("xpu", "an Intel GPU")])

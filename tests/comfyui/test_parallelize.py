@@ -13,7 +13,6 @@ SAID = {
     "made_elsewhere": "model: this MODEL is made by parallelize.main.<locals>.written, which this pack does not know",
     "second_file": "model: its loader adds weights of a second file (vace.safetensors)",
     "no multiple": "gpus is 3, but parallel_config has ulysses_degree 2, for 2 or a multiple of it",
-    "no config": "parallel_config: this input is not from Ulysses Config",
 }
 
 

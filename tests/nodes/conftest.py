@@ -26,9 +26,8 @@ def patcher(module, mini_file, monkeypatch) -> Any:
     setup = mini.setup(checkpoint.path, "fp32", ("cpu",), Degrees(), "auto")
     model = torch.nn.Module()
     model.model_loaded_weight_memory, model.latent_shapes = 0, None
-    model.diffusion_model = module("model.call.diffusion_model").RemoteDiffusionModel(
-        checkpoint, setup, setup.devices, True, weights, {}
-    )
+    stub = module("model.call.diffusion_model").RemoteDiffusionModel
+    model.diffusion_model = stub(checkpoint, setup, setup.devices, True, weights)
     vars(model.diffusion_model)["native"] = NativeFlux  # runs wrappers
     return module("model.patcher").RemoteModelPatcher(model, torch.device("cpu"))
 

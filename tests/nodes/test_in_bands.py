@@ -67,7 +67,7 @@ def test_entries_of_a_conditioning_in_bands(why_not_banded, name, outcome):
 
 
 def named(name, operation=None):
-    """A function of this name, whose closure has the variables that the pack looks at."""
+    """A function of this name, whose closure has the variable that the pack looks at."""
 
     def function():
         return operation

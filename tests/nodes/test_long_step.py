@@ -10,16 +10,16 @@ from parallel_backend.wire.lifecycle import COMPILING
 @pytest.fixture
 def watched(module, monkeypatch):
     """(a model on two ranks, a poll that has to be called at a time, what was said)."""
-    long_step, said, now = module("model.run.long_step"), [], [0.0]
-    monkeypatch.setattr(long_step, "say", said.append)
-    monkeypatch.setattr(long_step, "check_cancelled", lambda: None)
-    monkeypatch.setattr(long_step.time, "monotonic", lambda: now[0])
+    loading_bar, said, now = module("ui.loading_bar"), [], [0.0]
+    monkeypatch.setattr(loading_bar, "say", said.append)
+    monkeypatch.setattr(loading_bar, "check_cancelled", lambda: None)
+    monkeypatch.setattr(loading_bar.time, "monotonic", lambda: now[0])
     doing = ["block 3", "block 3"]
     pool = SimpleNamespace(devices=("cpu", "cpu"), doing=doing.__getitem__, now_doing=doing)
     model = SimpleNamespace(pool=pool, answered=7, streamed_bytes=[0, 0])
 
     def poll_of(first: bool):
-        poll = long_step.LongStep(model, first)
+        poll = module("model.run.long_step").long_step(model, first)
 
         def at(*seconds: float) -> None:
             for now[0] in seconds:

@@ -28,7 +28,7 @@ def width(patcher):
 def told(module, monkeypatch):
     """Lines on the node."""
     lines = []
-    monkeypatch.setattr(module("model.lora.left_out"), "say", lines.append)
+    monkeypatch.setattr(module("ui.node_text"), "say", lines.append)
     return lines
 
 

@@ -21,11 +21,20 @@ class Feature(Enum):
     CUBLAS = "cublas_ops"
 
 
+OFF = dict.fromkeys(
+    (
+        *("fp32_unet", "fp64_unet", "bf16_unet", "fp16_unet", "fp8_e4m3fn_unet", "fp8_e5m2_unet", "fp8_e8m0fnu_unet"),
+        "force_upcast_attention",
+    ),
+    False,
+)
+
+
 def options(cublas: bool = True, prefers_fp16: bool = False, **args):
     """The module under a ComfyUI that was started with `args`."""
     modules = {
         "comfy": types.ModuleType("comfy"),
-        "comfy.cli_args": SimpleNamespace(args=SimpleNamespace(**{"fast": set(), **args})),
+        "comfy.cli_args": SimpleNamespace(args=SimpleNamespace(**{"fast": set(), **OFF, **args})),
         "comfy.ops": SimpleNamespace(CUBLAS_IS_AVAILABLE=cublas),
         "comfy.model_management": SimpleNamespace(PRIORITIZE_FP16=prefers_fp16),
     }

@@ -15,7 +15,7 @@ import torch  # ComfyUI has it already
 before = set(sys.modules)
 import parallel_backend.client.pipefusion.banded_run, parallel_backend.client.registry
 import parallel_backend.client.reports.run_report, parallel_backend.planning.report
-import parallel_backend.planning.calibration_file, parallel_backend.planning.calibration
+import parallel_backend.planning.calibration
 import parallel_backend.client.vae
 import parallel_backend.quickstart.codec, parallel_backend.quickstart.prompt, parallel_backend.quickstart.model
 new = {name.split(".")[0] for name in set(sys.modules) - before}

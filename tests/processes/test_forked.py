@@ -24,7 +24,7 @@ if __name__ == "__main__":
     from tests.support.idle_rank import idle
 
     registry().start_of = lambda devices: functools.partial(LocalRanks, entry=idle)
-    pool = registry()._pools.use(("cpu", "cpu"), lambda pool: pool)
+    pool = registry().pools.use(("cpu", "cpu"), lambda pool: pool)
     logs = [pool.ranks.directory / f"rank-{rank}.log" for rank in range(2)]
     while not all(path.exists() and path.read_text() for path in logs):
         time.sleep(0.01)

@@ -82,8 +82,7 @@ def test_a_store_that_goes_away_while_ranks_wait_for_each_other_is_named(monkeyp
 def test_where_nccl_fails_ranks_talk_in_another_way(monkeypatch, mini_file, given, works, note):
     monkeypatch.delenv(pools.P2P_DISABLE, raising=False)
     monkeypatch.setattr(local, "rank_entry", lambda: functools.partial(deaf_rank.deaf_by_nccl, works))
-    monkeypatch.setattr(pools, "SELF_TEST", replace(SELF_TEST, seconds=LIMIT))
-    monkeypatch.setattr(pools, "WITHOUT_P2P_SECONDS", LIMIT)
+    monkeypatch.setattr(pools, "WAYS", tuple(replace(way, seconds=LIMIT) for way in pools.WAYS))
     said: list[str] = []
     with closing(Registry()) as registry:
         key = mini.setup(mini_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")

@@ -49,6 +49,14 @@ def stand_ins() -> dict[str, types.ModuleType]:
         "model_management": {"is_device_cpu": lambda device: device.type == "cpu"},
         "weight_adapter": {"WeightAdapterBase": WeightAdapterBase, "LoRAAdapter": LoRAAdapter},
         "sd": {name: type(name, (), {}) for name in ("CLIP", "VAE")},
+        "context_windows": {
+            "IndexListContextHandler": type("IndexListContextHandler", (), {}),
+            "IndexListContextWindow": type("IndexListContextWindow", (), {}),
+            "IndexListCallbacks": types.SimpleNamespace(
+                EVALUATE_CONTEXT_WINDOWS="evaluate_context_windows",
+                COMBINE_CONTEXT_WINDOW_RESULTS="combine_context_window_results",
+            ),
+        },
         "model_base": {"BaseModel": type("BaseModel", (), {})},
         "utils": {"ProgressBar": type("ProgressBar", (), {}), "swap_scale_shift": None},
         "lora": {each.__name__: each for each in (calculate_weight, calculate_shape, pad_tensor_to_shape)},

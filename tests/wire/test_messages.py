@@ -85,7 +85,7 @@ MESSAGES = [
     m.VAEBegun(1, True, 2**40, "why"),
     m.DropVAE(),
     m.RunVAE(TENSORS["bf16"], (), False),
-    m.VAEOutput(1, TENSORS["bf16"], {"rows": 2**40}),
+    m.VAEOutput(1, TENSORS["bf16"]),
     m.EndVAE(),
     m.ReadMemory(),
     m.DeviceMemoryReport(1, "ü GPU-1", 2**40, 5, 0, None),

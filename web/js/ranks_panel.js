@@ -1,6 +1,6 @@
 /**
  * A panel in ComfyUI's sidebar: every rank with its device's memory and what it does, the models on the ranks, the last runs.
- * It asks nodes/ranks_panel.py while it is open. All text is set as text.
+ * It asks ComfyUI's server (nodes/ui/routes.py) while it is open. All text is set as text.
  */
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";

@@ -11,7 +11,7 @@ from typing import Any
 import comfy.model_patcher
 import torch
 
-from parallel_backend.checkpoints.checkpoint import Checkpoint
+from parallel_backend.checkpoints.checkpoint import Checkpoint, open_setup
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.registry import registry
@@ -46,7 +46,7 @@ from ..patches.reach import Unread, refuse_unread
 from ..patches.text_guidance import TextLayers
 from ..run.band import BAND_KEY, Band
 from ..run.kept_run import kept
-from ..run.long_step import LongStep
+from ..run.long_step import long_step
 from ..run.make_room import make_room
 from ..run.sampling_run import CallShape, SamplingRun
 from .answered_call import answered
@@ -61,10 +61,9 @@ log = logging.getLogger(__name__)
 class RemoteDiffusionModel(torch.nn.Module):
     """Answers ComfyUI's model call with the ranks' output. Has no parameters and no process.
 
-    A call of another structure than before is tried first. `weights`: names and shapes of the weights. `unet_config`:
-    arguments of the native model's class. `devices`: the devices that the model may use. `setup.devices`: those that it
-    uses; with degrees `auto`, AutoDegrees sets `setup` before each run. `patchers_elsewhere`: see
-    RemoteModelPatcher.get_nested_additional_models.
+    A call of another structure than before is tried first. `weights`: names and shapes of the weights. `devices`: the
+    devices that the model may use. `setup.devices` are those that it does use: with degrees `auto`, AutoDegrees sets `setup`
+    before each run. `patchers_elsewhere`: see RemoteModelPatcher.get_nested_additional_models.
     """
 
     on_ranks = True
@@ -77,18 +76,17 @@ class RemoteDiffusionModel(torch.nn.Module):
         devices: tuple[str, ...],
         comm_overlap: bool,
         weights: NativeWeights,
-        unet_config: dict[str, Any],
     ):
         super().__init__()
         self.checkpoint, self.setup, self.devices, self.comm_overlap = checkpoint, setup, devices, comm_overlap
-        self.weights, self.unet_config = weights, unet_config
-        self.run = SamplingRun()
+        self.weights, self.run = weights, SamplingRun()
         self.patchers_elsewhere: dict[torch.device, comfy.model_patcher.ModelPatcher] = {}
         self.dtype = weights.dtype
         self.current_patcher: comfy.model_patcher.ModelPatcher | None = None
         """Set by ComfyUI's own BaseModel of Qwen-Image 2.1 before a run, and set to None after it."""
         self.advised = False
         """Whether faster degrees have been searched for, to tell the user."""
+        self._prompt: str | None = None  # the last one in which the model was used
         self._finished = True
 
     @property  # type: ignore[misc]
@@ -111,8 +109,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         super().__delattr__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteDiffusionModel":
-        device_settings = self.setup, self.devices, self.comm_overlap
-        return type(self)(self.checkpoint, *device_settings, self.weights, self.unet_config)
+        return type(self)(self.checkpoint, self.setup, self.devices, self.comm_overlap, self.weights)
 
     def enlarged_by(self, patches: Mapping[str, list[Patch]]) -> TensorSizes:
         """Return the tensors that the patches enlarge, with their new sizes. Additional output heads do not count."""
@@ -131,7 +128,7 @@ class RemoteDiffusionModel(torch.nn.Module):
                 "size. Use a LoRA that was made for the model."
             ) from None
         setup, weights = replace(self.setup, own_class=file.own, enlarged=sizes), self.weights.enlarged(sizes)
-        return type(self)(file.checkpoint, setup, self.devices, self.comm_overlap, weights, self.unet_config)
+        return type(self)(file.checkpoint, setup, self.devices, self.comm_overlap, weights)
 
     @property
     def own(self) -> OwnClass:
@@ -158,7 +155,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     @functools.cached_property
     def controls_here(self) -> ControlsHere:
-        return ControlsHere(self.checkpoint, lambda: self.native, self.unet_config, self.dtype)
+        return ControlsHere(self.checkpoint, self.weights)
 
     @functools.cached_property
     def native(self) -> NativeClass:
@@ -218,22 +215,23 @@ class RemoteDiffusionModel(torch.nn.Module):
     def _loaded(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """Return the model on its ranks. Its weights may still have the patches of an earlier run."""
         known = self.run.loaded()
-        if known is not None and self.run.of_setup is self.setup and registry().use_again(known):
+        if known is not None and self.run.of_setup is self.setup and registry().models.use_again(known):
             return known
         given = self.run.patcher(), make_room, expected, self.checkpoint
         model = registry().model(self.setup, check_cancelled, LoadingBar(), *given)
-        self._take(model.checkpoint)
         self.run.answers(model, self.setup)
         return model
 
     def follow_files(self) -> None:
-        """Use the model's files as they were at the first use in the present prompt, as ranks do. See PromptFiles."""
-        self._take(registry().checkpoint(present_prompt(), self.setup, self.checkpoint))
-
-    def _take(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.file_state != self.checkpoint.file_state:
-            self.checkpoint = checkpoint
-            self.weights.read_from(checkpoint)
+        """At the first use in a prompt, take the model's file as it is now. If it changes later, that changes none of the
+        prompt's results. Raises ValueError for a file that cannot be opened as this class."""
+        prompt = present_prompt()
+        if prompt is not None and prompt == self._prompt:
+            return
+        self._prompt = prompt
+        if self.checkpoint.has_changed:
+            self.checkpoint = replace(open_setup(self.setup), built=self.checkpoint.built)
+            self.weights.read_from(self.checkpoint)
             for made in ("_methods", "controls_here", "whole_bytes"):
                 vars(self).pop(made, None)
 
@@ -335,7 +333,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
         def predict(model: RemoteTransformer) -> torch.Tensor | Latents:
             cache = None if self.run.cache is None else self.run.cache.for_calls
-            poll = LongStep(model, first=not self.run.calls)
+            poll = long_step(model, first=not self.run.calls)
             with self.run.counted(shape, steps):
                 return model.predict(call, poll, self.comm_overlap, cache, evaluation.start_next)
 

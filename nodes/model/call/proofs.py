@@ -35,7 +35,6 @@ from ...ui.loading_bar import Elapsed
 from ...ui.node_text import say
 from ..controls.controls_here import ControlsHere
 from ..loading.kept_proofs import is_of_sizes, kept_proof
-from ..loading.own_degrees import shared_out
 from ..loading.shipped_plans import shipped_proof
 from ..native.native_call import NativeClass
 from ..run.band import Band, NotTried
@@ -136,9 +135,10 @@ def proven(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Proof:
             raise does_not_run(stub.own, call, error)
         stub.proofs.fitting.add(widths)
     if how is not None:
-        degrees = stub.setup.degrees
-        lines = [f"{stub.own.name}, ComfyUI's own class, verified{how}{shared_out(proof, stub.meta, degrees)}"]
-        lines += [] if degrees.pipe == degrees.sequence == degrees.tensor == 1 else [share_of_work(stub.own, call)]
+        degrees, lines = stub.setup.degrees, [f"{stub.own.name}, ComfyUI's own class, verified{how}"]
+        if not degrees.pipe == degrees.sequence == degrees.tensor == 1:
+            total = sum(map(len, block_lists(stub.meta).values()))
+            lines = [f"{lines[0]}: {len(proof.blocks)} of {total} blocks are shared out", share_of_work(stub.own, call)]
         say("\n".join(f"Parallel DiT: {line}" for line in lines if line))
     return proof
 

@@ -1,6 +1,5 @@
 """Stores proofs on disk, so that a class is tried once on a machine, and not at each start of ComfyUI."""
 
-import hashlib
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 from parallel_backend.wire.encoding import Encoding
 
-from .class_code import class_code, code_digest
+from .class_code import Code, class_code, code_digest
 
 NAME = "proof"
 PACKAGES = "torch", "comfy-kitchen", "einops"
@@ -34,7 +33,7 @@ def kept_proof(
     encoding = Encoding((Proof,))
     of_all: dict[str, object] = {
         "code": code_digest(class_code(own)),
-        "trial": _of_code(Path(own_classes.__file__).parent),
+        "trial": code_digest(_code_of_trials(Path(own_classes.__file__).parent)),
         **{name: _version(name) for name in PACKAGES},
         "class": digest([own.kind, own.module, own.name, own.arguments, own.video, own.unet]),
         "structure": structure,
@@ -57,12 +56,9 @@ def is_of_sizes(proof: Proof) -> bool:
     return bool(proof.blocks) and any(why not in ("", NOT_TRIED) for why in (proof.sequence, proof.bands, proof.tensor))
 
 
-def _of_code(folder: Path) -> str:
-    """Return the digest of all Python files below the folder."""
-    found = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        found.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()
+def _code_of_trials(folder: Path) -> Code:
+    """Return all Python files below the folder."""
+    return [(str(path.relative_to(folder)), path.read_bytes()) for path in sorted(folder.rglob("*.py"))]
 
 
 def _version(name: str) -> str:

@@ -1,14 +1,11 @@
 """Layers of a LoRA that do not fit the model. ComfyUI only logs them; here the user is told."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...ui.node_text import say
+from ...ui.node_text import tell
 from .lora import PREFIX, NativeWeights
 from .patch_trial import Patch, shape_after, tensors_of
-
-log = logging.getLogger(__name__)
 
 UNNAMED = "no layer of this LoRA is in this model, so it changes nothing"
 
@@ -31,12 +28,6 @@ def fitting(
     if not all(fits):
         _tell_of(weights, fits, *added[fits.index(False)], before)
     return fits
-
-
-def tell(text: str, why: str = "") -> None:
-    """Show a line on the node. `why`: only for the log."""
-    log.warning("Parallel DiT: %s%s", text, f" ({why})" if why else "")
-    say(f"Parallel DiT: {text}")
 
 
 def _tell_of(weights: NativeWeights, fits: list[bool], key: str, patch: Patch, before: dict[str, list[Patch]]) -> None:

@@ -10,8 +10,7 @@ from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.plans.proof import Proof
 from parallel_backend.planning.calibrated_costs import CalibratedCosts, Calibration
-from parallel_backend.planning.calibration import calibration_key
-from parallel_backend.planning.calibration_file import load
+from parallel_backend.planning.calibration import calibration_key, load
 from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.planner import choose, credible, plan
 from parallel_backend.planning.prediction import predict

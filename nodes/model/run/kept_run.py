@@ -14,7 +14,7 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.planning.trials import Trials
 from parallel_backend.processes.pool import DeviceFull, RankLost
 
-from .long_step import LongStep
+from .long_step import long_step
 from .sampling_run import NO_CALL, SamplingRun
 
 T = TypeVar("T")
@@ -44,14 +44,14 @@ def kept(stub: Stub, load: Load, work: Callable[[RemoteTransformer], T]) -> T:
 @dataclass
 class KeptBands:
     """A poll for a run in bands, on ComfyUI's thread: provides new ranks if the run's are lost. Otherwise it does the same
-    as LongStep."""
+    as long_step."""
 
     stub: Stub
     run: BandedRun
     load: Load
 
     def __post_init__(self) -> None:
-        self._poll = LongStep(self.run.model, first=True)
+        self._poll = long_step(self.run.model, first=True)
 
     def __call__(self) -> None:
         while (error := self.run.lost) is not None:
@@ -61,7 +61,7 @@ class KeptBands:
             if cache is not None:
                 cache.restart(len(self.run.rows))
             self.run.go_on(model, None if cache is None else cache.cache, self._poll)
-            self._poll = LongStep(model, first=True)
+            self._poll = long_step(model, first=True)
         if self.run.model.answered:
             self.stub.run.tell_again()
         self._poll()

@@ -1,7 +1,6 @@
 """State of a MODEL on ranks from the beginning of a sampling run to its end."""
 
 import contextlib
-import logging
 import time
 import weakref
 from collections import Counter
@@ -19,11 +18,9 @@ from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.built.built_class import BuiltClass, Counted
 from parallel_backend.own_class.plans.proof import Proof
 
-from ...ui.node_text import say
+from ...ui.node_text import tell
 from ..lora.patch_trial import Patch
 from .step_cache import SamplingCache
-
-log = logging.getLogger(__name__)
 
 NO_CALL: tuple[float, Mapping[str, Any]] = (0.0, {})
 
@@ -109,8 +106,7 @@ class SamplingRun:
 
     def tell(self, text: str) -> None:
         """Tell the user, on the node and in the console, and store the text for the end of the run."""
-        log.warning("Parallel DiT: %s", text)
-        say(f"Parallel DiT: {text}")
+        tell(text)
         self.lines.append(text)
 
     def note(self, text: str) -> None:

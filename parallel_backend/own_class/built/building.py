@@ -77,16 +77,19 @@ def class_of(own: OwnClass) -> type[nn.Module]:
     return imported(own.folder, own.module, own.name, own.settings, own.imports)
 
 
-def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a model of the class with compute dtype `dtype`. Parameters are on the meta device; tables that it computes
-    have values."""
-    kind = class_of(own)
-    arguments = {
+def arguments_of(own: OwnClass) -> dict[str, Any]:
+    """Return the class's arguments beside operations, dtype and device."""
+    return {
         name: getattr(torch, value.removeprefix(DTYPE)) if isinstance(value, str) and value.startswith(DTYPE) else value
         for name, value in json.loads(own.arguments).items()
     }
+
+
+def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model of the class with compute dtype `dtype`. Parameters are on the meta device; tables that it computes
+    have values."""
     with meta_parameters():
-        model = kind(**arguments, operations=TorchLayers, dtype=dtype, device=None)
+        model = class_of(own)(**arguments_of(own), operations=TorchLayers, dtype=dtype, device=None)
     fuse(model)
     adapt(own.kind, model)
     for module in model.modules():

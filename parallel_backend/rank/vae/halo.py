@@ -48,7 +48,6 @@ def start_halo(x: torch.Tensor, dim: int, before: int, behind: int, axis: Axis, 
             part = x.narrow(dim, *rows).contiguous()
             sent.append(to_staging(part) if on_host else part)
             operations.append(dist.P2POp(dist.isend, sent[-1], axis.ranks[index], axis.group))
-            traffic.bytes_sent[axis.name] += part.nbytes
         if wanted:
             shape = list(x.shape)
             shape[dim] = wanted

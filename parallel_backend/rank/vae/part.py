@@ -58,7 +58,7 @@ class VAEPart:
         inputs = (entry.to(self.device, self.dtype, non_blocking=True) for entry in entries)
         outputs = [self._computed(each, message).cpu() for each in inputs]
         output = torch.cat(outputs) if outputs else torch.empty(0, dtype=self.dtype)
-        return VAEOutput(self.rank, output, self.traffic.report()[0])
+        return VAEOutput(self.rank, output)
 
     def end(self) -> None:
         """Free cached memory, which other programs may need until the next image."""
@@ -97,7 +97,6 @@ class VAEPart:
             return "" if difference <= TRIAL_LIMIT else f"its bands differ from the whole by {difference:.0e}"
         finally:
             self.model.to(self.dtype)
-            self.traffic.report()  # the next image's is its own
 
     def _alone(self, x: torch.Tensor, part: torch.Tensor, trial: RunVAE) -> tuple[torch.Tensor, str]:
         """(the whole output for x, why the rank's part of x cannot be computed as a band). Tried without other ranks."""

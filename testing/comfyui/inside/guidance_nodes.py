@@ -50,7 +50,6 @@ PIXEL_WISE = {
     "LTXV STG": core("nodes_lt", "LTXVSpatioTemporalGuidance", 1.5, "1", 0.2, 1.0),
     "Temporal Score Rescaling": core("nodes_eps", "TemporalScoreRescaling", 0.9, 0.8),
     "Perturbed Attention": core("nodes_pag", "PerturbedAttentionGuidance", 2.0),
-    "Skip Layers": core("nodes_slg", "SkipLayerGuidanceDiT", 3.0, 0.0, 0.7, "", "2"),
     "Skip Layers simple": core("nodes_slg", "SkipLayerGuidanceDiTSimple", 0.2, 0.7, "", "2"),
     "Video Linear CFG": core("nodes_video_model", "VideoLinearCFGGuidance", 1.0),
     "Video Triangle CFG": core("nodes_video_model", "VideoTriangleCFGGuidance", 1.0),

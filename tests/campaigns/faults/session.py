@@ -93,7 +93,7 @@ class FaultSession:
         return pool
 
     def pool(self) -> Pool | None:
-        return self.registry.pool
+        return next(reversed(self.registry.pools.working), None)
 
     def bound(self, patience: float) -> float:
         """Have the ranks' watchdog wait no longer than `patience` seconds for a sign of progress; for how long it does."""
@@ -124,7 +124,7 @@ class FaultSession:
         """A prompt: an exact call, and a run with a warm-up step and stale ones."""
         x, timestep, tensors = self.given
         assert key.own_class is not None
-        checkpoint = self.registry.checkpoint(None, key, mini.with_call(open_own_class(key.path, key.own_class)))
+        checkpoint = mini.with_call(open_own_class(key.path, key.own_class))
         model = self.registry.model(key, self.poll, opened=checkpoint)
         if key.devices == ("cuda:1", "cuda:0"):
             self.give_way(model)

@@ -336,9 +336,10 @@ an idle rank whose driver does not answer is no hang | tests/processes/test_watc
 a rank is bound to cores that its process may not use | tests/rank
 -if not cores or not cores < allowed:
 +if not cores:
-# parallel_backend/client/prompt_files.py
-the next prompt computes with the files of the last one | tests/client/test_registry.py
--            self._seen.clear()
+# nodes/model/call/diffusion_model.py
+the next prompt computes with the files of the last one | tests/nodes/test_model_files.py
+-        if self.checkpoint.has_changed:
++        if prompt is None and self.checkpoint.has_changed:
 # parallel_backend/checkpoints/single_file.py
 files with the prefix net. do not open | tests/checkpoints/test_published_layouts.py tests/checkpoints/test_checkpoint.py
 -"model.model.", "net.")

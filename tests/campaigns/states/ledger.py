@@ -16,8 +16,8 @@ GAPS = 4096
 
 def check(registry: Registry, runs: Mapping[int, set[int]]) -> None:
     """`runs`: by id() of a model, its open runs. Waits until all ranks have done what they were told."""
-    for pool in registry._pools.working:
-        models = [each.model for each in registry._models.of(pool)]
+    for pool in registry.pools.working:
+        models = [each.model for each in registry.models.of(pool)]
         read_memory(pool)
         for model in models:
             _check_client(model, runs.get(id(model), set()))
@@ -26,9 +26,10 @@ def check(registry: Registry, runs: Mapping[int, set[int]]) -> None:
         for device in pool.devices:
             ranks = [rank for rank, name in enumerate(pool.devices) if name == device]
             held = sum(_bytes(engine) for rank in ranks for engine in pool.ranks.workers[rank].engines.values())
-            assert registry.held_on(pool, device) == held, f"{device}: the client counts {registry.held_on(pool, device)}"
-    if any(True for _ in registry._models):  # what has failed is dropped at the next loading
-        for entry in registry._models._models.values():
+            counted = registry.models.held_on(pool, device)
+            assert counted == held, f"{device}: the client counts {counted}"
+    if any(True for _ in registry.models):  # what has failed is dropped at the next loading
+        for entry in registry.models._models.values():
             assert entry.model.on_ranks, f"a model is kept that is not on ranks: {entry.setup.path.name}"
 
 

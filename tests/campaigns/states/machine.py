@@ -192,9 +192,9 @@ class States(RuleBasedStateMachine):
     def give_way(self, which: int, rank: int, share: float, look: Look) -> None:
         """For another program: so much of what the model has on a device."""
         setup, device = self.world.subjects[which].setup(self.world.devices), self.world.devices[rank]
-        held = self.registry.bytes_on(setup, device)
-        freed = self.registry.give_back(setup, device, held * share)
-        assert freed == held - self.registry.bytes_on(setup, device)
+        held = self.registry.models.bytes_on(setup, device)
+        freed = self.registry.models.give_back(setup, device, held * share)
+        assert freed == held - self.registry.models.bytes_on(setup, device)
         self.look(look)
 
     @rule(which=WHICH, given=GIVEN)
@@ -242,7 +242,7 @@ class States(RuleBasedStateMachine):
     def kill(self, which: int, given: Given, rank: int, messages: int, look: Look) -> None:
         """A rank dies without a word at a message while the model is loaded, adapted or called."""
         subject = self.world.subjects[which]
-        pool, model, left = self.registry.pool, None, iter(range(messages))
+        pool, model, left = next(reversed(self.registry.pools.working), None), None, iter(range(messages))
         if pool is None:
             return
         worker = pool.ranks.workers[rank]
@@ -261,8 +261,8 @@ class States(RuleBasedStateMachine):
             except RankError as error:
                 assert f"rank {rank} " in str(error)
         self.opened.clear()
-        assert not self.registry.held_on(pool, self.world.devices[rank])
-        assert self.registry.bytes_on(subject.setup(self.world.devices), self.world.devices[rank]) == 0
+        assert not self.registry.models.held_on(pool, self.world.devices[rank])
+        assert self.registry.models.bytes_on(subject.setup(self.world.devices), self.world.devices[rank]) == 0
         self.look(look)
 
     @rule(which=WHICH, everything=st.booleans(), look=LOOK)

@@ -16,7 +16,8 @@ FILE = "tiny.safetensors"
 
 def main(results: Results) -> None:
     within = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
-    auto, end_of_run = (sys.modules[f"{within}.{name}"] for name in ("sampling.auto_degrees", "model.end_of_run"))
+    names = "sampling.auto_degrees", "model.end_of_run", "ui.node_text"
+    auto, end_of_run, node_text = (sys.modules[f"{within}.{name}"] for name in names)
 
     from parallel_backend.placement.links import Link, Links, alike
     from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
@@ -55,7 +56,7 @@ def main(results: Results) -> None:
             measured.append(pool.devices)
             return found
 
-        with patch.object(auto, "calibrate", calibrate), patch.object(auto, "say", said.append):
+        with patch.object(auto, "calibrate", calibrate), patch.object(node_text, "say", said.append):
             yield
 
     def key_of(model):
@@ -106,7 +107,7 @@ def main(results: Results) -> None:
             file.unlink()
         model = load()
         ended: list[str] = []
-        with patch.object(auto, "say", said.append), patch.object(end_of_run, "say", ended.append):
+        with patch.object(node_text, "say", said.append), patch.object(end_of_run, "say", ended.append):
             sample(model, prompts, latent)
         first = chosen(model)
         files = sorted(auto.folder().glob("calibration*"))

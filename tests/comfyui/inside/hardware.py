@@ -65,7 +65,7 @@ def main(results: Results) -> None:
 
     def host() -> list[object]:
         found = devices.host()
-        return [found.kind, found.cuda_device, found.takes_all, list(devices.gpus())]
+        return [found.kind, found.cuda_device, list(devices.gpus())]
 
     results.case("host", host)
 
@@ -137,7 +137,7 @@ def main(results: Results) -> None:
     def answered(text: bytes) -> str:
         menu = sys.modules[f"{package}.run_on_several_gpus"]
         try:
-            menu.asked(menu.json_of(text, "loaders", menu.MOST_BYTES))
+            menu.asked(text)
         except ValueError as error:
             return str(error)
         return "taken"

@@ -228,4 +228,3 @@ def main(results: Results) -> None:
     results.case("GGUF", gguf_loader)
     results.case("GGUF, loader not known", lambda: taken(gguf_model(GGUF)) and None)
     results.case("no multiple", lambda: taken(native(), "pipefusion", 3, sequence(ulysses=2)) and None)
-    results.case("no config", lambda: taken(native(), "auto", 2, {}) and None)

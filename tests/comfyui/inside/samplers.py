@@ -2,7 +2,20 @@
 
 from functools import partial, update_wrapper
 
-from boot import BUNDLED, Results, Told, comfy, difference, ksampler, node, nodes, parallel, sequence, torch, whole_because
+from boot import (
+    BUNDLED,
+    Results,
+    Told,
+    comfy,
+    difference,
+    ksampler,
+    node,
+    outputs_of,
+    parallel,
+    sequence,
+    torch,
+    whole_because,
+)
 from comfy_extras.nodes_advanced_samplers import SamplerEulerCFGpp
 
 STEPS = 3
@@ -155,9 +168,8 @@ def main(results: Results, names: list[str] | None) -> None:
 
     def reported(model, texts) -> dict:
         """PipeFusion Sampler on a MODEL with patches: its report, and how far it is from KSampler on this MODEL."""
-        sampler = nodes.NODE_CLASS_MAPPINGS["PipeFusionSampler"]()
         settings = (42, PATCH_STEPS, 3.0, "euler", "simple", *texts, {"samples": empty}, 1.0, 0, 1, True)
-        latent, report = sampler.sample(model, *settings)
+        latent, report = outputs_of("PipeFusionSampler", model, *settings)
         own = ksampler(model, texts, empty, steps=PATCH_STEPS)
         return {"report": report, "difference": difference(own, latent["samples"])}
 

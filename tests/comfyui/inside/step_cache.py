@@ -3,7 +3,7 @@
 import logging
 from functools import partial
 
-from boot import BUNDLED, Results, difference, ksampler, node, nodes, parallel, sequence, torch
+from boot import BUNDLED, Results, difference, ksampler, node, outputs_of, parallel, sequence, torch
 
 STEPS = 12
 THRESHOLD = 0.2  # at 12 steps; noisy samplers need more
@@ -65,7 +65,7 @@ def main(results: Results) -> None:
     def reported() -> dict:
         settings = (42, STEPS, 3.0, "euler", "simple", *prompts, {"samples": empty}, 1.0, 3, 1, True, True, THRESHOLD)
         log.clear()
-        latent, report = nodes.NODE_CLASS_MAPPINGS["PipeFusionSampler"]().sample(plain, *settings)
+        latent, report = outputs_of("PipeFusionSampler", plain, *settings)
         decided = "".join(log)
         own, _ = run(cache(banded(plain)))
         return {"report": report, "decisions": decided, "difference": difference(own, latent["samples"])}

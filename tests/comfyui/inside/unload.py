@@ -42,7 +42,7 @@ def main(results: Results) -> None:
         return ksampler(which, prompts, latent)
 
     def held() -> int:
-        return registry().bytes_on(stub.setup, "cpu")
+        return registry().models.bytes_on(stub.setup, "cpu")
 
     def listed(which=model) -> bool:
         return any(entry.model is not None and entry.model.is_clone(which) for entry in management.current_loaded_models)
@@ -87,7 +87,7 @@ def main(results: Results) -> None:
 
     def what_allocators_keep(freed: int) -> None:
         """A rank's allocator on the GPU gives `freed` bytes back."""
-        with patch.object(registry(), "give_back", lambda key, device, nbytes: asked_for.append(nbytes) or freed):
+        with patch.object(registry().models, "give_back", lambda key, device, nbytes: asked_for.append(nbytes) or freed):
             make_room(1500.0)
 
     results.case("room in what allocators keep", lambda: after(lambda: what_allocators_keep(500)))
@@ -119,9 +119,9 @@ def main(results: Results) -> None:
         with gpu():
             loaded = model.loaded_size(), other.loaded_size()
         model.detach()
-        kept = registry().bytes_on(key, "cpu") > 0
+        kept = registry().models.bytes_on(key, "cpu") > 0
         other.detach()
-        return {"loaded": loaded, "own": own, "kept": kept, "freed": registry().bytes_on(key, "cpu") == 0}
+        return {"loaded": loaded, "own": own, "kept": kept, "freed": registry().models.bytes_on(key, "cpu") == 0}
 
     results.case("another model on the ranks", other_model)
 
@@ -146,8 +146,8 @@ def main(results: Results) -> None:
         key = local.model.diffusion_model.setup
         del local
         gc.collect()
-        before = registry().bytes_on(key, "cpu")
+        before = registry().models.bytes_on(key, "cpu")
         management.unload_all_models()
-        return {"before": before, "after": registry().bytes_on(key, "cpu")}
+        return {"before": before, "after": registry().models.bytes_on(key, "cpu")}
 
     results.case("dropped", dropped)

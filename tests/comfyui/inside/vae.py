@@ -209,9 +209,9 @@ class Compares:
         """Models on the ranks make way, and then there is enough."""
         copied, asked = with_a_huge_estimate(vae), []
         room = nodes.NODE_CLASS_MAPPINGS["ParallelVAEDecode"].__module__.rpartition(".")[0] + ".bands"
-        kind = type(importlib.import_module(room).registry())
+        kind = type(importlib.import_module(room).registry().models)
 
-        def make_way(_registry, _pool, device: str, nbytes: int) -> int:
+        def make_way(_models, _pool, device: str, nbytes: int) -> int:
             asked.append((device, nbytes > 2**59))
             copied.memory_used_decode = lambda shape, dtype: 1
             return nbytes
