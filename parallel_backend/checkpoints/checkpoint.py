@@ -25,7 +25,7 @@ from parallel_backend.own_class.built.built_class import BuiltClass, built_class
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, cut_of, cut_side
 
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
-from .quantised_formats import KEPT, quantised_bytes
+from .quantised_formats import KEPT, kitchen_lacks, quantised_bytes
 from .single_file import Contents, contents_of, file_state, refusals
 from .tensor_files import GGUF, Entry
 
@@ -273,6 +273,8 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
                 f"model_name: {name} has {short(key)} as {short(entry.dtype)}, which this version cannot read."
                 + among * (contents.path.suffix.lower() in GGUF)
             )
+        if entry.dtype in KEPT and (why := kitchen_lacks(entry.dtype)):
+            raise ValueError(f"model_name: {name} has {short(key)} as {entry.dtype}, which needs comfy-kitchen: {why}.")
         # Sizes of 1 are ignored, since GGUF's tools may drop them, but not of a matrix, which may stay packed in its rows.
         found = sizes.get(key, entry.shape)
         compared = [[size for size in shape if size != 1 or len(needed) == 2] for shape in (found, needed)]
