@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -13,7 +13,7 @@ from parallel_backend.core.spans import Shard, Span
 from .checkpoint import Checkpoint
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half, Packing
 from .quantised_formats import FLOATS, FORMATS, KEPT, Quantised, cut_scale, quantise_int8
-from .tensor_files import Entry, MappedFile, open_file
+from .tensor_files import Entry, MappedFile
 
 PLAIN = ("fp32", "bf16", "fp16", "F64", *FP8_KINDS)
 """Storage formats that torch has as they are."""
@@ -23,15 +23,14 @@ of the weight's values, and are not read twice."""
 
 
 class Reader:
-    """Reads parts of parameters from a checkpoint's file, which is opened when it is first needed.
+    """Reads parts of parameters from a checkpoint's file.
 
     Every part is copied from the mapped file to its final memory, on a device through a little page-locked memory. An
     intermediate copy of its own would leave holes in the heap, which the process keeps after the weights are freed.
     """
 
-    def __init__(self, checkpoint: Checkpoint, stack: ExitStack):
-        self.checkpoint, self._stack = checkpoint, stack
-        self._file: MappedFile | None = None
+    def __init__(self, checkpoint: Checkpoint, file: MappedFile):
+        self.checkpoint, self._file = checkpoint, file
         self._upload = StagedUpload()
 
     def values(self, target: str, dtype: torch.dtype, shard: Shard | None, device: torch.device) -> torch.Tensor:
@@ -73,7 +72,7 @@ class Reader:
         """The whole parameter, with zeros behind the file's values."""
         smaller = self.checkpoint.smaller
         assert smaller is not None
-        values = Reader(smaller, self._stack).values(target, like.dtype, None, like.device)
+        values = Reader(smaller, self._file).values(target, like.dtype, None, like.device)
         whole = like.new_zeros(self.checkpoint.shape(target))
         whole[tuple(map(slice, values.shape))] = values
         return whole
@@ -178,20 +177,15 @@ class Reader:
     def tensor(self, entry: Entry) -> torch.Tensor:
         """As stored: a view of the mapped file. The whole file stays open with the view."""
         assert not entry.pieces
-        if self._file is None:
-            self._file = self._stack.enter_context(open_file(self.checkpoint.path))
-        return self._file.get_tensor(entry.key)
+        return self._file.tensor(entry)
 
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
-    """A Reader whose file is closed at the end of the context.
-
-    ValueError at the end if the file has changed since the checkpoint was opened: the tensors may be of two models.
-    """
-    with ExitStack() as stack:
-        yield Reader(checkpoint, stack)
-        checkpoint.check_unchanged()
+    """A Reader. ValueError at the end of the context if the file has changed since the checkpoint was opened: the tensors
+    may be of two models."""
+    yield Reader(checkpoint, MappedFile(checkpoint.path))
+    checkpoint.check_unchanged()
 
 
 def check_scales(checkpoint: Checkpoint) -> None:
