@@ -135,7 +135,7 @@ class Checkpoint:
         check_model(
             degrees,
             heads=own.heads,
-            blocks=self.built.total,
+            blocks=len(own.blocks),
             key_heads=own.head_units or None,
             tensor_degrees=self.tensor_degrees,
             file=short(self.path.name),
@@ -257,7 +257,7 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
     if refused := [key for key in unused if _scales_values(key, entries)]:
         raise ValueError(
             f"model_name: {name} has {short(refused[0])}{f' and {len(refused) - 1} more' * (len(refused) > 1)}, which "
-            f"{built.name} does not use. It is not loaded, because the image would be wrong."
+            f"ComfyUI's class {own.name} does not use. It is not loaded, because the image would be wrong."
         )
     sizes, of_file = dict(enlarged), {key: entries[key] for key in used}
     for target, key in key_map.items():

@@ -1,6 +1,5 @@
 """Reads a rank's part of the weights from the memory-mapped file: cut, and converted or packed."""
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -12,14 +11,11 @@ from parallel_backend.core.spans import Shard, Span
 
 from .checkpoint import Checkpoint
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half, Packing
-from .quantised_formats import FLOATS, FORMATS, KEPT, Quantised, cut_scale, quantise_int8
+from .quantised_formats import FORMATS, KEPT, Quantised, cut_scale, quantise_int8
 from .tensor_files import Entry, MappedFile
 
 PLAIN = ("fp32", "bf16", "fp16", "F64", *FP8_KINDS)
 """Storage formats that torch has as they are."""
-MOST_SCALES = 1 << 20
-"""Maximum values of a scale that is checked: of a whole weight, of rows or of columns. Scales by block may have a sixteenth
-of the weight's values, and are not read twice."""
 
 
 class Reader:
@@ -186,22 +182,6 @@ def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
     may be of two models."""
     yield Reader(checkpoint, MappedFile(checkpoint.path))
     checkpoint.check_unchanged()
-
-
-def check_scales(checkpoint: Checkpoint) -> None:
-    """ValueError, naming the file and the scale, for a scale in float that is NaN or infinite.
-
-    It would make a row, or all of a weight, NaN, and the search for NaN in a run would name the rank alone.
-    """
-    scales = {scale.key: scale for entry in checkpoint.entries.values() for scale in entry.scales.values()}
-    with reading(checkpoint) as reader:
-        for key, scale in scales.items():
-            small = scale.dtype in FLOATS and math.prod(scale.shape) <= MOST_SCALES
-            if small and not torch.isfinite(reader.tensor(scale)).all():
-                raise ValueError(
-                    f"model_name: {short(checkpoint.path.name)} has {short(key)}, a scale of weights, with values that "
-                    "are NaN or infinite. The file is damaged, or its conversion failed. Use another copy."
-                )
 
 
 def values_of(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterable
 from torch import nn
 
 from parallel_backend.core.finite import NAMED, all_finite
-from parallel_backend.rank.stage.linear import RankLinear
+from parallel_backend.rank.stage.linear import PackedLinear, RankLinear
 from parallel_backend.rank.stage.store.weight_store import WeightStore
 
 
 def bad_weights(model: nn.Module, store: WeightStore, changed: Collection[str]) -> tuple[str, ...]:
-    """Names of the first few parameters with values that are not finite. Packed parameters are not checked.
+    """Names of the first few parameters with values that are not finite. Of packed ones only scales of 16 and 32 bits are
+    checked.
 
     `changed`: names of parameters that hold additions, which are left out.
     """
@@ -21,8 +22,18 @@ def bad_weights(model: nn.Module, store: WeightStore, changed: Collection[str]) 
             store.present(name)
         return all_finite(parameter)
 
+    def finite_scales(name: str, layer: PackedLinear) -> bool:
+        store.present(name)
+        return all(all_finite(scale) for scale in layer.packing.tensors.values() if scale.itemsize > 1)
+
     named = (each for each in model.named_parameters() if each[0] not in changed)
-    return _first(name for name, parameter in named if not finite(name, parameter))
+    packed = ((f"{name}.weight", each) for name, each in model.named_modules() if isinstance(each, PackedLinear))
+    return _first(
+        itertools.chain(
+            (name for name, parameter in named if not finite(name, parameter)),
+            (name for name, layer in packed if not finite_scales(name, layer)),
+        )
+    )
 
 
 def bad_adapters(model: nn.Module, changed: Collection[str]) -> tuple[str, ...]:

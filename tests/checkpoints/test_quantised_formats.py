@@ -17,11 +17,11 @@ from torch import nn
 from parallel_backend.checkpoints import quantised_formats
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_own_class
 from parallel_backend.checkpoints.quantised_formats import FORMATS
-from parallel_backend.checkpoints.reader import check_scales, reading
-from parallel_backend.client.loading import load_model
+from parallel_backend.checkpoints.reader import reading
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.kitchen import Kitchen
 from parallel_backend.core.spans import Shard, Span
+from parallel_backend.rank.finite_check import bad_weights
 from parallel_backend.rank.stage import quantised_products
 from parallel_backend.rank.stage.linear import PackedLinear
 from testing import mini
@@ -264,14 +264,12 @@ SCALES = {
 
 
 @pytest.mark.parametrize("kind", SCALES)
-def test_a_scale_that_is_not_finite_is_named_before_anything_is_loaded(files, tmp_path, kind):
+def test_a_scale_that_is_not_finite_names_its_weight(files, tmp_path, kind):
     leaf, scale = SCALES[kind]
-    path, pool = tmp_path / "broken.safetensors", mock.Mock(devices=("cpu",))
-    check_scales(opened(files(kind)[0]))
+    path, store = tmp_path / "broken.safetensors", mock.Mock()
+    assert bad_weights(loaded(files(kind)[0]), store, ()) == ()
     save_file(put(leaf, scale)(load_file(files(kind)[0])), path)
-    with pytest.raises(ValueError, match=rf"^model_name: broken\.safetensors has {LAYER}\.{leaf}, a "):
-        load_model(pool, opened(path), mini.setup(path, "fp32", ("cpu",), Degrees(), "sdpa", "even"), lambda: None)
-    assert not pool.method_calls, "a rank has heard of it"
+    assert bad_weights(loaded(path), store, ()) == (f"{LAYER}.weight",)
 
 
 def test_every_format_has_a_damaged_file():

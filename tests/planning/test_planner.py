@@ -400,7 +400,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch, cap
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("parallel_backend.core.json_file.json.dump", full)
+        patch.setattr("parallel_backend.core.kept_file.json.dump", full)
         patch.setattr("parallel_backend.planning.calibration_file.load", lambda folder, key: None)
         with caplog.at_level(logging.WARNING):
             assert cached(tmp_path, KEY, measure) != first

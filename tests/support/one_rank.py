@@ -31,7 +31,7 @@ class OneRank:
     ):
         self.checkpoint = mini.opened(path)
         self.built = self.checkpoint.built
-        blocks = (Span(0, self.built.total),)
+        blocks = (Span(0, len(self.built.own.blocks)),)
         setup = mini.setup(path, dtype, ("cpu",), Degrees(), "sdpa", **settings)
         load = m.Load(setup, blocks, (1.0,), resident=resident)
         self.stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat(), copies)
