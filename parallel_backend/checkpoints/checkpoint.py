@@ -132,14 +132,7 @@ class Checkpoint:
     def check_degrees(self, degrees: Degrees) -> None:
         """Raise ValueError, naming the widget, for degrees that the model does not allow."""
         own = self.built.own
-        check_model(
-            degrees,
-            heads=own.heads,
-            blocks=len(own.blocks),
-            key_heads=own.head_units or None,
-            tensor_degrees=self.tensor_degrees,
-            file=short(self.path.name),
-        )
+        check_model(degrees, len(own.blocks), own.heads, own.head_units, self.tensor_degrees, short(self.path.name))
 
     @cached_property
     def tensor_degrees(self) -> frozenset[int] | None:
