@@ -21,7 +21,7 @@ from .packed_formats import TILE, Packing, tiled_shape
 
 
 class ScalePlace(Enum):
-    """Which values of the weight one scale is for."""
+    """The values of the weight that share one scale."""
 
     WHOLE = "all"
     ROW = "a row's"
@@ -34,7 +34,7 @@ class ScalePlace(Enum):
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """The tensor `<layer>.<name>` of a weight's scales."""
+    """The layout of a tensor `<layer>.<name>` with a weight's scales."""
 
     place: ScalePlace
     dtypes: tuple[str, ...]
@@ -42,11 +42,11 @@ class ScaleLayout:
 
     @property
     def in_bytes(self) -> bool:
-        """A rank keeps each scale in one byte, not in float32."""
+        """Whether a rank stores each scale in one byte instead of float32."""
         return self.place in (ScalePlace.BLOCK, ScalePlace.TILED)
 
     def nbytes(self, dtype: str) -> int:
-        """Bytes of a scale on a rank. `dtype`: in the file."""
+        """Return the bytes of one scale on a rank. `dtype`: the scale's dtype in the file."""
         if self.in_bytes:
             return 1
         return 2 if self.place is ScalePlace.GROUP and dtype != "fp32" else 4
@@ -65,13 +65,14 @@ class Format:
     """comfy-kitchen's name of the format."""
     scales: Mapping[str, ScaleLayout]
     block: int = 1
-    """Neighbouring values of a row that share a scale; 0 where the layer's settings have it (`group_size`)."""
+    """The number of neighbouring values of a row that share a scale; 0 if the layer's settings state it (`group_size`)."""
     usual_block: int = 0
-    """`block` of a layer whose settings do not have it."""
+    """The value of `block` for a layer whose settings do not state it."""
     bits: int = 8
-    """Bits of a value."""
+    """The number of bits of a value."""
     rotated: bool = False
-    """Groups of a row's values are rotated (ConvRot); the layer's settings have their size (`convrot_groupsize`)."""
+    """Whether groups of a row's values are rotated (ConvRot). The layer's settings state their size
+    (`convrot_groupsize`)."""
 
 
 _FP8_SCALES = {
@@ -148,34 +149,35 @@ FORMATS = {
         bits=4,
     ),
 }
-"""The format's name in files -> the format."""
+"""Name of the format in files -> the format."""
 
 FP8_FORMATS = {name: FORMATS[name].stored for name in ("float8_e4m3fn", "float8_e5m2")}
-"""ComfyUI's name -> the storage format."""
+"""ComfyUI's name of an fp8 format -> the storage format."""
 KEPT = frozenset(FORMATS) - FP8_FORMATS.keys()
-"""Names of the formats that a rank keeps as `Quantised`."""
+"""Names of the formats that a rank stores as `Quantised`."""
 
 ROTATIONS = 4, 16, 64, 256, 1024
-"""Sizes of a rotated group: powers of four."""
+"""Possible sizes of a rotated group: powers of four."""
 CODES = 16
-"""Values of a codebook, which four bits choose from."""
+"""The number of values of a codebook. A code of four bits is an index into it."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """How a layer of a file is quantised."""
+    """How a layer of a file is quantized."""
 
     format: str
     rotation: int = 0
-    """Values of a row that are rotated together. 0: none."""
+    """The number of values of a row that are rotated together. 0: values are not rotated."""
     block: int = 1
-    """Neighbouring values of a row that share a scale."""
+    """The number of neighbouring values of a row that share a scale."""
     full_precision: bool = False
-    """The layer multiplies the expanded weight with its input in full precision."""
+    """Whether the layer multiplies the expanded weight with its input in full precision."""
     linear_dtype: str = "int4"
     """For convrot_w4a4: the dtype to which a rotated input is rounded, int4 or int8."""
     row: int = 0
-    """Of w6a8_int8: columns of a row, whose bytes have the low bits of all values before the high ones. It is not cut."""
+    """For w6a8_int8: the number of columns. A row stores the low bits of all values before the high bits, so it is not
+    cut."""
 
     @property
     def bits(self) -> int:
@@ -183,16 +185,16 @@ class Layer:
 
     @property
     def unit(self) -> int:
-        """Columns come in such groups. They can be cut between two of them."""
+        """The number of columns of a group. Columns can only be cut between two groups."""
         return math.lcm(self.rotation or 1, self.block, math.lcm(self.bits, 8) // self.bits, self.row or 1)
 
 
 @dataclass(frozen=True)
 class Quantised(Packing):
-    """The packing of a weight, or of a rank's part of one, in one of KEPT. `scales`: by name, on the weight's device.
+    """The packing of a weight, or of a rank's part of it, in a format of KEPT. `scales`: by name, on the weight's device.
 
-    Scales are float32 [rows, 1] by row, [1, 1] for all values and [columns] by column; by block they are
-    [rows, columns / block] in one byte each. Tiles and groups, with the values that are added to groups, are as in the file.
+    Scales are float32 [rows, 1] if by row, [1, 1] for all values, and [columns] if by column; by block they are [rows,
+    columns / block] in one byte each. Scales of tiles and groups, and values added to groups, are as in the file.
     """
 
     layer: Layer
@@ -214,12 +216,12 @@ class Quantised(Packing):
         return values * self.scales["pre_quant_scale"].to(dtype) if "pre_quant_scale" in self.scales else values
 
     def kitchen_tensor(self, packed: torch.Tensor, dtype: torch.dtype) -> Any:
-        """The weight as comfy-kitchen's tensor, which expands to `dtype`, on the memory of `packed` and the scales."""
+        """Return the weight as comfy-kitchen's tensor, which expands to `dtype`, in the memory of `packed` and scales."""
         values, fields = self._kitchen_fields(packed)
         return kitchen_tensor(self.layer.format, values, (len(packed), self.columns(packed.shape[1])), dtype, fields)
 
     def _kitchen_fields(self, packed: torch.Tensor) -> tuple[torch.Tensor, dict[str, object]]:
-        """The weight's values in the dtype that comfy-kitchen's layout wants, and the layout's parameters by name."""
+        """Return the values in the dtype of comfy-kitchen's layout, and the layout's parameters by name."""
         layer, scales = self.layer, self.scales
         match layer.format:
             case "nvfp4":
@@ -250,7 +252,7 @@ class Quantised(Packing):
 def kitchen_tensor(
     format: str, values: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, fields: Mapping[str, object]
 ) -> Any:
-    """A weight of `shape` [out, in] as comfy-kitchen's tensor, which expands to `dtype`. `fields`: of its Params."""
+    """Return a weight of `shape` [out, in] as comfy-kitchen's tensor, which expands to `dtype`. `fields`: of its Params."""
     tensors, layout = kitchen().tensors, FORMATS[format].layout
     assert tensors is not None, "`kitchen_lacks` refuses the file"
     return tensors.QuantizedTensor(
@@ -259,7 +261,7 @@ def kitchen_tensor(
 
 
 def kitchen_lacks(format: str) -> str:
-    """Why the installed comfy-kitchen cannot read weights of a format. Empty: it can."""
+    """Return why the installed comfy-kitchen cannot read weights of a format. Empty: it can."""
     tensors = kitchen().tensors
     if tensors is None:
         return kitchen().word
@@ -271,12 +273,14 @@ def kitchen_lacks(format: str) -> str:
 
 
 def int8_layer(columns: int) -> Layer:
-    """For a weight that a rank quantises: rotated in groups of 256, 64 or 16 columns, the largest that divides `columns`."""
+    """Return the format for a weight that a rank quantizes, rotated in the largest groups of 256, 64 or 16 that divide
+    `columns`."""
     return Layer("int8_tensorwise", next((size for size in (256, 64, 16) if columns % size == 0), 0))
 
 
 def quantise_int8(values: torch.Tensor) -> tuple[torch.Tensor, Quantised]:
-    """A weight [rows, columns] -> int8_tensorwise with a scale by row: [rows, columns] uint8, and its packing."""
+    """Quantize a weight [rows, columns] to int8_tensorwise with a scale per row. Returns [rows, columns] uint8 and its
+    packing."""
     tensors, layer = kitchen().tensors, int8_layer(values.shape[1])
     if tensors is None:
         raise ValueError(f"weight_dtype: int8 needs ComfyUI's comfy-kitchen: {kitchen().word}.")
@@ -289,10 +293,10 @@ def quantise_int8(values: torch.Tensor) -> tuple[torch.Tensor, Quantised]:
 def quantised_bytes(
     kind: str, shape: tuple[int, ...], whole: tuple[int, ...], scales: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> int:
-    """Bytes on a rank of a weight of `shape` in one of KEPT, with its scales. Its rows are rows of the file's weight.
+    """Return the bytes on a rank of a weight of `shape` in a format of KEPT, with its scales. It has some or all of the
+    file's rows.
 
-    `whole`: shape of the file's weight. `scales`: shape and dtype in the file; empty for a weight from
-    `quantise_int8`.
+    `whole`: shape of the file's weight. `scales`: shapes and dtypes in the file; empty for a weight from `quantise_int8`.
     """
     size = math.prod(shape) * FORMATS[kind].bits // 8
     for leaf, layout in FORMATS[kind].scales.items():
@@ -306,10 +310,8 @@ def quantised_bytes(
 def cut_scale(
     tensor: torch.Tensor, place: ScalePlace, block: int, size: tuple[int, int], rows: list[Span], columns: list[Span]
 ) -> torch.Tensor:
-    """The scales of these rows and columns, from the scales of a weight of `size` (rows, columns), as Quantised has them.
-
-    `block`: Layer.block. The columns are whole groups (`Layer.unit`).
-    """
+    """Return the scales of these rows and columns, in Quantised's layout, from the scales of a weight of `size` (rows,
+    columns). `block`: see Layer.block. The columns are whole groups (`Layer.unit`)."""
     match place:
         case ScalePlace.WHOLE:
             return tensor.float().view(1, -1)
@@ -337,7 +339,7 @@ def cut_scale(
 
 
 def _whole_tiles(size: tuple[int, int], rows: list[Span], columns: list[Span]) -> list[slice] | None:
-    """The tiles of these rows as slices, if the rows fill whole tiles. None: tiles would have to be split."""
+    """Return the tiles of these rows as slices, or None if tiles would have to be split."""
     edges = [edge for span in rows for edge in (span.start, span.stop)]
     inner = edges[:-1] if edges[-1] == size[0] else edges  # the weight's last row may end within a tile
     if columns != [Span(0, size[1])] or any(edge % TILE[0] for edge in inner):
@@ -346,5 +348,5 @@ def _whole_tiles(size: tuple[int, int], rows: list[Span], columns: list[Span]) -
 
 
 def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The parts one below the other: a single one as it is, without a copy."""
+    """Return the parts joined along the first dimension. A single part is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

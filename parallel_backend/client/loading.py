@@ -90,7 +90,7 @@ def load_model(
 
 
 def _size(nbytes: int) -> str:
-    """As text: in GB with one digit after the point, or in MB if that is 0.0."""
+    """Return the size as text, in GB with one decimal, or in MB if that would be 0.0."""
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
 
 

@@ -10,7 +10,7 @@ WEIGHTS = Path(__file__).with_name("quickstart-digits.safetensors")
 
 
 def mini_flux(**arguments: Any) -> OwnClass:
-    """The class of mini_flux.py without proofs. The bundled model has no arguments."""
+    """Return the class of mini_flux.py without proofs. The bundled model needs no arguments."""
     return bundled("mini_flux", "MiniFlux", arguments)
 
 

@@ -1,4 +1,4 @@
-"""Finds weights and adapters with NaN and infinite values."""
+"""Finds weights and adapters with NaN or infinite values."""
 
 import itertools
 from collections.abc import Collection, Iterable
@@ -37,7 +37,8 @@ def bad_weights(model: nn.Module, store: WeightStore, changed: Collection[str]) 
 
 
 def bad_adapters(model: nn.Module, changed: Collection[str]) -> tuple[str, ...]:
-    """Names of the first few parameters with additions that are not finite. `changed`: those that hold them."""
+    """Return the names of the first few parameters whose additions have NaN or infinite values. `changed`: those that
+    contain additions."""
     layers = (
         f"{name}.weight"
         for name, module in model.named_modules()

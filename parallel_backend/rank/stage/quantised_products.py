@@ -22,22 +22,22 @@ from parallel_backend.core.kitchen import kitchen
 log = logging.getLogger(__name__)
 
 CAPABILITY = {"float8_e4m3fn": (8, 9), "nvfp4": (10, 0), "mxfp8": (10, 0)}
-"""Compute capability of NVIDIA GPUs from which ComfyUI multiplies in a format. For these formats the layer's input has to be
-rounded to the format before the product; for all others the product does so."""
+"""Compute capability of NVIDIA GPUs from which ComfyUI multiplies in a format. For these formats the layer's input is
+rounded to the format before the product; for all others the product does it."""
 
 PRODUCT_FAILS = "comfy-kitchen's product fails here"
 TRIAL_SIZE = 128
-"""Rows, inputs and outputs of a trial's product. A multiple of the size of all blocks and tiles."""
+"""Rows, inputs and outputs of a trial's product: a multiple of all block and tile sizes."""
 
 ALIGNED = 16
-"""Rows and columns of weights in CAPABILITY's formats must be multiples of it, or the kernel refuses the product."""
+"""Rows and columns of weights in CAPABILITY's formats must be multiples of this, or the kernel refuses them."""
 
 
 class KitchenWeight:
-    """A packed weight [out, in] as comfy-kitchen's tensor, on the same memory."""
+    """A packed weight [out, in] as comfy-kitchen's tensor, in the same memory."""
 
     def __init__(self, packed: torch.Tensor, packing: Fp8 | Quantised, dtype: torch.dtype, multiplies: bool):
-        """`packed` [out, n] uint8. `multiplies`: use comfy-kitchen's products, else expand to `dtype` at each use."""
+        """`packed`: [out, n] uint8. `multiplies`: use comfy-kitchen's products; otherwise expand to `dtype` at each use."""
         self.multiplies = multiplies
         self.smoothing = self.input_scale = None
         if isinstance(packing, Fp8):
@@ -54,7 +54,7 @@ class KitchenWeight:
             self.input_scale = None if input_scale is None else input_scale.view(())
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
+        """Return the product [..., in] -> [..., out]."""
         if not x.numel():  # kernels refuse an input without rows, which a band without text is
             return x.new_empty(*x.shape[:-1], self.weight.shape[0])
         if self.smoothing is not None:
@@ -76,7 +76,7 @@ class Arithmetic:
 
 
 def arithmetic(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Arithmetic:
-    """Chooses how a layer multiplies its input, of the dtype `dtype`, by the packed weight [out, n] uint8 on its device."""
+    """How a layer multiplies an input of `dtype` by the packed weight [out, n] uint8 on its device."""
     if isinstance(packing, Fp8):
         format = "float8_e4m3fn" if packing.kind == "fp8_e4m3fn" else "float8_e5m2"
         full_precision = packing.full_precision
@@ -103,7 +103,8 @@ def trial(format: str, dtype: torch.dtype, device: torch.device) -> str:
     Where a kernel raises, its `linear` expands both factors and goes on, and only the log says so.
     """
     expanded = False
-    plain: Any = kitchen().tensors.QuantizedTensor
+    tensors: Any = kitchen().tensors
+    plain = tensors.QuantizedTensor
 
     class Watched(plain):
         def dequantize(self) -> torch.Tensor:
