@@ -20,6 +20,7 @@ from ..ui.host import refuse
 from ..ui.node_text import say
 from ..ui.other_nodes import calling_nodes, named
 from .call.concurrent_conds import add_concurrent_conds
+from .call.concurrent_windows import add_concurrent_windows
 from .call.diffusion_model import RemoteDiffusionModel
 from .end_of_run import tell_of_run
 from .loading.model_file import ModelFile
@@ -282,4 +283,5 @@ def make_model(
         offload_device=comfy.model_management.unet_offload_device(),
     )
     add_concurrent_conds(patcher)
+    add_concurrent_windows(patcher)
     return patcher

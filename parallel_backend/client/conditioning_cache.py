@@ -16,7 +16,8 @@ from .call import Conditioning, ModelCall, TokenLayout
 from .not_finite import check_conditioning
 
 CONDITIONINGS_KEPT = 8
-"""Number of conditionings that the ranks keep, the newest ones, each with its K/V buffers."""
+"""Number of conditionings that the ranks keep, those used last, each with its K/V buffers. At most this number of calls with
+different conditionings may be in progress."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,8 @@ class ConditioningCache:
         unsure = {known.id: self._unsure(known, call.tensors) for known in held}
         for known in sorted(held, key=lambda known: len(unsure[known.id])):
             if known.matches(call, layout, unsure[known.id]):
+                self._held.remove(known)
+                self._held.append(known)
                 self._seen[known.id] = _seen_now(call.tensors)
                 return known
         check_conditioning(call.tensors)

@@ -37,6 +37,7 @@ LINES = (
     "AuraFlow, ComfyUI's own class, verified: 36 of 36 blocks are shared out",
     "Flux, ComfyUI's own class, verified without its shipped plan, which is for other code: 57 of 57 blocks are shared out",
     "first step (each step copies 12.2 GB of weights to the devices), 7 s",
+    "context windows: 4 at a time",
     "step cache: every call is computed, because the conditioning has LoRAs of its own (hooks)",
     "split_batch_degree 2, but NAG needs both prompts in one call, so 1 of 2 copies of the model computes them. To "
     "split one image over GPUs, use pipefusion_degree or ulysses_degree instead.",

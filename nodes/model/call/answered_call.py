@@ -18,7 +18,7 @@ from ..native.native_call import NativeArguments
 from ..patches.reach import Unread, refuse_unread
 from ..run.band import BAND_KEY, Band
 from ..run.sampling_run import steps_of, tokens_of, why_not_in_bands
-from .concurrent_conds import EVALUATION_KEY, Evaluation
+from .concurrent_conds import Evaluation, evaluation_of
 from .own_calls import by_entry, joined, own_residuals, returned, shapes, sparse_attention
 from .own_changes import OTHER_CALL
 from .prepared_call import PROVE_KEY, PreparedCall, RankCall, prepared
@@ -56,7 +56,7 @@ def answered(
         changes = dataclasses.replace(changes, sparse=sparse)
     stub.choose_heads(call.timestep, options)
     in_parts = LATENTS in call.named and stub.checkpoint.built.patching.companion is not None
-    evaluation: Evaluation = options.get(EVALUATION_KEY) or Evaluation([])
+    evaluation = evaluation_of(options) or Evaluation()
     model_call = ModelCall(
         x=latents if in_parts else call.x,
         timestep=call.timestep,
@@ -138,7 +138,7 @@ def _residuals(
 
 
 def _tried(stub: Stub, call: RankCall, plan: PreparedCall) -> torch.Tensor | list[torch.Tensor]:
-    """Zeros as the output of a call that is only tried. Records whether similar calls can run in bands."""
+    """Return zeros as the output of a call that is only tried. Records whether similar calls can run in bands."""
     if stub.run.whole_calls is not None:
         tensors = plan.tensors(call)
         tokens = stub.run.whole_calls[shapes(tensors)] = tokens_of(stub.checkpoint.built, call.latents[0], tensors)

@@ -3,12 +3,12 @@
 ComfyUI makes one model call after the other for conditionings that it cannot join (prompts of different length, areas). A
 CALC_COND_BATCH wrapper splits them into parts and has ComfyUI evaluate each part separately. A part's model call is sent to
 the ranks; before it waits for the answer, it starts the next part. So one thread keeps all replicas and pipeline stages
-busy. Model calls and the result are the same as without the wrapper.
+busy. Model calls and the result are the same as without the wrapper. Context windows are parts too (concurrent_windows.py).
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,10 +31,10 @@ ONE_BY_ONE = ("hooks", "default", "gligen")
 
 
 class Evaluation:
-    """One evaluation of a step's conditionings. `parts`: functions that evaluate one part each, in this order."""
+    """One evaluation of a step: of its conditionings, or of several context windows, each with its conditionings."""
 
-    def __init__(self, parts: list[Callable[[], None]]):
-        self._parts = deque(parts)
+    def __init__(self) -> None:
+        self._parts: deque[Callable[[], None]] = deque()
         self._entries = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Evaluation":
@@ -51,10 +51,23 @@ class Evaluation:
         if self._parts:
             self._parts.popleft()()
 
-    def run(self) -> None:
-        """Evaluate all parts."""
-        while self._parts:  # more than once only where a part has no model call
+    def run(self, parts: Sequence[Callable[[], None]]) -> None:
+        """Evaluate `parts`, in this order and before those that wait: a window's conditionings before the next window."""
+        waiting = len(self._parts)
+        self._parts.extendleft(reversed(parts))
+        while len(self._parts) > waiting:  # more than once only if a part has no model call
             self.start_next()
+
+
+def evaluation_of(options: Mapping[str, Any]) -> Evaluation | None:
+    """The evaluation that a model call with these transformer_options belongs to. None: it is evaluated by itself."""
+    return options.get(EVALUATION_KEY)
+
+
+def belonging_to(evaluation: Evaluation, model_options: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `model_options` for a part of this evaluation, with transformer_options of its own."""
+    options = {**model_options.get("transformer_options", {}), EVALUATION_KEY: evaluation}
+    return {**model_options, "transformer_options": options}
 
 
 def add_concurrent_conds(patcher: comfy.model_patcher.ModelPatcher) -> None:
@@ -78,8 +91,10 @@ def evaluate_concurrently(
     calls = model_calls(entries, x_in, timestep)
     reason = why_sequential(model, [entry for _, entry in entries], model_options) if len(calls) > 1 else None
     together = independent_parts(calls, len(conds)) if reason is None else [set(range(len(conds)))]
-    at_once = [max((len(call) for call in calls if part.issuperset(call)), default=0) for part in together]
-    tell_if_idle(stub, len(x_in) * sum(at_once), reason)
+    outer = evaluation_of(model_options.get("transformer_options", {}))
+    if outer is None:  # else other windows keep replicas busy
+        at_once = [max((len(call) for call in calls if part.issuperset(call)), default=0) for part in together]
+        tell_if_idle(stub, len(x_in) * sum(at_once), reason)
     if len(together) == 1:
         return executor(model, conds, x_in, timestep, model_options)
     results: list[torch.Tensor | None] = [None] * len(conds)
@@ -90,15 +105,14 @@ def evaluate_concurrently(
             if index in part:
                 results[index] = result
 
-    evaluation = Evaluation([partial(evaluate, part) for part in together])
-    transformer_options = {**model_options.get("transformer_options", {}), EVALUATION_KEY: evaluation}
-    options = {**model_options, "transformer_options": transformer_options}
-    evaluation.run()
+    evaluation = outer or Evaluation()
+    options = belonging_to(evaluation, model_options)
+    evaluation.run([partial(evaluate, part) for part in together])
     return results
 
 
 def why_sequential(model, entries: list[dict], model_options: dict) -> str | None:
-    """Reason for the user why the model calls must come one after the other. None: they need not."""
+    """Return the reason for the user why the model calls must come one after the other. None: they need not."""
     extension = comfy.patcher_extension
     for entry in entries:
         for key in ONE_BY_ONE:
@@ -135,7 +149,7 @@ def model_calls(entries: list[tuple[int, dict]], x_in: torch.Tensor, timestep: t
 
 
 def independent_parts(calls: list[list[int]], count: int) -> list[set[int]]:
-    """Disjoint sets of the conditionings 0 .. count - 1, in the order of the calls. No call needs two of the sets.
+    """Return disjoint sets of the conditionings 0 .. count - 1, in the order of the calls. No call needs two of the sets.
     Conditionings without a call are in the first set."""
     parts: list[set[int]] = []
     for call in calls:

@@ -43,7 +43,7 @@ def tokens_of(built: BuiltClass, latent: torch.Tensor, tensors: dict[str, torch.
 
 
 def why_not_in_bands(proof: Proof, tokens: Counted) -> str:
-    """Why calls with these tokens cannot run in bands. Empty: they can."""
+    """Return why calls with these tokens cannot run in bands. Empty: they can."""
     if proof.latent is None:
         return proof.bands
     uncounted = proof.latent.layout and tokens.references < 1
@@ -94,8 +94,7 @@ class SamplingRun:
     prepared: dict[Hashable, Any] = field(default_factory=dict)
     """Key of calls -> their PreparedCall (call/prepared_call.py)."""
     lines: list[str] = field(default_factory=list)
-    """Lines that the user was told during the run. They are repeated at its end, because texts on a node replace each
-    other."""
+    """Lines below the run's time on the sampler's node. Texts on a node replace each other, so some were shown before."""
     tries: FurtherTries = field(init=False)
     """Further tries after ranks were lost."""
     before: Setup | None = None
@@ -113,6 +112,11 @@ class SamplingRun:
         log.warning("Parallel DiT: %s", text)
         say(f"Parallel DiT: {text}")
         self.lines.append(text)
+
+    def note(self, text: str) -> None:
+        """Keep a line for the end of the run, once."""
+        if text not in self.lines:
+            self.lines.append(text)
 
     def answers(self, model: RemoteTransformer, setup: Setup) -> None:
         """Record the model that answers the next call."""
