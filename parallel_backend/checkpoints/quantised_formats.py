@@ -1,4 +1,4 @@
-"""ComfyUI's quantised formats of a linear layer's weight: the layout of their scales, and how a rank's part is cut.
+"""ComfyUI's quantized formats of a linear layer's weight: the layout of their scales, and how a rank's part is cut.
 
 As comfy/quant_ops.py (`QUANT_ALGOS`) and comfy/ops.py (`_load_quantized_module`) have them. comfy-kitchen, ComfyUI's kernel
 library, expands them and multiplies with them. fp8's scales are here too, while its weights are expanded in
