@@ -104,7 +104,7 @@ def trial(format: str, dtype: torch.dtype, device: torch.device) -> str:
     """
     expanded = False
     tensors: Any = kitchen().tensors
-    plain = tensors.QuantizedTensor
+    plain: Any = tensors.QuantizedTensor
 
     class Watched(plain):
         def dequantize(self) -> torch.Tensor:
