@@ -146,7 +146,7 @@ def block_by_block(
 def weights_of(path: Path, subject: Subject, mode: str) -> list[RankWeights]:
     degrees = MODES[mode][0]
     checkpoint = subject.opened(path, degrees.tensor)
-    stages = even_stages(checkpoint.built.total, degrees.pipe)
+    stages = even_stages(len(checkpoint.built.own.blocks), degrees.pipe)
     setup = mini.setup(path, "fp32", ("cpu",) * degrees.world, degrees, "auto")
     return MemoryCheck(checkpoint, setup, stages, 1).weights()
 

@@ -25,7 +25,7 @@ from parallel_backend.own_class.built.built_class import BuiltClass, built_class
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, cut_of, cut_side
 
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS
-from .quantised_formats import KEPT, quantised_bytes
+from .quantised_formats import KEPT, kitchen_lacks, quantised_bytes
 from .single_file import Contents, contents_of, file_state, refusals
 from .tensor_files import GGUF, Entry
 
@@ -133,14 +133,7 @@ class Checkpoint:
     def check_degrees(self, degrees: Degrees) -> None:
         """Raise ValueError, which names the widget, if the model does not allow these degrees."""
         own = self.built.own
-        check_model(
-            degrees,
-            heads=own.heads,
-            blocks=self.built.total,
-            key_heads=own.head_units or None,
-            tensor_degrees=self.tensor_degrees,
-            file=short(self.path.name),
-        )
+        check_model(degrees, len(own.blocks), own.heads, own.head_units, self.tensor_degrees, short(self.path.name))
 
     @cached_property
     def tensor_degrees(self) -> frozenset[int] | None:
@@ -260,7 +253,7 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
     if refused := [key for key in unused if _scales_values(key, entries)]:
         raise ValueError(
             f"model_name: {name} has {short(refused[0])}{f' and {len(refused) - 1} more' * (len(refused) > 1)}, which "
-            f"{built.name} does not use. It is not loaded, because the image would be wrong."
+            f"ComfyUI's class {own.name} does not use. It is not loaded, because the image would be wrong."
         )
     sizes, of_file = dict(enlarged), {key: entries[key] for key in used}
     for target, key in key_map.items():
@@ -276,6 +269,8 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
                 f"model_name: {name} has {short(key)} as {short(entry.dtype)}, which this version cannot read."
                 + among * (contents.path.suffix.lower() in GGUF)
             )
+        if entry.dtype in KEPT and (why := kitchen_lacks(entry.dtype)):
+            raise ValueError(f"model_name: {name} has {short(key)} as {entry.dtype}, which needs comfy-kitchen: {why}.")
         # Sizes of 1 are ignored, since GGUF's tools may drop them, but not of a matrix, which may stay packed in its rows.
         found = sizes.get(key, entry.shape)
         compared = [[size for size in shape if size != 1 or len(needed) == 2] for shape in (found, needed)]

@@ -72,7 +72,8 @@ GGUF_BLOCKS = {
 """GGUF types that can be expanded -> (values per block, bytes per block)."""
 
 TILE = 128, 4
-"""Rows and columns of a tile of scales in nvfp4 and mxfp8 files. Tensor cores read scales in tiles."""
+"""Rows and columns of the scales that nvfp4 and mxfp8 files have in a tile, in the order in which tensor cores read them:
+cuBLAS' layout of block scaling factors (docs.nvidia.com/cuda/cublas)."""
 CHUNK_VALUES = 1 << 22
 """The number of values that are expanded at once. The arithmetic in float32 makes several copies of them."""
 
@@ -155,20 +156,3 @@ def _expand_blocks(kind: str) -> Callable[[torch.Tensor, int, int, torch.dtype],
 def tiled_shape(rows: int, columns: int) -> tuple[int, int]:
     """Return the shape of [rows, columns] scales, padded to a whole number of tiles."""
     return -(-rows // TILE[0]) * TILE[0], -(-columns // TILE[1]) * TILE[1]
-
-
-def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Convert scales in tiles to [rows, columns]. A tile of 128 x 4 has the four scales of row r, then of r + 32, r + 64, r
-    + 96, then those of row r + 1: cuBLAS' layout of block scaling factors (docs.nvidia.com/cuda/cublas)."""
-    height, width = tiled_shape(rows, columns)
-    parts = tiles.view(torch.uint8).reshape(height // 128, width // 4, 32, 4, 4)
-    return parts.permute(0, 3, 2, 1, 4).reshape(height, width)[:rows, :columns].contiguous().view(tiles.dtype)
-
-
-def tiled(scales: torch.Tensor) -> torch.Tensor:
-    """Convert [rows, columns] scales to tiles (`tiled_shape`), padded with zeros. It is the inverse of `untiled`."""
-    height, width = tiled_shape(*scales.shape)
-    padded = torch.zeros(height, width, dtype=torch.uint8, device=scales.device)
-    padded[: scales.shape[0], : scales.shape[1]] = scales.view(torch.uint8)
-    parts = padded.view(height // 128, 4, 32, width // 4, 4)
-    return parts.permute(0, 3, 2, 1, 4).reshape(height, width).view(scales.dtype)

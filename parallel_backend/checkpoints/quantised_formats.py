@@ -1,21 +1,23 @@
-"""ComfyUI's quantized formats of a linear layer's weight: the layout of their scales, and the arithmetic that expands them.
+"""ComfyUI's quantized formats of a linear layer's weight: the layout of their scales, and how a rank's part is cut.
 
-They follow comfy/quant_ops.py (`QUANT_ALGOS`) and comfy/ops.py (`_load_quantized_module`); the layouts are comfy-kitchen's.
-fp8's scales are here too, but its weights are expanded in packed_formats.py. A weight is [rows, columns]: output by input.
+As comfy/quant_ops.py (`QUANT_ALGOS`) and comfy/ops.py (`_load_quantized_module`) have them. comfy-kitchen, ComfyUI's kernel
+library, expands them and multiplies with them. fp8's scales are here too, while its weights are expanded in
+packed_formats.py. A weight is [rows, columns], output by input.
 """
 
-import functools
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Self
+from typing import Any, Self
 
 import torch
 
+from parallel_backend.core.kitchen import kitchen
 from parallel_backend.core.spans import Span
 
-from .packed_formats import CHUNK_VALUES, TILE, Packing, tiled, tiled_shape, untiled
+from .packed_formats import TILE, Packing, tiled_shape
 
 
 class ScalePlace(Enum):
@@ -27,7 +29,7 @@ class ScalePlace(Enum):
     COLUMN = "a column's"
     BLOCK = "some neighbouring ones of a row"
     GROUP = "as BLOCK, stored as [blocks of a row, rows]"
-    TILED = "as BLOCK, in the order in which tensor cores read them (`untiled`)"
+    TILED = "as BLOCK, in the order in which tensor cores read them (TILE)"
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,12 @@ FLOATS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Format:
-    """Which tensors a layer has in a file of this format. `stored`: the weight's dtype in the file."""
+    """A layer's tensors in a file of this format."""
 
     stored: str
+    """Dtype of the weight in the file."""
+    layout: str
+    """comfy-kitchen's name of the format."""
     scales: Mapping[str, ScaleLayout]
     block: int = 1
     """The number of neighbouring values of a row that share a scale; 0 if the layer's settings state it (`group_size`)."""
@@ -76,11 +81,14 @@ _FP8_SCALES = {
 }
 
 FORMATS = {
-    "float8_e4m3fn": Format("fp8_e4m3fn", _FP8_SCALES),
-    "float8_e5m2": Format("fp8_e5m2", _FP8_SCALES),
-    "int8_tensorwise": Format("I8", {"weight_scale": ScaleLayout(ScalePlace.ROW_OR_WHOLE, FLOATS)}, rotated=True),
+    "float8_e4m3fn": Format("fp8_e4m3fn", "TensorCoreFP8Layout", _FP8_SCALES),
+    "float8_e5m2": Format("fp8_e5m2", "TensorCoreFP8Layout", _FP8_SCALES),
+    "int8_tensorwise": Format(
+        "I8", "TensorWiseINT8Layout", {"weight_scale": ScaleLayout(ScalePlace.ROW_OR_WHOLE, FLOATS)}, rotated=True
+    ),
     "nvfp4": Format(
         "U8",
+        "TensorCoreNVFP4Layout",
         {
             "weight_scale": ScaleLayout(ScalePlace.TILED, ("fp8_e4m3fn", "U8")),
             "weight_scale_2": ScaleLayout(ScalePlace.WHOLE, FLOATS),
@@ -92,15 +100,24 @@ FORMATS = {
     ),
     "mxfp8": Format(
         "fp8_e4m3fn",
+        "TensorCoreMXFP8Layout",
         {
             "weight_scale": ScaleLayout(ScalePlace.TILED, ("F8_E8M0", "U8")),
             "input_scale": ScaleLayout(ScalePlace.WHOLE, FLOATS, False),
         },
         block=32,
     ),
-    "convrot_w4a4": Format("I8", {"weight_scale": ScaleLayout(ScalePlace.ROW, FLOATS)}, block=64, bits=4, rotated=True),
+    "convrot_w4a4": Format(
+        "I8",
+        "TensorCoreConvRotW4A4Layout",
+        {"weight_scale": ScaleLayout(ScalePlace.ROW, FLOATS)},
+        block=64,
+        bits=4,
+        rotated=True,
+    ),
     "asym_w4a8_int8": Format(
         "I8",
+        "AsymW4A8Int8Layout",
         {
             "weight_s_rel": ScaleLayout(ScalePlace.BLOCK, ("fp8_e4m3fn", "U8", "fp32")),
             "weight_s_channel": ScaleLayout(ScalePlace.ROW, FLOATS),
@@ -113,6 +130,7 @@ FORMATS = {
     ),
     "w6a8_int8": Format(
         "I8",
+        "AsymW4A8Int8Layout",
         {
             "weight_s_rel": ScaleLayout(ScalePlace.BLOCK, ("fp8_e4m3fn", "U8", "fp32")),
             "weight_s_channel": ScaleLayout(ScalePlace.ROW, FLOATS),
@@ -124,6 +142,7 @@ FORMATS = {
     ),
     "awq_w4a16": Format(
         "I8",
+        "TensorCoreAWQW4A16Layout",
         {"weight_scale": ScaleLayout(ScalePlace.GROUP, FLOATS), "weight_zeros": ScaleLayout(ScalePlace.GROUP, FLOATS)},
         block=0,
         usual_block=64,
@@ -136,8 +155,6 @@ FP8_FORMATS = {name: FORMATS[name].stored for name in ("float8_e4m3fn", "float8_
 """ComfyUI's name of an fp8 format -> the storage format."""
 KEPT = frozenset(FORMATS) - FP8_FORMATS.keys()
 """Names of the formats that a rank stores as `Quantised`."""
-
-GROUPED_INT8 = "asym_w4a8_int8", "w6a8_int8"
 
 ROTATIONS = 4, 16, 64, 256, 1024
 """Possible sizes of a rotated group: powers of four."""
@@ -195,97 +212,64 @@ class Quantised(Packing):
         return self.layer.unit, self.layer.unit * self.layer.bits // 8
 
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        rows, columns = packed.shape[0], self.columns(packed.shape[1])
-        out = torch.empty(rows, columns, dtype=dtype, device=packed.device)
-        scales = self._scale_factors(rows, columns)
-        step = max(1, CHUNK_VALUES // columns)
-        for start in range(0, rows, step):
-            part = slice(start, start + step)
-            values = self._codes(packed[part])
-            for number, scale in enumerate(scales):
-                scale = scale[part] if scale.shape[0] == rows else scale
-                values = (values.view(len(values), scale.shape[1], -1) * scale[:, :, None]).view(len(values), columns)
-                # comfy-kitchen multiplies these formats in int8, so the values before the row's scale are integers.
-                if number == 0 and self.layer.format in GROUPED_INT8:
-                    values = values.round_().clamp_(-127, 127)
-            if "weight_zeros" in self.scales:
-                added = self.scales["weight_zeros"].t()[part].float()
-                values = (values.view(len(values), added.shape[1], -1) + added[:, :, None]).view(len(values), columns)
-            if self.layer.rotation:
-                values = rotate(values, self.layer.rotation)
-            out[part] = values * self.scales["pre_quant_scale"] if "pre_quant_scale" in self.scales else values
-        return out
+        values = self.kitchen_tensor(packed, dtype).dequantize()
+        return values * self.scales["pre_quant_scale"].to(dtype) if "pre_quant_scale" in self.scales else values
 
-    def _codes(self, packed: torch.Tensor) -> torch.Tensor:
-        """Unpack [rows, n] uint8 to float32 [rows, columns]: the values before any scale is applied."""
-        match self.layer.format:
-            case "int8_tensorwise":
-                return packed.view(torch.int8).float()
-            case "mxfp8":
-                return packed.view(torch.float8_e4m3fn).float()
-            case "nvfp4":  # the first of two values in the high bits
-                return _fp4_table(packed.device)[torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1).int()]
-            case "convrot_w4a4":  # signed
-                return (_half_bytes(packed) ^ 8).float() - 8
-            case "asym_w4a8_int8":
-                codes = _half_bytes(packed)
-                codebook = self.scales.get("weight_codebook")
-                return codes.float() - 8 if codebook is None else codebook.view(-1)[codes.int()]
-            case "w6a8_int8":
-                return _six_bits(packed).float() - 32
-            case "awq_w4a16":  # unsigned
-                return _half_bytes(packed).float() - 8
-        raise AssertionError(self.layer.format)
+    def kitchen_tensor(self, packed: torch.Tensor, dtype: torch.dtype) -> Any:
+        """Return the weight as comfy-kitchen's tensor, which expands to `dtype`, in the memory of `packed` and scales."""
+        values, fields = self._kitchen_fields(packed)
+        return kitchen_tensor(self.layer.format, values, (len(packed), self.columns(packed.shape[1])), dtype, fields)
 
-    def _scale_factors(self, rows: int, columns: int) -> list[torch.Tensor]:
-        """Return the factors of the values, to be applied in this order: float32 [rows or 1, n] each; n divides the
-        columns."""
-        match self.layer.format:
+    def _kitchen_fields(self, packed: torch.Tensor) -> tuple[torch.Tensor, dict[str, object]]:
+        """Return the values in the dtype of comfy-kitchen's layout, and the layout's parameters by name."""
+        layer, scales = self.layer, self.scales
+        match layer.format:
             case "nvfp4":
-                blocks = untiled(self.scales["weight_scale"].view(torch.float8_e4m3fn), rows, columns // self.layer.block)
-                return [self.scales["weight_scale_2"] * blocks.float()]
+                tiles = scales["weight_scale"].view(torch.float8_e4m3fn)
+                return packed, {"scale": scales["weight_scale_2"].view(()), "block_scale": tiles}
             case "mxfp8":
-                exponents = untiled(self.scales["weight_scale"].view(torch.uint8), rows, columns // self.layer.block)
-                return [torch.where(exponents == 0, 0.0, torch.exp2(exponents.float() - 127))]
-            case "asym_w4a8_int8" | "w6a8_int8":
-                return [self.scales["weight_s_rel"].float(), self.scales["weight_s_channel"]]
+                return packed.view(torch.float8_e4m3fn), {"scale": scales["weight_scale"].view(torch.float8_e8m0fnu)}
+            case "int8_tensorwise":
+                rotation = {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}
+                return packed.view(torch.int8), {"scale": scales["weight_scale"], **rotation}
+            case "convrot_w4a4":
+                settings = {"convrot_groupsize": layer.rotation, "quant_group_size": layer.block}
+                scale = scales["weight_scale"].view(-1)
+                return packed.view(torch.int8), {"scale": scale, "linear_dtype": layer.linear_dtype, **settings}
             case "awq_w4a16":
-                return [self.scales["weight_scale"].t().float()]
-        return [self.scales["weight_scale"]]
+                groups = {"scale": scales["weight_scale"], "zeros": scales["weight_zeros"]}
+                return packed.view(torch.int8), {**groups, "group_size": layer.block}
+        codebook = scales.get("weight_codebook")
+        return packed.view(torch.int8), {
+            "scale": scales["weight_s_rel"],
+            "s_channel": scales["weight_s_channel"].view(-1),
+            "codebook": None if codebook is None else codebook.view(-1),
+            "group_size": layer.block,
+            "convrot_groupsize": layer.rotation,
+        }
 
 
-def _half_bytes(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack uint8 [rows, n] to uint8 [rows, 2 n] from 0 to 15. The first of two values is in the low bits."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+def kitchen_tensor(
+    format: str, values: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, fields: Mapping[str, object]
+) -> Any:
+    """Return a weight of `shape` [out, in] as comfy-kitchen's tensor, which expands to `dtype`. `fields`: of its Params."""
+    tensors, layout = kitchen().tensors, FORMATS[format].layout
+    assert tensors is not None, "`kitchen_lacks` refuses the file"
+    return tensors.QuantizedTensor(
+        values, layout, tensors.get_layout_class(layout).Params(orig_dtype=dtype, orig_shape=shape, **fields)
+    )
 
 
-def _six_bits(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack uint8 [rows, n] to uint8 [rows, 4 n / 3] from 0 to 63. The low four bits of all values come before the high
-    two."""
-    low, high = packed.split([packed.shape[1] * 2 // 3, packed.shape[1] // 3], dim=1)
-    return _half_bytes(low) | torch.stack([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(1) << 4
-
-
-@functools.cache
-def hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """Return ConvRot's rotation, float32 [size, size]: a symmetric matrix that is its own inverse. `size`: one of
-    ROTATIONS."""
-    four = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float32, device=device)
-    matrix = four
-    while len(matrix) < size:
-        matrix = torch.kron(matrix, four)
-    return matrix / size**0.5
-
-
-def rotate(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Rotate each `size` neighbours of a row of float32 [rows, columns]. Rotating twice returns the original values."""
-    return (values.view(len(values), -1, size) @ hadamard(size, values.device)).view(values.shape)
-
-
-@functools.cache
-def _fp4_table(device: torch.device) -> torch.Tensor:
-    positive = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-    return torch.tensor([*positive, *(-value for value in positive)], device=device)
+def kitchen_lacks(format: str) -> str:
+    """Return why the installed comfy-kitchen cannot read weights of a format. Empty: it can."""
+    tensors = kitchen().tensors
+    if tensors is None:
+        return kitchen().word
+    layout = FORMATS[format].layout
+    known = hasattr(tensors, layout) and (format != "mxfp8" or hasattr(torch, "float8_e8m0fnu"))
+    if format == "w6a8_int8":
+        known = known and "bits" in inspect.signature(tensors.get_layout_class(layout).quantize).parameters
+    return "" if known else "this comfy-kitchen or torch is too old for the format"
 
 
 def int8_layer(columns: int) -> Layer:
@@ -297,16 +281,13 @@ def int8_layer(columns: int) -> Layer:
 def quantise_int8(values: torch.Tensor) -> tuple[torch.Tensor, Quantised]:
     """Quantize a weight [rows, columns] to int8_tensorwise with a scale per row. Returns [rows, columns] uint8 and its
     packing."""
-    layer = int8_layer(values.shape[1])
-    packed = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
-    scale = torch.empty(len(values), 1, device=values.device)
-    step = max(1, CHUNK_VALUES // values.shape[1])
-    for start in range(0, len(values), step):
-        part = slice(start, start + step)
-        whole = rotate(values[part].float(), layer.rotation) if layer.rotation else values[part].float()
-        scale[part] = (whole.abs().amax(dim=1, keepdim=True) / 127).clamp(min=1e-30)
-        packed[part] = (whole / scale[part]).round().to(torch.int8).view(torch.uint8)
-    return packed, Quantised(layer, {"weight_scale": scale})
+    tensors, layer = kitchen().tensors, int8_layer(values.shape[1])
+    if tensors is None:
+        raise ValueError(f"weight_dtype: int8 needs ComfyUI's comfy-kitchen: {kitchen().word}.")
+    rotation = {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}
+    layout = tensors.get_layout_class(FORMATS[layer.format].layout)
+    packed, params = layout.quantize(values.float(), per_channel=True, **rotation)
+    return packed.view(torch.uint8), Quantised(layer, {"weight_scale": params.scale.view(-1, 1)})
 
 
 def quantised_bytes(
@@ -344,13 +325,16 @@ def cut_scale(
             return torch.cat([groups[:, span.slice] for span in rows], dim=1)
     if place is ScalePlace.TILED and (whole := _whole_tiles(size, rows, columns)) is not None:
         return joined([tensor.view(torch.uint8)[part] for part in whole])
-    blocks = untiled(tensor, size[0], size[1] // block) if place is ScalePlace.TILED else tensor
-    single = blocks.element_size() == 1  # some devices cannot cut and join float8, but all can as uint8
-    values = torch.cat([(blocks.view(torch.uint8) if single else blocks)[span.slice] for span in rows])
-    inside = [slice(span.start // block, span.stop // block) for span in columns]
-    values = torch.cat([values[:, part] for part in inside], dim=1)
+    single = tensor.element_size() == 1  # some devices cannot cut and join float8, but all can as uint8
+    blocks = tensor.view(torch.uint8) if single else tensor
     if place is ScalePlace.TILED:
-        return tiled(values)
+        from comfy_kitchen import from_blocked, to_blocked
+
+        blocks = from_blocked(blocks, size[0], size[1] // block)
+    values = torch.cat([blocks[span.slice] for span in rows])
+    values = torch.cat([values[:, span.start // block : span.stop // block] for span in columns], dim=1)
+    if place is ScalePlace.TILED:
+        return to_blocked(values, flatten=False)
     return values.view(torch.float8_e4m3fn) if single else values
 
 

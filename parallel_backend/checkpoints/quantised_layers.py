@@ -27,18 +27,19 @@ BLOCKS = 4, 8, *range(16, 1025, 16)
 SCALE, INPUT_SCALE = "weight_scale", "input_scale"
 
 
-def attach_quantisation(name: str, entries: Mapping[str, Entry], prefix: str, file: MappedFile) -> dict[str, Entry]:
-    """Return the `entries` of a file (key without `prefix` -> entry), with each weight's scales and settings in its own
-    entry.
+def attach_quantisation(
+    name: str, entries: Mapping[str, Entry], stated: Mapping[str, Any], file: MappedFile
+) -> dict[str, Entry]:
+    """`entries` of a file (key without prefix -> entry), with a weight's scales and settings moved into its entry.
 
-    `name`: the file's name for messages. Scales without a weight remain, for the caller to use or reject. Raises ValueError
-    for an unknown format, and for tensors or settings that are missing or do not match the weight.
+    `name`: the file's, to show. `stated`: layer -> its settings in the file's header. Scales of no weight stay in place, for
+    the caller to use or refuse. ValueError for an unknown format, and for tensors or settings that are missing or do not fit
+    the weight.
     """
     rest = dict(entries)
     layers = [key.removesuffix(SETTINGS) for key in rest if key.endswith(SETTINGS)]
-    stated = {layer.removeprefix(prefix): each for layer, each in file.stated(QUANTISATION, "layers").items()}
-    stated |= file.objects({layer: rest.pop(layer + SETTINGS) for layer in layers if f"{layer}.weight" in rest})
-    settings = {layer: each for layer, each in stated.items() if f"{layer}.weight" in rest}
+    of_layers = file.objects({layer: rest.pop(layer + SETTINGS) for layer in layers if f"{layer}.weight" in rest})
+    settings = {layer: each for layer, each in {**stated, **of_layers}.items() if f"{layer}.weight" in rest}
     for layer, layer_settings in settings.items():
         if not isinstance(layer_settings, dict):
             raise ValueError(

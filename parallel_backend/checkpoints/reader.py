@@ -1,8 +1,7 @@
 """Reads a rank's part of the weights from the memory-mapped file: cuts it, and converts or packs it."""
 
-import math
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -12,26 +11,22 @@ from parallel_backend.core.spans import Shard, Span
 
 from .checkpoint import Checkpoint
 from .packed_formats import FP8_KINDS, GGUF_BLOCKS, HALF_KINDS, Fp8, GgufBlocks, Half, Packing
-from .quantised_formats import FLOATS, FORMATS, KEPT, Quantised, cut_scale, quantise_int8
-from .tensor_files import Entry, MappedFile, open_file
+from .quantised_formats import FORMATS, KEPT, Quantised, cut_scale, quantise_int8
+from .tensor_files import Entry, MappedFile
 
 PLAIN = ("fp32", "bf16", "fp16", "F64", *FP8_KINDS)
 """Storage formats for which torch has a dtype."""
-MOST_SCALES = 1 << 20
-"""Maximum number of values of a scale that is checked: one for a weight, or one per row or column. Scales per block may have
-a sixteenth of the weight's values, and are not read a second time for checking."""
 
 
 class Reader:
-    """Reads parts of parameters from a checkpoint's file. The file is opened when it is first needed.
+    """Reads parts of parameters from a checkpoint's file.
 
-    Every part is copied from the mapped file directly to its final memory; to a device through a small page-locked buffer. A
-    separate intermediate copy would leave holes in the heap, which the process keeps after the weights are freed.
+    Every part is copied from the mapped file to its final memory, on a device through a little page-locked memory. An
+    intermediate copy of its own would leave holes in the heap, which the process keeps after the weights are freed.
     """
 
-    def __init__(self, checkpoint: Checkpoint, stack: ExitStack):
-        self.checkpoint, self._stack = checkpoint, stack
-        self._file: MappedFile | None = None
+    def __init__(self, checkpoint: Checkpoint, file: MappedFile):
+        self.checkpoint, self._file = checkpoint, file
         self._upload = StagedUpload()
 
     def values(self, target: str, dtype: torch.dtype, shard: Shard | None, device: torch.device) -> torch.Tensor:
@@ -72,7 +67,7 @@ class Reader:
         """Return the complete enlarged parameter: the file's values, and zeros after them."""
         smaller = self.checkpoint.smaller
         assert smaller is not None
-        values = Reader(smaller, self._stack).values(target, like.dtype, None, like.device)
+        values = Reader(smaller, self._file).values(target, like.dtype, None, like.device)
         whole = like.new_zeros(self.checkpoint.shape(target))
         whole[tuple(map(slice, values.shape))] = values
         return whole
@@ -177,32 +172,15 @@ class Reader:
         """Return a tensor as it is stored: a view of the mapped file. The complete file stays open as long as the view
         exists."""
         assert not entry.pieces
-        if self._file is None:
-            self._file = self._stack.enter_context(open_file(self.checkpoint.path))
-        return self._file.get_tensor(entry.key)
+        return self._file.tensor(entry)
 
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
-    """Context with a Reader, whose file is closed at the end. Raises ValueError at the end if the file has changed since the
-    checkpoint was opened: tensors may be of two models."""
-    with ExitStack() as stack:
-        yield Reader(checkpoint, stack)
-        checkpoint.check_unchanged()
-
-
-def check_scales(checkpoint: Checkpoint) -> None:
-    """Raise ValueError, which names the file and the scale, if a float scale is NaN or infinite. Such a scale would make a
-    row or all of a weight NaN, and the search for NaN in a run would only name the rank."""
-    scales = {scale.key: scale for entry in checkpoint.entries.values() for scale in entry.scales.values()}
-    with reading(checkpoint) as reader:
-        for key, scale in scales.items():
-            small = scale.dtype in FLOATS and math.prod(scale.shape) <= MOST_SCALES
-            if small and not torch.isfinite(reader.tensor(scale)).all():
-                raise ValueError(
-                    f"model_name: {short(checkpoint.path.name)} has {short(key)}, a scale of weights, with values that "
-                    "are NaN or infinite. The file is damaged, or its conversion failed. Use another copy."
-                )
+    """A Reader. ValueError at the end of the context if the file has changed since the checkpoint was opened: the tensors
+    may be of two models."""
+    yield Reader(checkpoint, MappedFile(checkpoint.path))
+    checkpoint.check_unchanged()
 
 
 def values_of(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, torch.Tensor]:

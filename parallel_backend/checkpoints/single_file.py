@@ -21,8 +21,8 @@ from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
 from parallel_backend.core.spans import Span
 
-from .quantised_layers import MARKER, attach_quantisation
-from .tensor_files import GGUF, SAFETENSORS, Entry, open_file
+from .quantised_layers import MARKER, QUANTISATION, attach_quantisation
+from .tensor_files import GGUF, SAFETENSORS, Entry, MappedFile, read_header
 
 NAMED = "model_name: "
 """How an error about the file begins: the widget's name."""
@@ -229,34 +229,35 @@ def contents_of(path: Path) -> Contents:
         raise ValueError(
             f"model_name: {name} is not a .safetensors, .sft or .gguf file. Pickled checkpoints are never opened."
         )
-    with open_file(path) as file:
-        prefix = prefix_of(file.entries)
-        entries = {key.removeprefix(prefix): entry for key, entry in file.entries.items() if key.startswith(prefix)}
-        sampling = {key: file.get_tensor(key) for key in SAMPLING if key in file.entries}
-        if (bias := entries.get(PREDICTS_V)) is not None and math.prod(bias.shape) <= MAX_UNSEEN:
-            sampling[PREDICTS_V] = file.get_tensor(bias.key)
-        entries = {key: entry for key, entry in entries.items() if key not in SAMPLING}
-        if prefix and MARKER in file.entries:  # ComfyUI looks for it before and after it takes the prefix away
-            entries.setdefault(MARKER, file.entries[MARKER])
-        for ending, maker in FOREIGN.items():
-            if any(key.endswith(ending) for key in entries):
-                raise ValueError(
-                    f"model_name: {name} is quantised by {maker}, which neither ComfyUI nor Parallel DiT reads. Use a "
-                    "bf16, fp8 or GGUF file of the same model, or the nodes that were made for this file."
-                )
-        wishes = {key.removesuffix(PREFERENCE): entries.pop(key) for key in list(entries) if key.endswith(PREFERENCE)}
-        asked = {} if path.suffix.lower() in GGUF else file.objects(wishes)
-        kernels = {layer: asked_kernel(f"model_name: {name}", layer, wish) for layer, wish in asked.items()}
-        entries = attach_quantisation(name, entries, prefix, file)
-        # A matrix without values could claim any size. Empty vectors are markers.
-        for key, entry in entries.items():
-            if 0 in entry.shape and len(entry.shape) > 1:
-                shape = short(list(entry.shape))
-                raise ValueError(f"model_name: {name} has {short(key)} of shape {shape}, which has no values.")
-        try:
-            stated = file.stated("config", "transformer")
-        except ValueError:  # ComfyUI reads it for some models alone
-            stated = None
+    header, file = read_header(path), MappedFile(path)
+    prefix = prefix_of(header.entries)
+    entries = {key.removeprefix(prefix): entry for key, entry in header.entries.items() if key.startswith(prefix)}
+    sampling = {key: file.tensor(header.entries[key]) for key in SAMPLING if key in header.entries}
+    if (bias := entries.get(PREDICTS_V)) is not None and math.prod(bias.shape) <= MAX_UNSEEN:
+        sampling[PREDICTS_V] = file.tensor(bias)
+    entries = {key: entry for key, entry in entries.items() if key not in SAMPLING}
+    if prefix and MARKER in header.entries:  # ComfyUI looks for it before and after it takes the prefix away
+        entries.setdefault(MARKER, header.entries[MARKER])
+    for ending, maker in FOREIGN.items():
+        if any(key.endswith(ending) for key in entries):
+            raise ValueError(
+                f"model_name: {name} is quantised by {maker}, which neither ComfyUI nor Parallel DiT reads. Use a "
+                "bf16, fp8 or GGUF file of the same model, or the nodes that were made for this file."
+            )
+    wishes = {key.removesuffix(PREFERENCE): entries.pop(key) for key in list(entries) if key.endswith(PREFERENCE)}
+    asked = {} if path.suffix.lower() in GGUF else file.objects(wishes)
+    kernels = {layer: asked_kernel(f"model_name: {name}", layer, wish) for layer, wish in asked.items()}
+    of_layers = {layer.removeprefix(prefix): each for layer, each in header.stated(QUANTISATION, "layers").items()}
+    entries = attach_quantisation(name, entries, of_layers, file)
+    # A matrix without values could claim any size. Empty vectors are markers.
+    for key, entry in entries.items():
+        if 0 in entry.shape and len(entry.shape) > 1:
+            shape = short(list(entry.shape))
+            raise ValueError(f"model_name: {name} has {short(key)} of shape {shape}, which has no values.")
+    try:
+        stated = header.stated("config", "transformer")
+    except ValueError:  # ComfyUI reads it for some models alone
+        stated = None
     attention = {layer: kernel for layer, kernel in kernels.items() if kernel}
     return Contents(path, entries, stated, attention, state, sampling)
 

@@ -1,6 +1,5 @@
 """Opens safetensors and GGUF files: reads their headers, and returns their tensors as views of the mapped file."""
 
-import abc
 import json
 import math
 import mmap
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -62,6 +61,17 @@ _LENGTH = struct.Struct("<Q")
 """The format of the length of the header, with which a safetensors file begins."""
 
 
+class Stored(NamedTuple):
+    """A tensor's bytes in its file."""
+
+    kind: str
+    """Name of its dtype, or of GGUF's block format, in the file."""
+    shape: tuple[int, ...]
+    start: int
+    """Offset of its first byte in the file."""
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class Entry:
     """A tensor on disk, as described by its file's header."""
@@ -82,6 +92,8 @@ class Entry:
     file."""
     scales: "Mapping[str, Entry]" = field(default_factory=dict)
     """Other tensors of the file that belong to this weight, such as its scales, by name (quantised_layers.py)."""
+    stored: Stored | None = None
+    """Where a tensor of the file is."""
 
     @property
     def scale(self) -> "Entry | None":
@@ -102,34 +114,35 @@ class Entry:
         return self.layer
 
 
-class MappedFile(abc.ABC):
-    """An opened file. It is mapped when its first tensor is read, and unmapped once the last tensor is gone.
+class MappedFile:
+    """A file that is mapped for its first tensor, and unmapped once the last one and this object are gone.
 
-    Tensors are views of a read-only map. torch and safetensors create private writable maps, which count as memory of the
+    Tensors are views of a read-only map. torch and safetensors make private writable maps, which count as memory of the
     process: Linux refuses them for a file that is larger than the machine's memory, and Windows counts them once for each
     rank.
     """
 
-    entries: dict[str, Entry]
-    """The descriptions of the file's tensors, by key."""
-    texts: Mapping[str, str]
-    """The fields of the header that are text, by name."""
-
     def __init__(self, path: Path):
-        """Read the header. Raises ValueError, which names the file, if it is damaged or incomplete."""
         self.path = path
         self._map: memoryview | None = None
 
-    def __enter__(self) -> Self:
-        return self
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        """Return a view of the file as `entry.stored` has it: [rows, bytes] uint8 if `entry.dtype` is one of GGUF_BLOCKS.
+        Other blocks of GGUF are expanded to float32. Writing to the view would end the process.
 
-    def __exit__(self, *_: object) -> None:
-        self._map = None
-
-    @abc.abstractmethod
-    def get_tensor(self, key: str) -> torch.Tensor:
-        """Return a view of the file; of bytes if `Entry.dtype` is one of GGUF_BLOCKS. Writing to it would crash the process.
-        Raises ValueError if the file was cut after its header was read, or if torch does not have the dtype."""
+        Raises ValueError for a file that was cut since its header was read, and for a dtype that torch does not have."""
+        assert entry.stored is not None
+        kind, shape, start, nbytes = entry.stored
+        if kind not in DTYPES and kind not in GGUF_BLOCKS:
+            raise ValueError(f"{short(entry.key)} is stored as {short(kind, 20)}")
+        if not nbytes:
+            return torch.empty(shape, dtype=DTYPES[kind])
+        stored = self._bytes(start, nbytes)
+        if kind in DTYPES:
+            return stored.view(DTYPES[kind]).view(shape)
+        if entry.dtype == kind:
+            return stored.view(shape[0], -1)
+        return GgufBlocks(kind).expand(stored.view(1, -1), torch.float32).view(shape)
 
     def objects(self, entries: Mapping[str, Entry]) -> dict[str, Any]:
         """Return name -> the parsed JSON of its small tensor of bytes. Raises ValueError for a tensor that has no JSON."""
@@ -137,17 +150,7 @@ class MappedFile(abc.ABC):
             for name, entry in entries.items():
                 if entry.dtype != "U8" or len(entry.shape) != 1 or entry.shape[0] > MAX_JSON_BYTES:
                     raise ValueError(f"its entry for {short(name)} is {entry.dtype} of the shape {short(list(entry.shape))}")
-            return {name: json.loads(bytes(self.get_tensor(entry.key).tolist())) for name, entry in entries.items()}
-
-    def stated(self, text: str, inside: str) -> dict[str, Any]:
-        """Return object `inside` of the JSON in header field `text`; empty if either is missing. Raises ValueError for other
-        JSON."""
-        with _read(self.path):
-            outer = json.loads(self.texts.get(text, "{}"))
-            inner = outer.get(inside, {}) if isinstance(outer, dict) else None
-            if not isinstance(inner, dict):
-                raise ValueError(f"its header has an entry {text} in an unknown form")
-            return inner
+            return {name: json.loads(bytes(self.tensor(entry).tolist())) for name, entry in entries.items()}
 
     def _bytes(self, start: int, count: int) -> torch.Tensor:
         """Return a view of `count` bytes of the map from byte `start` on, as uint8."""
@@ -163,97 +166,87 @@ class MappedFile(abc.ABC):
             return torch.frombuffer(self._map, dtype=torch.uint8, count=count, offset=start)
 
 
-class SafetensorsFile(MappedFile):
-    """A safetensors file. The safetensors package checks it, but does not read it: its tensors would be memory of the
-    process."""
+@dataclass(frozen=True)
+class Header:
+    """The header of a file."""
 
-    def __init__(self, path: Path):
-        super().__init__(path)
-        with _read(path), path.open("rb") as file:
-            if len(first := file.read(_LENGTH.size)) < _LENGTH.size:
-                raise ValueError("it ends before its header")
-            (length,) = _LENGTH.unpack(first)
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(
-                    f"its header is said to have {length:,} bytes, and no model's has more than {MAX_HEADER_BYTES:,}"
-                )
-            # Opening checks that every tensor lies within the file and has as many bytes as its shape needs.
-            with safe_open(path, framework="np") as checked:
-                if len(keys := checked.keys()) > MAX_TENSORS:
-                    raise ValueError(f"its header lists {len(keys)} tensors, more than any model has")
-            header = json.loads(file.read(length))
-        self.texts = header.get("__metadata__") or {}
-        self._start, self._stored = _LENGTH.size + length, {key: header[key] for key in keys}
-        self.entries = {
-            key: Entry(key, tuple(each["shape"]), NAMES.get(each["dtype"], each["dtype"]))
-            for key, each in self._stored.items()
-        }
+    path: Path
+    entries: dict[str, Entry]
+    """The file's tensors, by key."""
+    texts: Mapping[str, str]
+    """Its fields that are texts, by name."""
 
-    def get_tensor(self, key: str) -> torch.Tensor:
-        stored = self._stored[key]
-        if stored["dtype"] not in DTYPES:
-            raise ValueError(f"{short(key)} is stored as {short(stored['dtype'], 20)}")
-        dtype, (start, stop) = DTYPES[stored["dtype"]], stored["data_offsets"]
-        if start == stop:
-            return torch.empty(stored["shape"], dtype=dtype)
-        return self._bytes(self._start + start, stop - start).view(dtype).view(stored["shape"])
+    def stated(self, text: str, inside: str) -> dict[str, Any]:
+        """Return object `inside` of the JSON in header field `text`; empty if either is missing. Raises ValueError for other
+        JSON."""
+        with _read(self.path):
+            outer = json.loads(self.texts.get(text, "{}"))
+            inner = outer.get(inside, {}) if isinstance(outer, dict) else None
+            if not isinstance(inner, dict):
+                raise ValueError(f"its header has an entry {text} in an unknown form")
+            return inner
 
 
-class GgufFile(MappedFile):
-    """A GGUF file; needs the `gguf` package. A tensor of blocks is [rows, bytes] uint8. If a row is not a whole number of
-    blocks, the tensor is expanded to float32."""
+def read_header(path: Path) -> Header:
+    """Return a file's header. Raises ValueError with the file's name if it is damaged or incomplete, and for a GGUF file
+    without the `gguf` package."""
+    return _gguf_header(path) if path.suffix.lower() in GGUF else _safetensors_header(path)
 
-    def __init__(self, path: Path):
-        super().__init__(path)
-        try:
-            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-        except ImportError as error:
+
+def _safetensors_header(path: Path) -> Header:
+    with _read(path), path.open("rb") as file:
+        if len(first := file.read(_LENGTH.size)) < _LENGTH.size:
+            raise ValueError("it ends before its header")
+        (length,) = _LENGTH.unpack(first)
+        if length > MAX_HEADER_BYTES:
             raise ValueError(
-                f"model_name: {short(path.name)} is a GGUF file. Reading it needs the Python package 'gguf': pip install "
-                "gguf"
-            ) from error
-        with _read(path):
-            with path.open("rb") as file:
-                length = os.fstat(file.fileno()).st_size
-                header = read_gguf_header(memoryview(file.read(MAX_GGUF_HEADER_BYTES)))
-            self._kinds = {name: GGMLQuantizationType(tensor.kind) for name, tensor in header.tensors.items()}
-            self._places = {}
-            for name, tensor in header.tensors.items():
-                values, size = GGML_QUANT_SIZES[self._kinds[name]]
-                count = math.prod(tensor.shape)
-                nbytes = count // values * size
-                if (tensor.shape or (1,))[-1] % values or tensor.start + nbytes > length:
-                    raise ValueError(f"the values of {short(name)} are incomplete")
-                self._places[name] = tensor.start, nbytes
-        self.texts = header.texts
-        self.entries = {}
+                f"its header is said to have {length:,} bytes, and no model's has more than {MAX_HEADER_BYTES:,}"
+            )
+        # The package checks that every tensor lies within the file and has as many bytes as its shape needs.
+        with safe_open(path, framework="np") as checked:
+            if len(keys := checked.keys()) > MAX_TENSORS:
+                raise ValueError(f"its header lists {len(keys)} tensors, more than any model has")
+        header = json.loads(file.read(length))
+    entries = {}
+    for key in keys:
+        kind, shape, (start, stop) = header[key]["dtype"], tuple(header[key]["shape"]), header[key]["data_offsets"]
+        stored = Stored(kind, shape, _LENGTH.size + length + start, stop - start)
+        entries[key] = Entry(key, shape, NAMES.get(kind, kind), stored=stored)
+    return Header(path, entries, header.get("__metadata__") or {})
+
+
+def _gguf_header(path: Path) -> Header:
+    try:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    except ImportError as error:
+        raise ValueError(
+            f"model_name: {short(path.name)} is a GGUF file. Reading it needs the Python package 'gguf': pip install gguf"
+        ) from error
+    entries = {}
+    with _read(path):
+        with path.open("rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            header = read_gguf_header(memoryview(file.read(MAX_GGUF_HEADER_BYTES)))
         for name, tensor in header.tensors.items():
+            kind = GGMLQuantizationType(tensor.kind)
+            values, size = GGML_QUANT_SIZES[kind]
+            nbytes = math.prod(tensor.shape) // values * size
+            if (tensor.shape or (1,))[-1] % values or tensor.start + nbytes > length:
+                raise ValueError(f"the values of {short(name)} are incomplete")
             shape = header.arrays.get(ORIGINAL_SHAPE + name) or tensor.shape
             if min(shape, default=1) < 1 or math.prod(shape) != math.prod(tensor.shape):
-                raise ValueError(
-                    f"model_name: {short(path.name)} has {short(name)} in a shape that does not match its number of values."
-                )
-            self.entries[name] = Entry(name, shape, self._dtype(name, shape))
-
-    def get_tensor(self, key: str) -> torch.Tensor:
-        kind, entry, stored = self._kinds[key].name, self.entries[key], self._bytes(*self._places[key])
-        if kind in NAMES:
-            return stored.view(DTYPES[kind]).view(entry.shape)
-        if entry.dtype == kind:
-            return stored.view(entry.shape[0], -1)
-        return GgufBlocks(kind).expand(stored.view(1, -1), torch.float32).view(entry.shape)
-
-    def _dtype(self, key: str, shape: tuple[int, ...]) -> str:
-        """Return the value for Entry.dtype."""
-        kind = self._kinds[key].name
-        if kind not in GGUF_BLOCKS:
-            return NAMES.get(kind, kind)
-        return kind if len(shape) > 1 and math.prod(shape[1:]) % GGUF_BLOCKS[kind][0] == 0 else "fp32"
+                raise ValueError(f"{short(name)} has a shape that does not match its number of values")
+            entries[name] = Entry(
+                name, shape, _gguf_dtype(kind.name, shape), stored=Stored(kind.name, shape, tensor.start, nbytes)
+            )
+    return Header(path, entries, header.texts)
 
 
-def open_file(path: Path) -> MappedFile:
-    """Open the file and read its header. Raises ValueError, which names the file, if it is damaged or incomplete."""
-    return GgufFile(path) if path.suffix.lower() in GGUF else SafetensorsFile(path)
+def _gguf_dtype(kind: str, shape: tuple[int, ...]) -> str:
+    """Return Entry.dtype. A tensor of blocks whose rows are not whole numbers of blocks is expanded."""
+    if kind not in GGUF_BLOCKS:
+        return NAMES.get(kind, kind)
+    return kind if len(shape) > 1 and math.prod(shape[1:]) % GGUF_BLOCKS[kind][0] == 0 else "fp32"
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import threading
 from statistics import fmean
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.reader import check_scales
 from parallel_backend.core.devices import on_ray
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.setup import Setup
@@ -48,23 +47,20 @@ def load_model(
 ) -> RemoteTransformer:
     """The model of `setup`, whose files are `checkpoint`, on the ranks of `pool`. Returns when every rank has its part.
 
-    `make_room` is asked for memory on the ranks' GPUs, before loading and before runs. `expected`: the run for which stages
-    are balanced; they stay for runs of other sizes. `keep_others`: other models on the ranks stay. `learnt`: see
-    MemoryGuard.
-
-    Raises ValueError, naming the widget, if the model cannot be cut in this way or the scale of a weight is not finite;
-    RankError if a rank fails; NoRoomToLoad if its device has too little memory.
+    `make_room` is asked for memory on the ranks' GPUs, before loading and before runs. `expected`: the run for which the
+    model is cut; the cut stays for runs of other sizes. `keep_others`: other models on the ranks stay. `learnt`: see
+    MemoryGuard. ValueError, naming the widget, if the model cannot be cut so;
+    RankError if a rank fails, NoRoomToLoad if its device has too little memory.
     """
     degrees, built = setup.degrees, checkpoint.built
     check_devices(degrees, pool.devices)
     checkpoint.check_degrees(degrees)
-    check_scales(checkpoint)
     ranks, lock = ModelRanks(pool, keep_others), threading.RLock()
     if not pool.ready.done():
         progress(f"starting {len(pool.devices)} ranks", 0.0)
     wait_for(pool.ready, poll)
     progress("loading", 0.0)
-    even = even_stages(built.total, degrees.pipe)
+    even = even_stages(len(built.own.blocks), degrees.pipe)
     check = MemoryCheck(checkpoint, setup, even, devices_for(pool.devices))
     memory = MemoryGuard(ranks, check, built, make_room, lock, learnt)
     requests = () if expected is None else (expected,)

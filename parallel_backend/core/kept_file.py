@@ -3,11 +3,11 @@
 import hashlib
 import json
 import logging
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
-
-from .json_file import write_json
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,8 +36,21 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Recur
 
 
 def write_kept(path: Path, key: dict[str, object], name: str, content: object) -> None:
-    """Write the file atomically, see write_json. Raises OSError if it cannot be written."""
-    write_json(path, {"key": key, name: content, "digest": digest(content)})
+    """Atomically: a concurrent reader sees the old file or the new one. OSError if it cannot be written. ValueError for NaN
+    and infinity, which are not JSON."""
+    _write_json(path, {"key": key, name: content, "digest": digest(content)})
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file, indent=1, allow_nan=False)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def find_kept(folder: Path, key: dict[str, object], name: str, read: Callable[[Any], T]) -> T | None:

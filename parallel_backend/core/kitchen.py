@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -33,13 +34,13 @@ def kitchen() -> Kitchen:
         import comfy_kitchen.tensor
     except (ImportError, AttributeError, RuntimeError) as error:  # an old torch lacks names that the package uses
         return Kitchen(None, f"comfy-kitchen cannot be used ({type(error).__name__}: {error})")
-    comfy_kitchen.registry.disable("triton")  # as in ComfyUI, unless it is asked for
-    if torch.version.cuda is None:
-        comfy_kitchen.registry.disable("cuda")
-    elif int(torch.version.cuda.split(".")[0]) < CUDA_TORCH:
-        comfy_kitchen.registry.disable("cuda")
-        return Kitchen(comfy_kitchen.tensor, f"its CUDA kernels need a torch for CUDA {CUDA_TORCH}")
-    return Kitchen(comfy_kitchen.tensor, "")
+    is_new = torch.version.cuda is not None and int(torch.version.cuda.split(".")[0]) >= CUDA_TORCH
+    if "comfy.quant_ops" not in sys.modules:  # which chooses for its process, by ComfyUI's options
+        comfy_kitchen.registry.disable("triton")
+        if not is_new:
+            comfy_kitchen.registry.disable("cuda")
+    too_old = torch.version.cuda is not None and not is_new
+    return Kitchen(comfy_kitchen.tensor, f"its CUDA kernels need a torch for CUDA {CUDA_TORCH}" if too_old else "")
 
 
 @functools.cache

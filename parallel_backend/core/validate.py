@@ -73,25 +73,24 @@ def _mixed(devices: Sequence[str]) -> bool:
 
 def check_model(
     degrees: Degrees,
-    *,
-    heads: int,
     blocks: int,
-    key_heads: int | None = None,
+    heads: int,
+    head_units: int = 0,
     tensor_degrees: Collection[int] | None = None,
     file: str = "this file",
 ) -> None:
-    """Raise ValueError, naming the widget, if a model with these numbers of attention heads and blocks cannot be cut by
+    """Raise ValueError, naming the widget, if a model with these numbers of blocks and attention heads cannot be cut by
     `degrees`.
 
-    `key_heads`: None: as many as `heads`. `tensor_degrees`: those by which quantized weights can be cut. None: all. `file`:
-    the model's file, for errors caused by it.
+    `head_units`: see OwnBlock. `tensor_degrees`: those by which quantised weights can be cut. None: all. `file`: the
+    model's, for errors that lie in it.
     """
     if degrees.pipe > max(blocks, 1):
         raise ValueError(
             f"pipefusion_degree is {degrees.pipe}, but this model has {blocks} transformer blocks: a stage needs at "
             f"least one. Use pipefusion_degree <= {blocks}."
         )
-    if degrees.tensor > (whole := key_heads or heads):
+    if degrees.tensor > (whole := head_units or heads):
         kind = "attention heads" if whole == heads else "groups of attention heads"
         raise ValueError(
             f"tensor_parallel_degree is {degrees.tensor}, but this model has {whole} {kind}: each GPU needs at least one. "

@@ -73,13 +73,12 @@ class MemoryCheck:
         if memory.free is None:
             return 0
         needs, free = self.memory(requests), memory.free - self.offload.leave_free
+        run = sum(needs[rank].run for rank in memory.ranks)
         if resident is None:
-            other_bytes = sum(needs[rank].total - needs[rank].weights for rank in memory.ranks)
-            size = other_bytes + self._together(memory, {rank: needs[rank].weights for rank in memory.ranks})
+            size = run + self._together(memory, {rank: needs[rank].weights for rank in memory.ranks})
             return max(0, math.ceil(size / USABLE_MEMORY) - free - memory.held)
         away = sum(max(0, needs[rank].weights - resident[rank]) for rank in memory.ranks)
-        size = away + sum(needs[rank].run for rank in memory.ranks)
-        return max(0, math.ceil(size / USABLE_MEMORY) - free)
+        return max(0, math.ceil((away + run) / USABLE_MEMORY) - free)
 
     def _together(self, memory: DeviceMemory, sizes: Mapping[int, int]) -> int:
         """Return the bytes that weights of these `sizes`, by rank, take in `memory`."""
@@ -126,11 +125,11 @@ class MemoryCheck:
             if memory.free is None or not self.streams(memory):
                 continue
             sharing = [weights[rank] for rank in memory.ranks]
-            run = sum(needs[rank].total - needs[rank].weights for rank in memory.ranks)
+            run = sum(needs[rank].run for rank in memory.ranks)
             free = memory.free - self.offload.leave_free
             budget = int((USABLE_MEMORY if requests else WEIGHTS_SHARE) * (free + memory.held)) - run
             if resident is not None:
-                now, run = sum(resident[rank] for rank in memory.ranks), sum(needs[rank].run for rank in memory.ranks)
+                now = sum(resident[rank] for rank in memory.ranks)
                 budget = int(USABLE_MEMORY * (free + now)) - run
                 # The run alone fits: weights do not move to win back the slack that USABLE_MEMORY leaves beside them.
                 if budget < now <= free + now - run / USABLE_MEMORY:

@@ -55,13 +55,7 @@ class ModelSizes:
 
     def check(self, degrees: Degrees) -> None:
         """Raise ValueError, naming the widget, for degrees that the model does not allow."""
-        check_model(
-            degrees,
-            heads=self.heads,
-            blocks=len(self.block_bytes),
-            key_heads=self.head_units or None,
-            tensor_degrees=self.tensor_degrees,
-        )
+        check_model(degrees, len(self.block_bytes), self.heads, self.head_units, self.tensor_degrees)
 
     def key_heads_on(self, degrees: Degrees, at: Coordinate) -> int:
         """Return the number of heads of keys and values that a rank stores.

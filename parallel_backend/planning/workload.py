@@ -109,16 +109,16 @@ def workload_of(
     request = expected_request(checkpoint, shape, entries, prompt)
     sizes = replace(model_sizes(checkpoint, dtype, device), transfer_dtype=transfer_dtype)
     kinds: dict[tuple[str, tuple[StreamKeys, ...]], str] = {}
-    blocks = zip(built.block_names, sizes.attention, strict=True)
+    blocks = zip(built.own.blocks, sizes.attention, strict=True)
     return Workload(
         name=checkpoint.path.name,
         kind=built.title,
         dtype=dtype,
-        shape=(shape[0], built.latent_channels, *shape[2:]),
+        shape=(shape[0], 1 if built.call is None else built.call.latents[0].shape[1], *shape[2:]),
         entries=entries,
         steps=steps,
         prompt=prompt,
-        blocks=tuple(kinds.setdefault((list_of(name), attention), name) for name, attention in blocks),
+        blocks=tuple(kinds.setdefault((list_of(block.name), attention), block.name) for block, attention in blocks),
         sizes=sizes,
         grid=request.grid,
         text=request.text,

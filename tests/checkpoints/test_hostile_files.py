@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_own_class
 from parallel_backend.checkpoints.single_file import MAX_REFUSAL, MAX_SETTING, MAX_UNSEEN, check_own_arguments, contents_of
-from parallel_backend.checkpoints.tensor_files import MAX_HEADER_BYTES, open_file
+from parallel_backend.checkpoints.tensor_files import MAX_HEADER_BYTES, read_header
 from parallel_backend.own_class.built.building import build
 from testing import mini
 from tests.support.planted_comfyui import planted, planted_comfyui
@@ -81,7 +81,7 @@ def test_a_header_larger_than_any_models_is_not_parsed(tmp_path):
     path = sparse(tmp_path / "a.safetensors", header(), MAX_HEADER_BYTES + 1)
     refused(path, "its header is said to have 33,554,433 bytes, and no model's has more than", megabytes=1, seconds=1)
     with pytest.raises(ValueError, match=r"^model_name: a.safetensors .* no model's has more than"):
-        open_file(path)
+        read_header(path)
     refused(sparse(path, header(), MAX_HEADER_BYTES), "damaged or incomplete .Error while")
 
 
@@ -262,7 +262,7 @@ def test_gguf_tensors_have_to_be_there(tmp_path, case):
 def test_a_shape_of_its_own_has_room_for_the_values(tmp_path):
     stated = field(b"comfy.gguf.orig_shape.a", 9, struct.pack("<IQ2i", 5, 2, 3, 3))
     content = gguf_with(stated, tensors=1) + TENSOR + struct.pack("<I1QIQ", 1, 8, 0, 0)
-    refused(gguf(tmp_path / "a.gguf", content, 4096), "in a shape that does not match its number of values")
+    refused(gguf(tmp_path / "a.gguf", content, 4096), "a has a shape that does not match its number of values")
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ from comfy_kitchen.tensor import QuantizedTensor
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from parallel_backend.checkpoints import quantised_formats
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_own_class
-from parallel_backend.checkpoints.quantised_formats import FORMATS, rotate
-from parallel_backend.checkpoints.reader import check_scales, reading
-from parallel_backend.client.loading import load_model
+from parallel_backend.checkpoints.quantised_formats import FORMATS
+from parallel_backend.checkpoints.reader import reading
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.kitchen import Kitchen
 from parallel_backend.core.spans import Shard, Span
+from parallel_backend.rank.finite_check import bad_weights
 from parallel_backend.rank.stage import quantised_products
 from parallel_backend.rank.stage.linear import PackedLinear
 from testing import mini
@@ -163,14 +164,11 @@ def test_a_product_that_comfy_kitchen_falls_back_from_is_called_no_product(files
     quantised_products.trial.cache_clear()
 
 
-def test_without_the_package_weights_are_expanded(files, monkeypatch):
-    path, values = files("int8, rotated")
+def test_a_file_is_refused_without_the_package(files, monkeypatch):
     missing = Kitchen(None, "comfy-kitchen cannot be used (it is not there)")
-    monkeypatch.setattr(quantised_products, "kitchen", lambda: missing)
-    layer = loaded(path).get_submodule(PROJ)
-    x = torch.randn(5, 256)
-    assert torch.equal(layer(x), F.linear(x, values["double_blocks.1.img_attn.proj.weight"], layer.bias))
-    assert layer.arithmetic.word == ("int8_tensorwise expanded to float32: comfy-kitchen cannot be used (it is not there)")
+    monkeypatch.setattr(quantised_formats, "kitchen", lambda: missing)
+    with pytest.raises(ValueError, match=r"^model_name: .* as int8_tensorwise, which needs comfy-kitchen: .*not there"):
+        opened(files("int8, rotated")[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -195,31 +193,20 @@ def test_parts_of_a_weight(files, kind):
                 assert packed.nbytes == expected.numel() * entry.layer.bits // 8
 
 
-def six_bits(**how) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """(a file's tensors of the layer PROJ in w6a8_int8, the values before their rotation by 64), made by hand.
-
-    The low four bits of a row's values come first, two to a byte, then the high two, four to a byte.
-    """
-    generator, rows, columns = torch.Generator().manual_seed(9), 256, 256
-    codes = torch.randint(1, 64, (rows, columns), dtype=torch.uint8, generator=generator)
-    low = (codes[:, ::2] & 15) | (codes[:, 1::2] & 15) << 4
-    high = sum((codes[:, place::4] >> 4) << 2 * place for place in range(4))
-    groups = (torch.rand(rows, columns // 16, generator=generator) * 4 + 1).to(torch.float8_e4m3fn)
-    channels = torch.rand(rows, generator=generator) * 1e-3
-    integers = ((codes.float() - 32) * groups.float().repeat_interleave(16, 1)).round().clamp(-127, 127)
-    said = {"format": "w6a8_int8", "group_size": 16, "convrot": True, "convrot_groupsize": 64} | how
-    made = {"weight": torch.cat((low, high), 1).view(torch.int8), "weight_s_rel": groups, "weight_s_channel": channels}
-    tensors = {f"{PROJ}.{leaf}": tensor for leaf, tensor in (made | {"comfy_quant": marked(said)}).items()}
-    return tensors, integers * channels[:, None]
+def six_bits() -> dict[str, torch.Tensor]:
+    """A file's tensors of the layer PROJ [256, 256] in w6a8_int8."""
+    said = {"format": "w6a8_int8", "group_size": 16, "convrot": True, "convrot_groupsize": 64}
+    groups = torch.ones(256, 256 // 16).to(torch.float8_e4m3fn)
+    made = {"weight": torch.ones(256, 192, dtype=torch.int8), "weight_s_rel": groups, "weight_s_channel": torch.ones(256)}
+    return {f"{PROJ}.{leaf}": tensor for leaf, tensor in (made | {"comfy_quant": marked(said)}).items()}
 
 
-def test_six_bits_are_read_without_a_comfy_kitchen_that_knows_them(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantised_products, "_knows", lambda _tensors, format: format != "w6a8_int8")
-    tensors, values = six_bits()
-    save_file(whole | tensors, path := tmp_path / "six.safetensors")
-    linear = loaded(path).get_submodule(PROJ)
-    assert torch.equal(linear.weight, rotate(values, 64))
-    assert linear.arithmetic.word.startswith("w6a8_int8 expanded to float32: this comfy-kitchen or torch is too old")
+def test_six_bits_need_a_comfy_kitchen_that_knows_them(whole, tmp_path, monkeypatch):
+    save_file(whole | six_bits(), path := tmp_path / "six.safetensors")
+    if quantised_formats.kitchen_lacks("w6a8_int8"):
+        with pytest.raises(ValueError, match=r"as w6a8_int8, which needs comfy-kitchen: this comfy-kitchen .* too old"):
+            opened(path)
+    monkeypatch.setattr("parallel_backend.checkpoints.checkpoint.kitchen_lacks", lambda _format: "")
     assert opened(path, tensor=2).tensor_degrees == {1}
 
 
@@ -277,14 +264,12 @@ SCALES = {
 
 
 @pytest.mark.parametrize("kind", SCALES)
-def test_a_scale_that_is_not_finite_is_named_before_anything_is_loaded(files, tmp_path, kind):
+def test_a_scale_that_is_not_finite_names_its_weight(files, tmp_path, kind):
     leaf, scale = SCALES[kind]
-    path, pool = tmp_path / "broken.safetensors", mock.Mock(devices=("cpu",))
-    check_scales(opened(files(kind)[0]))
+    path, store = tmp_path / "broken.safetensors", mock.Mock()
+    assert bad_weights(loaded(files(kind)[0]), store, ()) == ()
     save_file(put(leaf, scale)(load_file(files(kind)[0])), path)
-    with pytest.raises(ValueError, match=rf"^model_name: broken\.safetensors has {LAYER}\.{leaf}, a "):
-        load_model(pool, opened(path), mini.setup(path, "fp32", ("cpu",), Degrees(), "sdpa", "even"), lambda: None)
-    assert not pool.method_calls, "a rank has heard of it"
+    assert bad_weights(loaded(path), store, ()) == (f"{LAYER}.weight",)
 
 
 def test_every_format_has_a_damaged_file():

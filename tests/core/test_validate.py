@@ -12,8 +12,8 @@ MODEL = {"heads": 12, "blocks": 5}
     ("degrees", "model"),
     [
         (Degrees(pipe=5), MODEL),
-        (Degrees(tensor=3), MODEL | {"key_heads": 3}),
-        (Degrees(tensor=3, ulysses=4), MODEL | {"key_heads": 3}),
+        (Degrees(tensor=3), MODEL | {"head_units": 3}),
+        (Degrees(tensor=3, ulysses=4), MODEL | {"head_units": 3}),
         (Degrees(batch=2, pipe=5, ulysses=12), MODEL),
     ],
     ids=str,
@@ -29,8 +29,8 @@ def test_what_the_model_can_be_cut_into_is_let_through(degrees, model):
         (Degrees(ulysses=13), MODEL, "ulysses_degree <= 12"),
         (Degrees(tensor=13), MODEL, "tensor_parallel_degree <= 12"),
         (Degrees(tensor=5, ulysses=3), MODEL, "ulysses_degree <= 2"),
-        (Degrees(tensor=4), MODEL | {"key_heads": 3}, "tensor_parallel_degree <= 3"),
-        (Degrees(tensor=2, ulysses=5), MODEL | {"key_heads": 3}, "ulysses_degree <= 4"),
+        (Degrees(tensor=4), MODEL | {"head_units": 3}, "tensor_parallel_degree <= 3"),
+        (Degrees(tensor=2, ulysses=5), MODEL | {"head_units": 3}, "ulysses_degree <= 4"),
     ],
     ids=str,
 )

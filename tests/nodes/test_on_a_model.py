@@ -71,7 +71,7 @@ def settings(patcher, wish, leaf="comfy_attention"):
     """A LoRA's settings of attention in every block, as ComfyUI from 0.38 on hands them over."""
     checkpoint = patcher.stub.checkpoint
     said = torch.tensor(list(json.dumps(wish).encode()), dtype=torch.uint8)
-    layers = range(checkpoint.built.total)
+    layers = range(len(checkpoint.built.own.blocks))
     return {f"diffusion_model.blocks.{layer}.attn.{leaf}.config": ("config", (said,)) for layer in layers}
 
 

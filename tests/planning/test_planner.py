@@ -408,7 +408,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch, cap
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("parallel_backend.core.json_file.json.dump", full)
+        patch.setattr("parallel_backend.core.kept_file.json.dump", full)
         with caplog.at_level(logging.WARNING):
             keep(tmp_path, KEY, measure())
     assert "could not be stored" in caplog.text

@@ -35,7 +35,7 @@ class OneRank:
     ):
         self.checkpoint = opened or mini.opened(path)
         self.built = self.checkpoint.built
-        blocks = (Span(0, self.built.total),)
+        blocks = (Span(0, len(self.built.own.blocks)),)
         setup = Setup(path, dtype, ("cpu",), Degrees(), "sdpa", own_class=self.built.own, **settings)
         load = m.Load(setup, blocks, (1.0,), resident=resident)
         self.stage = LoadedStage(0, torch.device("cpu"), load, lambda fraction: None, nobody(), Heartbeat(), copies)

@@ -101,7 +101,7 @@ def preferred_attention(checkpoint: Checkpoint, loaded: str, options: Mapping[st
     none, if blocks differ, or if the user's widget `attention` (`loaded`) names a kernel."""
     asked = {**checkpoint.attention, **options.get(PREFERRED, {})}
     kernels = set(asked.values())
-    in_all = len(asked) >= checkpoint.built.total
+    in_all = len(asked) >= len(checkpoint.built.own.blocks)
     free = loaded.partition("/")[0] == AUTO
     return kernels.pop() if free and in_all and len(kernels) == 1 else ""
 

@@ -73,11 +73,6 @@ class BuiltClass:
     """The call with which a trial was made, used as an example. None: no trial ran in this process."""
 
     @property
-    def name(self) -> str:
-        """The model's name in messages to users."""
-        return NAME
-
-    @property
     def title(self) -> str:
         """The model's name with its class, for users."""
         return f"{NAME} {self.own.name}"
@@ -91,16 +86,6 @@ class BuiltClass:
     def counts(self) -> dict[str, int]:
         """List of blocks -> number of its blocks."""
         return {name: len(blocks) for name, blocks in self.own.lists().items()}
-
-    @property
-    def total(self) -> int:
-        """Number of blocks."""
-        return len(self.own.blocks)
-
-    @property
-    def block_names(self) -> list[str]:
-        """Names of the blocks in the order in which they run."""
-        return [block.name for block in self.own.blocks]
 
     def place(self, target: str) -> tuple[str, int] | None:
         """Return (list of blocks, number in it) of the block that has the parameter `target`. None: no block has it."""
@@ -129,11 +114,6 @@ class BuiltClass:
         """Channels of a token between blocks."""
         widths = [shape[-1] for name, shape in self.shapes.items() if name in self.parameters and len(shape) == 2]
         return max(set(widths), key=widths.count, default=1)
-
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the latent; 1 if no call is known."""
-        return 1 if self.call is None else self.call.latents[0].shape[1]
 
     @cached_property
     def tensor_plan(self) -> LayerCuts:

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from parallel_backend.core.kept_file import read_kept
 from parallel_backend.core.own_class import ROOT, OwnBlock, OwnClass, OwnCut
-from parallel_backend.own_class.plans.block_order import are_mixed, list_of, read_by_next, whole_list
+from parallel_backend.own_class.plans.block_order import read_by_next, whole_list
 from parallel_backend.own_class.plans.proof import Proof
 
 PLANS = Path(__file__).parent
@@ -125,31 +125,6 @@ class Plan:
         return dataclasses.replace(self.proof, blocks=tuple(blocks))
 
 
-def lists_of(blocks: Sequence[OwnBlock]) -> tuple[ListPlan, ...]:
-    """Return the ListPlans for a model with these blocks."""
-    found: dict[str, list[OwnBlock]] = {}
-    behind: dict[str, list[int]] = {}
-    mixed = are_mixed(blocks)
-    for block in blocks:
-        of_list = found.setdefault(list_of(block), [])
-        of_list.append(dataclasses.replace(block, name="", until="" if mixed else block.until))
-        behind.setdefault(list_of(block), []).append(len(found[list_of(blocks[0])]) - 1)
-    read = {list_of(block) for block in blocks if block.until} if mixed else set()
-    lists = []
-    for number, (name, of_list) in enumerate(found.items()):
-        starts = [0, *(at for at in range(1, len(of_list) - 1) if at == 1 or of_list[at] != of_list[at - 1])]
-        kinds = *(of_list[at] for at in starts), of_list[-1]
-        shared = {(each.cuts, each.divided) for each in kinds}
-        cuts, divided = shared.pop() if len(shared) == 1 else ((), ())
-        if cuts or divided:
-            kinds = tuple(dataclasses.replace(each, cuts=(), divided=()) for each in kinds)
-        told = tuple(starts) if len(starts) > 2 else ()
-        of_first = tuple(behind[name]) if mixed and number else ()
-        kinds = kinds[:1] if len(set(kinds)) == 1 else kinds
-        lists.append(ListPlan(name, kinds, cuts, divided, told, of_first, name in read))
-    return tuple(lists)
-
-
 def without(arguments: Mapping[str, Any], depths: Sequence[str]) -> str:
     """Return the JSON of a constructor's arguments without `depths`, with sorted names."""
     return json.dumps({name: value for name, value in arguments.items() if name not in depths}, sort_keys=True)
@@ -172,16 +147,9 @@ def read_plans(own: OwnClass, code: str) -> list[Plan] | None:
     return None if content is None else [of_json(Plan, each) for each in content]
 
 
-def to_json(value: Any) -> Any:
-    """Return a dataclass, and dataclasses in it, as dictionaries without fields that have their default value."""
-    if dataclasses.is_dataclass(value):
-        fields = {each.name: (getattr(value, each.name), each.default) for each in dataclasses.fields(value)}
-        return {name: to_json(one) for name, (one, default) in fields.items() if one != default}
-    return [to_json(each) for each in value] if isinstance(value, tuple) else value
-
-
 def of_json(hint: Any, value: Any) -> Any:
-    """Return the inverse of `to_json`. `hint`: the type. Raises TypeError or ValueError if the value has another form."""
+    """A dataclass of the type `hint` from a dictionary without fields that have their default, and those in it. TypeError or
+    ValueError for a value of another form."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is UnionType:
         return None if value is None else of_json(next(each for each in arguments if each is not NoneType), value)

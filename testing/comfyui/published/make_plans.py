@@ -19,13 +19,14 @@ import comfy.nested_tensor
 import comfy.supported_models
 from boot import BASE, Results, ksampler, nodes, parallel, torch
 from native_files import native_shapes, write_hole
+from plan_json import lists_of, to_json
 from published import PUBLISHED, Published
 
 from parallel_backend.core.own_class import OwnBlock, OwnClass
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.calls.tried_calls import Call
 from parallel_backend.own_class.plans.block_order import block_lists
-from parallel_backend.own_class.plans.plan import Plan, key_of, lists_of, path_of, to_json, without
+from parallel_backend.own_class.plans.plan import Plan, key_of, path_of, without
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 from parallel_backend.own_class.trials.short_model import narrowed
 from parallel_backend.own_class.trials.trial import trial

@@ -202,8 +202,8 @@ def _watch_blocks(agent: Agent, engine_class: Any) -> None:
 
     def init(engine: Any, *arguments: Any) -> None:
         make(engine, *arguments)
-        for name in engine.stage.built.block_names:
-            block = engine.stage.model.get_submodule(name)
+        for record in engine.stage.built.own.blocks:
+            block = engine.stage.model.get_submodule(record.name)
             if any(True for _ in block.parameters()):  # this stage's
                 block.register_forward_hook(seen)
 

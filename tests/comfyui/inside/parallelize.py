@@ -14,7 +14,7 @@ from comfy_extras import nodes_model_advanced, nodes_model_merging
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(PACK))
-from parallel_backend.checkpoints.tensor_files import GgufFile
+from parallel_backend.checkpoints.tensor_files import MappedFile, read_header
 from testing.gguf_files import write_gguf
 
 sys.path.remove(str(PACK))
@@ -61,9 +61,12 @@ def gguf_model(name: str):
     ops.Linear = type("Linear", (comfy.ops.manual_cast.Linear,), {"__module__": "gguf_pack.ops"})
     patcher = type("GGUFModelPatcher", (comfy.model_patcher.ModelPatcher,), {"__module__": "gguf_pack.ops"})
     pack.GGMLOps = ops
-    file = GgufFile(BASE / "models" / "diffusion_models" / name)
-    tensors = {key: file.get_tensor(key).clone() for key in file.entries}
-    model = comfy.sd.load_diffusion_model_state_dict(tensors, model_options={"custom_operations": ops}, metadata=file.texts)
+    path = BASE / "models" / "diffusion_models" / name
+    header, file = read_header(path), MappedFile(path)
+    tensors = {key: file.tensor(entry).clone() for key, entry in header.entries.items()}
+    model = comfy.sd.load_diffusion_model_state_dict(
+        tensors, model_options={"custom_operations": ops}, metadata=header.texts
+    )
     return patcher.clone(model)
 
 

@@ -12,7 +12,7 @@ import folder_paths
 from boot import BASE, PACK, Results, comfy, native_model, nodes, torch
 
 sys.path.insert(0, str(PACK))
-from parallel_backend.checkpoints.tensor_files import GgufFile
+from parallel_backend.checkpoints.tensor_files import MappedFile, read_header
 
 sys.path.remove(str(PACK))
 LOADER = sys.modules[nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__]
@@ -38,10 +38,10 @@ def native(path: Path) -> Any:
     """ComfyUI's MODEL. GGUF files are handed on as ComfyUI-GGUF does it."""
     if path.suffix.lower() != ".gguf":
         return native_model(path)
-    with GgufFile(path) as file:
-        tensors = {key: file.get_tensor(key).clone() for key in file.entries}
-        options = {"dtype": torch.float32}
-        return comfy.sd.load_diffusion_model_state_dict(tensors, model_options=options, metadata=file.texts)
+    header, file = read_header(path), MappedFile(path)
+    tensors = {key: file.tensor(entry).clone() for key, entry in header.entries.items()}
+    options = {"dtype": torch.float32}
+    return comfy.sd.load_diffusion_model_state_dict(tensors, model_options=options, metadata=header.texts)
 
 
 def by_comfyui(path: Path) -> dict:
