@@ -16,7 +16,7 @@ class Trials:
     proofs: Mapping[int, Proof | str]
     """Tensor degree -> its proof, or a text that says why there is no proof."""
     guesses: bool = False
-    """Tensor degrees that were not tried count as proven: they are tried before they run."""
+    """Whether untried tensor degrees count as proven. They are then tried before they run."""
 
     def lacks(self, degrees: Degrees) -> str:
         """Why the class cannot run with these degrees, naming the widget. Empty: it can."""
@@ -39,7 +39,7 @@ class Trials:
         return replace(self, proofs={**self.proofs, degree: found})
 
     def class_for(self, degrees: Degrees) -> OwnClass:
-        """The class with the proofs for these degrees, if `lacks` returns nothing for them."""
+        """Return the class with the proofs for these degrees, for which `lacks` must return nothing."""
         proof = self.proofs[degrees.tensor]
         assert isinstance(proof, Proof)
         return replace(self.own, blocks=proof.blocks, latent=proof.latent)

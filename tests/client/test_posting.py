@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from parallel_backend.client.call import Conditioning, ModelCall, PostedCall, TokenLayout
+from parallel_backend.client.conditioning_cache import CONDITIONINGS_KEPT, ConditioningCache
 from parallel_backend.client.posting import Posting
 from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.degrees import Degrees
@@ -17,7 +18,7 @@ from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span, split
 from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.wire.encoding import BadMessage
-from parallel_backend.wire.sampling import Output
+from parallel_backend.wire.sampling import DropConditioning, Output
 
 TOKENS, WIDTH = 6, 4
 
@@ -138,3 +139,26 @@ def test_another_sound_and_whatever_else_ranks_were_told_is_another_conditioning
     assert not known.matches(replace(call, changes=BlockChanges(("blocks.1",))), layout, [])
     assert not known.matches(replace(call, tensors={}), layout, [])
     assert not known.matches(replace(call, tensors={"context": torch.ones(1, 7, 8)}), layout, ["context"])
+
+
+def test_the_ranks_keep_conditionings_that_were_used_last():
+    """A call that uses the oldest one again may still wait to be sent when another call brings in a new one."""
+    told: list[Any] = []
+    ranks: Any = SimpleNamespace(send=lambda _rank, message: told.append(message), tell=told.append)
+    built = SimpleNamespace(
+        text_tokens=lambda *_: 7,
+        counted=lambda *_: SimpleNamespace(references=0),
+        token_order=lambda *_: TokenOrder(6, 3),
+    )
+    checkpoint: Any = SimpleNamespace(built=built)
+    cache = ConditioningCache(checkpoint, ranks, Degrees())
+
+    def number(value: int) -> int:
+        tensors = {"context": torch.full((1, 7, 8), float(value))}
+        return cache.find(ModelCall(torch.zeros(1), torch.zeros(1), tensors), TokenLayout((2, 3))).id
+
+    first, second, *_ = (number(value) for value in range(CONDITIONINGS_KEPT))
+    assert number(0) == first
+    number(CONDITIONINGS_KEPT)
+    assert [message.id for message in told if isinstance(message, DropConditioning)] == [second]
+    assert number(0) == first

@@ -25,7 +25,7 @@ def test_blocks_that_ranks_skip_as_the_class_does_are_proven():
 
 
 GIVES = "blocks that return their arguments give a different result"
-ORDER = "the skipped blocks are not one list of blocks in order"
+ORDER = "the skipped blocks are not a complete list of blocks in order"
 
 
 @pytest.mark.parametrize(

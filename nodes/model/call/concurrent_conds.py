@@ -1,14 +1,14 @@
-"""Evaluates the conditionings of a step concurrently where ComfyUI cannot join them to one model call.
+"""Evaluates the conditionings of a step concurrently if ComfyUI cannot join them to one model call.
 
 ComfyUI makes one model call after the other for conditionings that it cannot join (prompts of different length, areas). A
-CALC_COND_BATCH wrapper splits them into parts and has ComfyUI evaluate each part by itself. A part's model call goes to the
-ranks; before it waits for the answer, it starts the next part. So one thread keeps all replicas and pipeline stages busy.
-Model calls and the result are the same as without the wrapper.
+CALC_COND_BATCH wrapper splits them into parts and has ComfyUI evaluate each part separately. A part's model call is sent to
+the ranks; before it waits for the answer, it starts the next part. So one thread keeps all replicas and pipeline stages
+busy. Model calls and the result are the same as without the wrapper. Context windows are parts too (concurrent_windows.py).
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,36 +27,47 @@ EVALUATION_KEY = "parallel_dit_evaluation"
 """Key in `transformer_options` under which the model calls carry their `Evaluation`."""
 
 ONE_BY_ONE = ("hooks", "default", "gligen")
-"""Keys of a conditioning that make ComfyUI keep a state from one evaluation to the next."""
+"""Keys of a conditioning for which ComfyUI keeps a state from one evaluation to the next."""
 
 
 class Evaluation:
-    """One evaluation of a step's conditionings. `parts`: functions that evaluate one part each, in this order."""
+    """One evaluation of a step: of its conditionings, or of several context windows, each with its conditionings."""
 
-    def __init__(self, parts: list[Callable[[], None]]):
-        self._parts = deque(parts)
+    def __init__(self) -> None:
+        self._parts: deque[Callable[[], None]] = deque()
         self._entries = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Evaluation":
         return self  # ComfyUI copies transformer_options for each model call: all must share one evaluation
 
     def first_replica(self, entries: int) -> int:
-        """The replica for the first of a call's `entries` batch entries, to be taken modulo the number of replicas.
-
-        It counts the entries of the step's earlier calls, so that calls of one step go to different replicas.
-        """
+        """Return the replica for the first of a call's `entries` batch entries, modulo the number of replicas. It counts the
+        entries of the step's earlier calls, so that calls of one step go to different replicas."""
         before, self._entries = self._entries, self._entries + entries
         return before
 
     def start_next(self) -> None:
-        """Evaluate the next part, if any. A part's model call calls this once it is posted to the ranks."""
+        """Evaluate the next part, if any. A part's model call does this after it was posted to the ranks."""
         if self._parts:
             self._parts.popleft()()
 
-    def run(self) -> None:
-        """Evaluate all parts."""
-        while self._parts:  # more than once only where a part has no model call
+    def run(self, parts: Sequence[Callable[[], None]]) -> None:
+        """Evaluate `parts`, in this order and before those that wait: a window's conditionings before the next window."""
+        waiting = len(self._parts)
+        self._parts.extendleft(reversed(parts))
+        while len(self._parts) > waiting:  # more than once only if a part has no model call
             self.start_next()
+
+
+def evaluation_of(options: Mapping[str, Any]) -> Evaluation | None:
+    """The evaluation that a model call with these transformer_options belongs to. None: it is evaluated by itself."""
+    return options.get(EVALUATION_KEY)
+
+
+def belonging_to(evaluation: Evaluation, model_options: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `model_options` for a part of this evaluation, with transformer_options of its own."""
+    options = {**model_options.get("transformer_options", {}), EVALUATION_KEY: evaluation}
+    return {**model_options, "transformer_options": options}
 
 
 def add_concurrent_conds(patcher: comfy.model_patcher.ModelPatcher) -> None:
@@ -80,8 +91,10 @@ def evaluate_concurrently(
     calls = model_calls(entries, x_in, timestep)
     reason = why_sequential(model, [entry for _, entry in entries], model_options) if len(calls) > 1 else None
     together = independent_parts(calls, len(conds)) if reason is None else [set(range(len(conds)))]
-    at_once = [max((len(call) for call in calls if part.issuperset(call)), default=0) for part in together]
-    tell_if_idle(stub, len(x_in) * sum(at_once), reason)
+    outer = evaluation_of(model_options.get("transformer_options", {}))
+    if outer is None:  # else other windows keep replicas busy
+        at_once = [max((len(call) for call in calls if part.issuperset(call)), default=0) for part in together]
+        tell_if_idle(stub, len(x_in) * sum(at_once), reason)
     if len(together) == 1:
         return executor(model, conds, x_in, timestep, model_options)
     results: list[torch.Tensor | None] = [None] * len(conds)
@@ -92,10 +105,9 @@ def evaluate_concurrently(
             if index in part:
                 results[index] = result
 
-    evaluation = Evaluation([partial(evaluate, part) for part in together])
-    transformer_options = {**model_options.get("transformer_options", {}), EVALUATION_KEY: evaluation}
-    options = {**model_options, "transformer_options": transformer_options}
-    evaluation.run()
+    evaluation = outer or Evaluation()
+    options = belonging_to(evaluation, model_options)
+    evaluation.run([partial(evaluate, part) for part in together])
     return results
 
 
@@ -121,10 +133,8 @@ def why_sequential(model, entries: list[dict], model_options: dict) -> str | Non
 
 
 def model_calls(entries: list[tuple[int, dict]], x_in: torch.Tensor, timestep: torch.Tensor) -> list[list[int]]:
-    """For each model call, the indices of the conditionings that ComfyUI joins to it.
-
-    `entries`: (index of the conditioning, entry).
-    """
+    """For each model call, the indices of the conditionings that ComfyUI joins to it. `entries`: (index of the conditioning,
+    entry)."""
     if len(entries) < 2:
         return [[index for index, _ in entries]]
     areas = [(index, comfy.samplers.get_area_and_mult(entry, x_in, timestep)) for index, entry in entries]
@@ -140,9 +150,7 @@ def model_calls(entries: list[tuple[int, dict]], x_in: torch.Tensor, timestep: t
 
 def independent_parts(calls: list[list[int]], count: int) -> list[set[int]]:
     """Disjoint sets of the conditionings 0 .. count - 1, in the order of the calls. No call needs two of the sets.
-
-    Conditionings without a call are in the first set.
-    """
+    Conditionings without a call are in the first set."""
     parts: list[set[int]] = []
     for call in calls:
         touched = [part for part in parts if part & set(call)]

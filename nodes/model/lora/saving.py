@@ -18,7 +18,8 @@ from .patch_trial import Patch
 
 
 def stored_weights(weights: NativeWeights, what: str) -> dict[str, torch.Tensor]:
-    """Key -> the file's value. ValueError for a file with quantised values. `what`: the action that needs the values."""
+    """Key -> the file's value. Raises ValueError for a file with quantized values. `what`: the action that needs the
+    values."""
     try:
         stored = {PREFIX + name: weights.stored(PREFIX + name) for name in weights.tensors}
     except ValueError as error:
@@ -38,7 +39,7 @@ def key_patches(
 
 
 def patched_weight(weights: NativeWeights, key: str, patches: list[Patch], dtype: torch.dtype) -> torch.Tensor:
-    """The value with its patches in the file's dtype, rounded as ComfyUI rounds it."""
+    """Return the value with its patches in the file's dtype, rounded as by ComfyUI."""
     return comfy.float.stochastic_rounding(weights.patched(key, patches), dtype, seed=comfy.utils.string_to_seed(key))
 
 

@@ -119,7 +119,7 @@ def random_prompts(*lengths: int, width: int = 64, pooled: int = 32) -> list:
 def whole_because(model: Any) -> list[str | None]:
     """Why a MODEL's last run was not cut into bands, None if it was; nothing for one without Apply PipeFusion."""
     wrappers = model.get_all_wrappers(comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE)
-    return [wrapper.last.reason for wrapper in wrappers]
+    return [wrapper.last.reason for wrapper in wrappers if hasattr(wrapper, "last")]
 
 
 def parts_of(latent: Any) -> list[torch.Tensor]:
