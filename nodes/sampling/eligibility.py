@@ -146,7 +146,7 @@ def _is_other_model(value: Any, patcher: comfy.model_patcher.ModelPatcher) -> bo
 
 
 def why_not_banded(sampling: Sampling) -> str | None:
-    """Reason for the user why this run cannot be cut into bands. None: it can."""
+    """Return the reason for the user why this run cannot be cut into bands. None: it can."""
     guider, sampler = sampling.guider, sampling.sampler
     options = guider.model_options
     if (reason := why_not_displaced(sampling)) is not None:
@@ -178,15 +178,15 @@ def why_not_banded(sampling: Sampling) -> str | None:
 
 
 def why_wrapped(executor: comfy.patcher_extension.WrapperExecutor) -> str | None:
-    """Reason for the user why the functions inside of a SAMPLER_SAMPLE wrapper cannot run for each band. None: they can.
-    Bands call the sampler itself. A wrapper that another node adds after Apply PipeFusion would be left out."""
+    """Return the reason for the user why the functions inside of a SAMPLER_SAMPLE wrapper cannot run for each band. None:
+    they can. Bands call the sampler itself. A wrapper that another node adds after Apply PipeFusion would be left out."""
     inside = executor.wrappers[executor.idx + 1 :]
     others = [each for each in inside if not definition(each).__module__.startswith(f"{OURS}.")]
     return f"{_owner(others[0])}'s wrapper of the sampler needs the whole latent" if others else None
 
 
 def _owner(function: Callable) -> str:
-    """Name of the node that a function comes from, for the user."""
+    """Return the name of the node that a function comes from, for the user."""
     return named(nodes_of(function)) or "another node"
 
 

@@ -52,7 +52,7 @@ def options_of(sampler: comfy.samplers.KSAMPLER) -> dict[str, Any]:
 
 
 def why_global(sampler: Any) -> str | None:
-    """Reason for the user why a sampler cannot run on a part of the latent. None: it can."""
+    """Return the reason for the user why a sampler cannot run on a part of the latent. None: it can."""
     inner = innermost(sampler)
     if inner is None:
         return f"{type(sampler).__name__} is not one of ComfyUI's samplers"

@@ -60,7 +60,7 @@ def definition(source: Any) -> FunctionType | type:
 
 
 def name_of(source: Any) -> str:
-    """Name of a function, a method, a partial function or a class, or of the class of another object.
+    """Return the name of a function, a method, a partial function or a class, or of the class of another object.
 
     It has only the last part of the module's name, because ComfyUI names a pack's modules by the pack's folder.
     """

@@ -36,7 +36,7 @@ SAMPLED = 16
 
 
 def too_small(cut: Cut, _vae: comfy.sd.VAE, latent: torch.Tensor, ranks: int) -> str | None:
-    """Reason, in words that follow 'since', why the latent cannot be cut: not every rank would get a band."""
+    """Return the reason, in words that follow 'since', why the latent cannot be cut: not every rank would get a band."""
     longest = max(latent.shape[-2:])
     if cut.known.tiles or longest >= ranks:
         return None

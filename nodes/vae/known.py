@@ -24,7 +24,7 @@ class Cut:
 
 
 def how_to_cut(vae: comfy.sd.VAE, part: Part, dims: int) -> Cut | str:
-    """How this VAE's part is cut, or the reason why not, in words that follow 'since'. `dims`: axes of the latent."""
+    """Return how this VAE's part is cut, or the reason why not, in words that follow 'since'. `dims`: axes of the latent."""
     vae.throw_exception_if_invalid()
     model = vae.first_stage_model
     known = KNOWN.get(type(getattr(model, part, None)).__module__)

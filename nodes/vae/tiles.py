@@ -56,7 +56,7 @@ def pixel_clips(model: "MiniMaxH3VideoVAE", pixels: torch.Tensor) -> list[torch.
 
 
 def tile_shape(model: "MiniMaxH3VideoVAE", shape: torch.Size) -> tuple[int, ...]:
-    """Shape of one tile of a latent of this shape."""
+    """Return the shape of one tile of a latent of this shape."""
     frames = min(shape[2], model.tokens_chunk_size + model.token_overlap)
     return (1, shape[1], frames, *(min(size, model.tile_size // model.vae_ratio) for size in shape[3:]))
 

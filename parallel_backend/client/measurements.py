@@ -70,7 +70,7 @@ def measured_links(pool: Pool, sizes: Sequence[int], poll: Poll) -> list[LinksPr
 
 
 def figures(links: Links) -> dict[tuple[int, int], tuple[float, float]]:
-    """Pair of ranks -> (bandwidth in bytes a second, latency in seconds), as in Pool.links."""
+    """Return pair of ranks -> (bandwidth in bytes a second, latency in seconds), as in Pool.links."""
     return {pair: (link.bandwidth, link.latency) for pair, link in links.between.items()}
 
 

@@ -84,7 +84,7 @@ class ModelsOnRanks:
         self._newest = None
 
     def that_give_way_to(self, setup: Setup, pool: SomeRanks) -> list[OnRanks]:
-        """Models on `pool` that may be asked for memory for the model of `setup`, in this order.
+        """Return the models on `pool` that may be asked for memory for the model of `setup`, in this order.
 
         If two models take turns within a run, each takes memory from the other only at its first use: moving weights at each
         step would cost more than streaming them.

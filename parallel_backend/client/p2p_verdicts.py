@@ -35,8 +35,8 @@ class P2PVerdicts:
         self._here: dict[tuple[str, ...], int] = {}
 
     def way(self, devices: tuple[str, ...]) -> int:
-        """How ranks on these devices should transfer, as found by this process or an earlier one with the same GPUs and
-        driver."""
+        """Return how ranks on these devices should transfer, as found by this process or an earlier one with the same GPUs
+        and driver."""
         if devices in self._here:
             return self._here[devices]
         folder = self._folder_for(devices)
@@ -84,7 +84,7 @@ def _key(devices: tuple[str, ...]) -> dict[str, object]:
 
 
 def nccl_version() -> str:
-    """Version of the NCCL that torch has loaded, which may be newer than torch's own. Empty without NCCL."""
+    """Return the version of the NCCL that torch has loaded, which may be newer than torch's own. Empty without NCCL."""
     if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
         return ""
     version = torch.cuda.nccl.version()

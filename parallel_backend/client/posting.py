@@ -184,7 +184,7 @@ class Posting:
         self._width = width
 
     def _cut_of(self, call: PostedCall) -> CallCut:
-        """How the call is cut. Decided once for all calls of a conditioning with the same tokens."""
+        """Return how the call is cut. Decided once for all calls of a conditioning with the same tokens."""
         known, key = call.conditioning.cuts, (call.tokens, call.companion_tokens)
         if key not in known:
             known[key] = self._new_cut(call)

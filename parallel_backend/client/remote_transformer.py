@@ -96,7 +96,7 @@ class RemoteTransformer:
         self._memory.adapted()
 
     def stage_costs(self, grid: tuple[int, ...]) -> tuple[StageCost, ...] | None:
-        """Costs of each stage for an image with `grid` tokens along its axes. None: the blocks were not timed."""
+        """Return the costs of each stage for an image with `grid` tokens along its axes. None: the blocks were not timed."""
         costs = self.balance.costs(math.prod(grid) / self.degrees.sequence)
         if costs is None:
             return None

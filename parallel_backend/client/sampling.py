@@ -38,7 +38,7 @@ class Prompt:
 
 
 def linear_sigmas(steps: int) -> torch.Tensor:
-    """Sigmas from 1 to 0, [steps + 1]."""
+    """Return sigmas from 1 to 0, [steps + 1]."""
     return torch.linspace(1, 0, steps + 1)
 
 

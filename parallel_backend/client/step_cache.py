@@ -73,7 +73,7 @@ class _History:
         return forecast if abs(forecast.terms[-1][0]) < 1.001 else None
 
     def expected_error(self, time: float) -> float:
-        """Expected error of a forecast for timestep `time`, relative to the output.
+        """Return the expected error of a forecast for timestep `time`, relative to the output.
 
         With several bands the last call is not measured: which of its bands have arrived depends on timing, and results must
         repeat. The call before it has arrived in all bands, because ranks answer in order.

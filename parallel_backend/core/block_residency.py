@@ -42,7 +42,7 @@ def nearest_streamed(sizes: Sequence[int], room: int, now: Sequence[int]) -> tup
 
 
 def _nearest(index: int, chosen: Collection[int], total: int) -> int:
-    """Distance in blocks from `index` to the nearest chosen block, around the circle of all blocks."""
+    """Return the distance in blocks from `index` to the nearest chosen block, around the circle of all blocks."""
     return min(min((index - other) % total, (other - index) % total) for other in chosen)
 
 

@@ -84,7 +84,7 @@ class Degrees:
         return self.patch > 1 and self.patch_mode == "naive"
 
     def coordinate(self, rank: int) -> "Coordinate":
-        """Position of `rank` on each axis."""
+        """Return the position of `rank` on each axis."""
         index, values = rank, {}
         for axis in reversed(AXES):
             index, values[axis] = divmod(index, getattr(self, axis))
@@ -102,7 +102,7 @@ class Degrees:
         return tuple(other for other, its in enumerate(parts) if its == parts[rank])
 
     def sequence_index(self, at: "Coordinate") -> int:
-        """Index of the rank at `at` among the sequence ranks of its stage."""
+        """Return the index of the rank at `at` among the sequence ranks of its stage."""
         index = 0
         for axis in SEQUENCE_AXES:
             index = index * getattr(self, axis) + getattr(at, axis)

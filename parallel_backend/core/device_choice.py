@@ -74,8 +74,8 @@ def choose_devices(text: str, degrees: Degrees, host: Host, all_known: bool = Tr
 
 
 def possible_devices(text: str, host: Host) -> tuple[str, ...]:
-    """Devices among which degrees `auto` choose. With `devices` auto: every GPU, or one CPU rank, which has all cores.
-    Raises ValueError for a mixture of GPUs and CPUs."""
+    """Return the devices among which degrees `auto` choose. With `devices` auto: every GPU, or one CPU rank, which has all
+    cores. Raises ValueError for a mixture of GPUs and CPUs."""
     if not is_auto(text):
         devices = named_devices(text, host)
         check_one_kind(devices)

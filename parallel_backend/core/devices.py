@@ -17,7 +17,7 @@ def on_ray(device: str) -> bool:
 
 
 def device_kind(device: str) -> str:
-    """Type of the device: cuda or cpu."""
+    """Return the type of the device: cuda or cpu."""
     return device.removeprefix(PREFIX).partition(":")[0]
 
 

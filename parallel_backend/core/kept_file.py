@@ -66,7 +66,7 @@ def kept_path(folder: Path, key: dict[str, object], name: str) -> Path:
 
 
 def digest(content: object) -> str:
-    """Digest of JSON values."""
+    """Return the digest of JSON values."""
     return hashlib.sha256(_text(content).encode()).hexdigest()
 
 

@@ -21,7 +21,7 @@ DTYPE = "torch dtype "
 
 
 def name_pattern(name: str) -> str:
-    """Regular expression for the modules that a record calls `name`. A star at the beginning stands for a block
+    """Return the regular expression for the modules that a record calls `name`. A star at the beginning stands for a block
     ("<list>.<index>"), a star elsewhere for an index."""
     star = r"[^.]+\.[^.]+" if name.startswith("*") else r"[^.]+"
     return re.escape(name).replace(r"\*", star)
@@ -297,7 +297,7 @@ class OwnClass:
         return [call for block in self.blocks for call in block.attention if call.keys]
 
     def lists(self) -> dict[str, list[str]]:
-        """List of blocks -> names of the blocks in it, in the order in which they run."""
+        """Return list of blocks -> names of the blocks in it, in the order in which they run."""
         found: dict[str, list[str]] = {}
         for block in self.blocks:
             name, _, key = block.name.rpartition(".")

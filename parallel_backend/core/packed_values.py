@@ -15,7 +15,7 @@ def group_size(size: int) -> int:
 
 
 def change_bits(transfer_dtype: str) -> int:
-    """Bits of a changed value if transfer_dtype is 'residual'; 0 for others, which send whole values."""
+    """Return the bits of a changed value if transfer_dtype is 'residual'; 0 for others, which send whole values."""
     return CHANGE_BITS if transfer_dtype == "residual" else 0
 
 

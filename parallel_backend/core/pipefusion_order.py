@@ -20,7 +20,7 @@ class MicroStep:
     """The band whose rows are computed; None in an exact call, which computes the whole latent."""
 
     def covers(self, bands: int) -> range:
-        """Bands whose rows the micro-step computes. It needs these bands' outputs of the previous call."""
+        """Return the bands whose rows the micro-step computes. It needs these bands' outputs of the previous call."""
         return range(bands) if self.band is None else range(self.band, self.band + 1)
 
     @property
@@ -40,8 +40,8 @@ def micro_steps(exact: Sequence[bool], bands: int) -> list[MicroStep]:
 
 
 def entry_parts(entries: Span, exact: bool, stages: int) -> tuple[Span, ...]:
-    """Batch entries of each micro-step. `exact`: whether the call is exact and its entries are independent. The entries of
-    such a call go through the pipeline one by one, because nothing else can overlap in an exact call."""
+    """Return the batch entries of each micro-step. `exact`: whether the call is exact and its entries are independent. The
+    entries of such a call go through the pipeline one by one, because nothing else can overlap in an exact call."""
     if not len(entries):
         return ()
     return split(entries, len(entries) if exact and stages > 1 else 1)

@@ -97,7 +97,7 @@ class Balance:
     """Image tokens of the longer timed sequence, on each rank."""
 
     def costs(self, tokens: float) -> tuple[StageCost, ...] | None:
-        """Cost of each stage, for an image with `tokens` tokens on each rank."""
+        """Return the cost of each stage, for an image with `tokens` tokens on each rank."""
         if self.stage_costs is None:
             return None
         return tuple(cost.scaled(tokens / self.timed_tokens) for cost in self.stage_costs)
@@ -192,8 +192,8 @@ def divide(
 
 
 def spill_seconds(rates: Sequence[float], request: Request | None) -> list[float]:
-    """For each rank, seconds that a streamed byte of weights adds to a whole image's computation. Empty: no byte can be
-    streamed.
+    """Return for each rank seconds that a streamed byte of weights adds to a whole image's computation. Empty: no byte
+    can be streamed.
 
     `rates`: bytes a second from host memory to each rank's device, 0 if weights cannot come from there. A run in bands
     streams a stage's weights once for each band, with all batch entries; an exact call once for each entry.

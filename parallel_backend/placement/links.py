@@ -62,7 +62,7 @@ class Links:
 
 
 def alike(devices: int, link: Link) -> dict[tuple[int, int], Link]:
-    """Equal links between all devices."""
+    """Return equal links between all devices."""
     return {(one, two): link for one in range(devices) for two in range(one + 1, devices)}
 
 

@@ -122,7 +122,7 @@ def _degrees(
 def _stages_that_fit(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], requests: tuple[Request, ...], capacity: Capacity
 ) -> tuple[Span, ...] | None:
-    """Other stages with the same degrees, all equally full. None if they do not fit either."""
+    """Return other stages with the same degrees, all equally full. None if they do not fit either."""
     if capacity.together or degrees.pipe == 1 or len(capacity.by_rank) != degrees.world:
         return None
     limits = [min(capacity.by_rank[rank] for rank in ranks) for ranks in stage_ranks(degrees)]

@@ -46,7 +46,7 @@ class MemoryCheck:
         self._warned: tuple[Request, ...] | None = None
 
     def memory(self, requests: tuple[Request, ...]) -> list[MemoryNeed]:
-        """Memory that each rank needs for these requests."""
+        """Return the memory that each rank needs for these requests."""
         return memory_by_rank(self.sizes, self.degrees, self.spans, requests)
 
     def learn(self, requests: tuple[Request, ...], taken: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class MemoryCheck:
         self.sizes = replace(self.sizes, measured=max(shares, default=1.0))
 
     def weights(self) -> list[RankWeights]:
-        """Weights of each rank."""
+        """Return weights of each rank."""
         return weights_by_rank(self.sizes, self.degrees, self.spans)
 
     def streams(self, memory: DeviceMemory) -> bool:

@@ -107,7 +107,7 @@ class Request:
         return math.prod(self.grid) + self.references
 
     def entries_on(self, degrees: Degrees, at: Coordinate) -> int:
-        """Batch entries of the rank at these coordinates, as in call.Conditioning.shares."""
+        """Return the batch entries of the rank at these coordinates, as in call.Conditioning.shares."""
         number = (at.batch - self.first_replica) % degrees.batch
         if self.together:
             return 0 if number else self.entries
@@ -221,7 +221,7 @@ def _text(sizes: ModelSizes, request: Request) -> int:
 
 
 def states_by_ranks(degrees: Degrees) -> float:
-    """Hidden states of a rank's tokens at the peak, relative to those of a single rank."""
+    """Return the hidden states of a rank's tokens at the peak, relative to those of a single rank."""
     of_tensor_ranks = WHOLE_ON_TENSOR_RANKS + (1 - WHOLE_ON_TENSOR_RANKS) / degrees.tensor
     return of_tensor_ranks + MORE_ON_SEQUENCE_RANKS * (degrees.sequence - 1)
 

@@ -93,7 +93,7 @@ def finish_times(
 
 
 def band_counts(stages: int, rows: int) -> list[int]:
-    """Numbers of bands that a pipeline may use for an image of `rows` rows of tokens, ascending."""
+    """Return the numbers of bands that a pipeline may use for an image of `rows` rows of tokens, ascending."""
     return sorted({min(factor * stages, rows) for factor in BANDS_PER_STAGE})
 
 

@@ -65,7 +65,7 @@ def with_another(costs: CalibratedCosts, another: AnotherGpu) -> CalibratedCosts
 
 
 def plans(found: Plan, more: CalibratedCosts, offload: Offload) -> tuple[Plan, Plan]:
-    """Plans of the machine of `found` and of `more`, the same with another GPU, at the pace of the rehearsal.
+    """Return plans of the machine of `found` and of `more`, the same with another GPU, at the pace of the rehearsal.
 
     All devices are as much slower than calibrated as the one that was rehearsed alone, unless that one streams weights.
     """

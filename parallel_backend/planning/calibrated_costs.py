@@ -109,7 +109,7 @@ class CalibratedCosts:
         return self.calibration.machine
 
     def by_device(self, mode: Mode) -> StepCost:
-        """Costs of a whole call, by which stages are cut."""
+        """Return the costs of a whole call, by which stages are cut."""
         costs, tokens = [self.calibration.costs[device] for device in mode.devices], self.workload.tokens
         return StepCost(
             {name: tuple(_of(cost, name).whole(tokens) for cost in costs) for name in self.workload.kinds},
@@ -210,7 +210,7 @@ def _of(cost: DeviceCost, block: str) -> BlockCost:
 
 
 def _groups(mode: Mode, axis: str, members: list[int]) -> list[list[int]]:
-    """Groups of `members` whose ranks differ only in this axis."""
+    """Return groups of `members` whose ranks differ only in this axis."""
     groups: dict[tuple, list[int]] = {}
     for rank in members:
         at = mode.degrees.coordinate(rank)

@@ -34,8 +34,8 @@ def contexts(device: str) -> int:
 
 
 def calibration_key(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, attention: str) -> dict[str, object]:
-    """Everything that a calibration depends on: a file with another key is not used. Properties of a class that only some of
-    its trials find, such as heads, are not part of it: its kind has its sizes."""
+    """Return everything that a calibration depends on: a file with another key is not used. Properties of a class that only
+    some of its trials find, such as heads, are not part of it: its kind has its sizes."""
     built = checkpoint.built
     return {
         "version": VERSION,

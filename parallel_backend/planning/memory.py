@@ -70,7 +70,7 @@ def bytes_on_host(machine: Machine, mode: Mode, held: Sequence[Holding]) -> int:
 def lacking(
     held: Mapping[int, int], devices: Sequence[str], free: Sequence[int | None], on_host: int, host_free: int | None
 ) -> str:
-    """Why ranks that need these bytes do not fit. Empty if they do.
+    """Return why ranks that need these bytes do not fit. Empty if they do.
 
     `held`: number of a device -> bytes that its rank needs there. `devices`, `free`: name and free bytes of each device of
     the machine, None for a device that computes in the host's memory. `on_host`: see bytes_on_host.

@@ -34,7 +34,7 @@ class Mode:
         return range(self.degrees.world) if self.device is None else range(self.device, self.device + 1)
 
     def entries(self, workload: Workload) -> int:
-        """Batch entries of the replica that has most."""
+        """Return the batch entries of the replica that has most."""
         return math.ceil(workload.entries / self.degrees.batch)
 
     def __str__(self) -> str:

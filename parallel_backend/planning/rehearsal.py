@@ -65,14 +65,14 @@ def rehearse(
 
 
 def _predicted(costs: CalibratedCosts, proposal: Prediction, setup: Setup) -> float:
-    """Predicted seconds of a rehearsed run, without ComfyUI's sampler."""
+    """Return the predicted seconds of a rehearsed run, without ComfyUI's sampler."""
     workload = replace(costs.workload, steps=_steps(costs.workload))
     short = CalibratedCosts(replace(costs.calibration, hop=0.0), workload)
     return predict(short, proposal.mode, setup.offload).seconds
 
 
 def _seconds(model: RemoteTransformer, proposal: Prediction, workload: Workload, poll: Poll) -> float:
-    """Measured seconds of a rehearsed run: the median, without the first run if there are several."""
+    """Return the measured seconds of a rehearsed run: the median, without the first run if there are several."""
     built, mode, entries = model.built, proposal.mode, workload.entries
     example = built.example(workload.prompt)
     tensors = {name: tensor.repeat(entries, *(1,) * (tensor.ndim - 1)) for name, tensor in example.items()}

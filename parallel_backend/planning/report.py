@@ -124,7 +124,7 @@ def _device(device: Device) -> str:
 
 
 def _table(plan: Plan) -> str:
-    """Table of modes, fastest first by plan."""
+    """Return the table of modes, fastest first by plan."""
     one, rehearsed = plan.one_device, {prediction.mode: prediction for prediction in plan.rehearsed}
     columns = "planned seconds, rehearsed seconds" if rehearsed else "planned seconds"
     against = "" if one.lacks else ", against one device"

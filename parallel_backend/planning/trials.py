@@ -19,7 +19,7 @@ class Trials:
     """Whether untried tensor degrees count as proven. They are then tried before they run."""
 
     def lacks(self, degrees: Degrees) -> str:
-        """Why the class cannot run with these degrees, naming the widget. Empty: it can."""
+        """Return why the class cannot run with these degrees, naming the widget. Empty: it can."""
         found = self.proofs.get(degrees.tensor, self.proofs.get(1, NOT_TRIED) if self.guesses else NOT_TRIED)
         if isinstance(found, str):
             return _refused("tensor", degrees, found)
@@ -35,7 +35,7 @@ class Trials:
         return next(lacking, "")
 
     def with_tensor(self, degree: int, found: Proof | str) -> "Trials":
-        """These trials, with the result of a trial for this tensor degree."""
+        """Return these trials, with the result of a trial for this tensor degree."""
         return replace(self, proofs={**self.proofs, degree: found})
 
     def class_for(self, degrees: Degrees) -> OwnClass:

@@ -70,12 +70,12 @@ class Workload:
         return min(self.warm_up, self.steps)
 
     def band_image(self, bands: int, first: bool) -> float:
-        """Image tokens of a band: of the call's first one, or the mean of the others."""
+        """Return the image tokens of a band: of the call's first one, or the mean of the others."""
         first_band, *others = self.bands(bands)
         return first_band if first else fmean(others)
 
     def bands(self, count: int) -> list[int]:
-        """Image tokens of each of `count` bands, as banded_run.cut_rows cuts them."""
+        """Return the image tokens of each of `count` bands, as banded_run.cut_rows cuts them."""
         row = self.image // self.rows
         spans = split_carrying(Span(0, self.rows), count, 0.0 if self.text_in_bands else self.text / row)
         return [row * len(span) for span in spans]
@@ -128,5 +128,5 @@ def workload_of(
 
 
 def list_of(block: str) -> str:
-    """Name of the list that contains a block."""
+    """Return the name of the list that contains a block."""
     return block.rpartition(".")[0]

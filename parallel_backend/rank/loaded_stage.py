@@ -120,7 +120,7 @@ class LoadedStage:
         return self._kernels[attention]
 
     def lacks_for_sparse(self, settings: SparseAttention) -> str:
-        """What this model's ranks lack for block-sparse attention, as text for the report. Empty: nothing."""
+        """Return what this model's ranks lack for block-sparse attention, as text for the report. Empty: nothing."""
         degrees = self._degrees
         if degrees.ring > 1 or degrees.patch > 1:
             return "whole sequences: a ring_degree and a patch_degree of 1"

@@ -52,7 +52,7 @@ def node_of(device: str) -> int:
 
 
 def cores_of(node: int) -> set[int]:
-    """Numbers of a node's CPU cores. Empty if they are unknown."""
+    """Return the numbers of a node's CPU cores. Empty if they are unknown."""
     try:
         text = (SYSTEM / f"devices/system/node/node{node}/cpulist").read_text()
     except OSError:

@@ -164,7 +164,7 @@ class StageForward:
         return named
 
     def _residuals(self, step: Step) -> dict[str, torch.Tensor]:
-        """Residuals of a ControlNet for the rank's tokens, by the names of residuals.by_name."""
+        """Return residuals of a ControlNet for the rank's tokens, by the names of residuals.by_name."""
         # Always copies: the client reuses the shared memory once it has the micro-step's outputs, and other tensor ranks may
         # then still compute.
         added = [to_device(tensor, self._stage.device, self._stage.dtype, copy=True) for tensor in step.added]

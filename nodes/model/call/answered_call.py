@@ -138,7 +138,7 @@ def _residuals(
 
 
 def _tried(stub: Stub, call: RankCall, plan: PreparedCall) -> torch.Tensor | list[torch.Tensor]:
-    """Zeros as the output of a call that is only tried. Records whether similar calls can run in bands."""
+    """Return zeros as the output of a call that is only tried. Records whether similar calls can run in bands."""
     if stub.run.whole_calls is not None:
         tensors = plan.tensors(call)
         tokens = stub.run.whole_calls[shapes(tensors)] = tokens_of(stub.checkpoint.built, call.latents[0], tensors)

@@ -112,7 +112,7 @@ def evaluate_concurrently(
 
 
 def why_sequential(model, entries: list[dict], model_options: dict) -> str | None:
-    """Reason for the user why the model calls must come one after the other. None: they need not."""
+    """Return the reason for the user why the model calls must come one after the other. None: they need not."""
     extension = comfy.patcher_extension
     for entry in entries:
         for key in ONE_BY_ONE:
@@ -149,7 +149,7 @@ def model_calls(entries: list[tuple[int, dict]], x_in: torch.Tensor, timestep: t
 
 
 def independent_parts(calls: list[list[int]], count: int) -> list[set[int]]:
-    """Disjoint sets of the conditionings 0 .. count - 1, in the order of the calls. No call needs two of the sets.
+    """Return disjoint sets of the conditionings 0 .. count - 1, in the order of the calls. No call needs two of the sets.
     Conditionings without a call are in the first set."""
     parts: list[set[int]] = []
     for call in calls:

@@ -270,8 +270,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         return self.own.kind == BANKED
 
     def _strengths(self) -> tuple[float, ...]:
-        """Strengths of the hooks in the present model call, in the order of `hook_patches`. ComfyUI only joins conditionings
-        with the same hooks to a call, so one strength holds for all its entries."""
+        """Return the strengths of the hooks in the present model call, in the order of `hook_patches`. ComfyUI only joins
+        conditionings with the same hooks to a call, so one strength holds for all its entries."""
         if not self.run.hook_patches:
             return self.run.head_strengths
         patcher = self.run.patcher()
@@ -311,7 +311,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         return answered(self, x, timestep, **arguments)
 
     def wrappers(self, options: dict[str, Any], is_model_options: bool = False) -> list[Any]:
-        """Other nodes' wrappers around a call with these transformer_options, or with those inside model_options."""
+        """Return other nodes' wrappers around a call with these transformer_options, or with those inside model_options."""
         return wrappers_of(options, is_model_options) if runs_wrappers(self.native) else []
 
     def _forward(self, *arguments: Any, **named: Any) -> torch.Tensor | list[torch.Tensor]:

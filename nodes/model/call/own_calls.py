@@ -225,7 +225,7 @@ def share_of_work(own: OwnClass, call: Call) -> str:
 
 
 def near(times: Sequence[float]) -> list[float]:
-    """Timesteps for a trial's key. Timesteps with equal results need no other trial: the first one is exact, others are
-    rounded to a tenth of it. The last one depends a little on the image's size, by the shift of the sigmas."""
+    """Return timesteps for a trial's key. Timesteps with equal results need no other trial: the first one is exact, others
+    are rounded to a tenth of it. The last one depends a little on the image's size, by the shift of the sigmas."""
     scale = (times[0] or 1.0) if times else 1.0  # a logarithm of a sigma of 1 is a time of 0
     return [*(round(time, 3) for time in times[:1]), *(round(time / scale, 1) for time in times[1:])]

@@ -68,7 +68,7 @@ class RankCall:
         return to_tensors({**self.named, OPTIONS: told, **more}, self.timestep, self.latent)[STRUCTURE]
 
     def likeness(self) -> Hashable:
-        """Key of the PreparedCall that the call can use. Calls that only differ in values have equal keys."""
+        """Return the key of the PreparedCall that the call can use. Calls that only differ in values have equal keys."""
         options = {
             name: None if name in OF_EACH_CALL else value
             for name, value in self.given.options.items()

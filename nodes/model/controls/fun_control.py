@@ -34,7 +34,7 @@ EMBEDDING = ("x_embedder.", "t_embedder.", "cap_embedder.", "x_pad_token", "cap_
 
 
 def fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Kind of patch -> the Fun controls in a call's transformer_options. `kind`: the model's, see OwnClass."""
+    """Return kind of patch -> the Fun controls in a call's transformer_options. `kind`: the model's, see OwnClass."""
     of_kind = {
         name: [each for each in functions if is_known(FUN_CONTROL, type(each))]
         for name, functions in options.get("patches", {}).items()

@@ -22,7 +22,7 @@ Code = list[tuple[str, bytes]]
 
 
 def code_digest(code: Code) -> str:
-    """Digest of the code that `class_code` returned."""
+    """Return the digest of the code that `class_code` returned."""
     found = hashlib.sha256()
     for name, text in code:
         found.update(name.encode() + b"\0" + text + b"\0")

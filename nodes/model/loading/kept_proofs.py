@@ -58,7 +58,7 @@ def is_of_sizes(proof: Proof) -> bool:
 
 
 def _of_code(folder: Path) -> str:
-    """Digest of all Python files below the folder."""
+    """Return the digest of all Python files below the folder."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")

@@ -87,7 +87,7 @@ def _detected(contents: Contents, enlarged: TensorSizes) -> tuple[Contents, dict
 
 
 def conversion_of(tensors: Mapping[str, torch.Tensor]) -> Conversion:
-    """How ComfyUI converts a file in diffusers' layout, as rows of its tensors. Empty: it does not convert the file.
+    """Return how ComfyUI converts a file in diffusers' layout, as rows of its tensors. Empty: it does not convert the file.
     `tensors`: of a file that ComfyUI's detection does not know. They may be on the meta device."""
     rows = {key: tensor.shape[0] if tensor.ndim else 1 for key, tensor in tensors.items()}
     if converted := _of_transformer(rows):
@@ -114,7 +114,7 @@ def _of_transformer(rows: Mapping[str, int]) -> Conversion:
 
 
 def _runs(rows: torch.Tensor, starts: Mapping[int, str]) -> list[tuple[str, int, int]]:
-    """Row numbers as runs (tensor, first row, row after the last), in order."""
+    """Return row numbers as runs (tensor, first row, row after the last), in order."""
     ends = [*(torch.nonzero(rows.diff() != 1).flatten() + 1).tolist(), len(rows)]
     known = torch.tensor(list(starts))
     runs = []

@@ -58,7 +58,7 @@ def _manager(injection: Any) -> Any | None:
 
 
 def _not_placed(manager: Any) -> list[str]:
-    """Keys of adapters for which the manager found no layer, such as Z-Image's pad tokens. They have no effect."""
+    """Return keys of adapters for which the manager found no layer, such as Z-Image's pad tokens. They have no effect."""
     placed = {id(hook.adapter) for hook in manager.hooks}
     return [layer for layer, (adapter, _) in manager.adapters.items() if id(adapter) not in placed]
 

@@ -126,7 +126,7 @@ class NativeWeights:
         return stored_value(self._checkpoint, self.key_in_file(key))
 
     def key_in_file(self, key: str) -> str:
-        """Key in the file of the weight that ComfyUI calls `key`."""
+        """Return the key in the file of the weight that ComfyUI calls `key`."""
         return self.keys[self._find(key)[0]]
 
     def _find(self, key: str) -> tuple[str, torch.Size]:
@@ -174,7 +174,7 @@ def depends_on_weight(patch: Patch) -> bool:
 
 
 def why_not(patch: Patch, shape: torch.Size) -> tuple[str, str] | None:
-    """Why a weight of this shape cannot have the patch: (subject of a sentence, advice). None: it can."""
+    """Return why a weight of this shape cannot have the patch: (subject of a sentence, advice). None: it can."""
     strength, value, strength_model, offset, _ = patch
     if not (math.isfinite(strength) and math.isfinite(strength_model)):
         return f"something at the strength {strength if strength_model == 1.0 else strength_model}", "Use another strength."
@@ -229,7 +229,7 @@ def _kind(value: Any) -> str:
 
 
 def _region(shape: torch.Size, offset: tuple[int, int, int] | None) -> torch.Size:
-    """Shape of the part of a weight that an offset selects."""
+    """Return the shape of the part of a weight that an offset selects."""
     if offset is None:
         return shape
     dim, _, length = offset

@@ -17,7 +17,7 @@ FAILS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, Arith
 
 
 def shape_after(patches: Sequence[Patch], shape: torch.Size) -> torch.Size:
-    """Shape of a weight after the patches; some of them may enlarge it. `shape`: before them."""
+    """Return the shape of a weight after the patches; some of them may enlarge it. `shape`: before them."""
     return torch.Size(comfy.lora.calculate_shape(patches, torch.empty(shape, device="meta"), ""))
 
 

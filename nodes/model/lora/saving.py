@@ -18,7 +18,7 @@ from .patch_trial import Patch
 
 
 def stored_weights(weights: NativeWeights, what: str) -> dict[str, torch.Tensor]:
-    """Key -> the file's value. Raises ValueError for a file with quantized values. `what`: the action that needs the
+    """Return key -> the file's value. Raises ValueError for a file with quantized values. `what`: the action that needs the
     values."""
     try:
         stored = {PREFIX + name: weights.stored(PREFIX + name) for name in weights.tensors}
@@ -44,7 +44,7 @@ def patched_weight(weights: NativeWeights, key: str, patches: list[Patch], dtype
 
 
 def for_saving(patcher: comfy.model_patcher.ModelPatcher, weights: NativeWeights, prefix: str) -> dict[str, torch.Tensor]:
-    """Key without `prefix` -> the value to save. ComfyUI computes patched values while it writes the file."""
+    """Return key without `prefix` -> the value to save. ComfyUI computes patched values while it writes the file."""
     saved = {}
     for key, value in stored_weights(weights, "saving the model").items():
         patched = key in patcher.patches and weights.is_patched(key)

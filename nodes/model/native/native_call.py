@@ -59,8 +59,8 @@ def wrappers_of(options: dict[str, Any], is_model_options: bool = False) -> list
 
 
 def by_name(native: NativeClass, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the native class's `_forward` by name, without those that have their default value. The first two, latent
-    and timestep, are called `x` and `timestep` for every class."""
+    """Return the arguments of the native class's `_forward` by name, without those that have their default value. The first
+    two, latent and timestep, are called `x` and `timestep` for every class."""
     signature = inspect.signature(native._forward)
     bound = signature.bind(None, *arguments, **named).arguments
     values: dict[str, Any] = {}

@@ -66,8 +66,8 @@ def _is_setting(key: Any, value: Any) -> bool:
 
 
 def wishes(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Attention layer -> kernel as in PREFERRED, from a LoRA's settings (name -> ("config", (bytes of JSON,))). Raises
-    ValueError for a setting of anything else, and for a request that cannot be read."""
+    """Return attention layer -> kernel as in PREFERRED, from a LoRA's settings (name -> ("config", (bytes of JSON,))).
+    Raises ValueError for a setting of anything else, and for a request that cannot be read."""
     refuse_unread(Unread(f"a LoRA's setting '{key}'") for key in settings if not key.endswith(PREFERENCE))
     return {
         (layer := _layer(key.removesuffix(PREFERENCE))): asked_kernel(LORA, layer, _read(layer, value[1][0]))

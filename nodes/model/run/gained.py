@@ -55,8 +55,8 @@ class MeasuredRun:
         return None
 
     def gained(self) -> str:
-        """How much faster the run was than on one GPU: "1.7 x one GPU". Empty if the model fits on no single GPU, or if the
-        gain is not credible because the machine was busy."""
+        """Return how much faster the run was than on one GPU: "1.7 x one GPU". Empty if the model fits on no single GPU, or
+        if the gain is not credible because the machine was busy."""
         calibration = self.calibration
         if calibration is None or not self.calls or not self.seconds:
             return ""

@@ -32,7 +32,7 @@ class LongStep:
             say(f"Parallel DiT: {reason}, {seconds} s")
 
     def _why(self) -> str:
-        """Reason for the wait. Empty: there is no special reason."""
+        """Return the reason for the wait. Empty: there is no special reason."""
         pool = self._model.pool
         compiling = [rank for rank in range(len(pool.devices)) if pool.doing(rank) == COMPILING]
         if compiling:

@@ -43,7 +43,7 @@ def tokens_of(built: BuiltClass, latent: torch.Tensor, tensors: dict[str, torch.
 
 
 def why_not_in_bands(proof: Proof, tokens: Counted) -> str:
-    """Why calls with these tokens cannot run in bands. Empty: they can."""
+    """Return why calls with these tokens cannot run in bands. Empty: they can."""
     if proof.latent is None:
         return proof.bands
     uncounted = proof.latent.layout and tokens.references < 1

@@ -46,6 +46,6 @@ class BandCut:
         return packed(self.patching.join(parts))
 
     def shapes_of(self, index: int) -> Shapes:
-        """Shapes of a band's latents."""
+        """Return the shapes of a band's latents."""
         whole = tuple(torch.empty(shape, device="meta") for shape in self.shapes)
         return tuple(tuple(latent.shape) for latent in self.patching.band(whole, self.rows[index]))

@@ -60,7 +60,7 @@ class RankTrace:
 
 
 def hidden_share(ranks: Sequence[RankTrace]) -> float | None:
-    """Fraction of these ranks' transfer time in which a rank did not wait. None without transfers."""
+    """Return the fraction of these ranks' transfer time in which a rank did not wait. None without transfers."""
     under_way = sum(total(rank.of(TRANSFER)) for rank in ranks)
     return 1 - sum(total(rank.of(WAIT)) for rank in ranks) / under_way if under_way else None
 
@@ -149,8 +149,8 @@ def lanes(spans: np.ndarray) -> list[int]:
 
 
 def chrome_events(trace: Trace) -> list[dict[str, Any]]:
-    """Events of the Trace Event Format. Each rank is a process: one thread shows micro-steps with their waits, the others
-    show transfers, which may overlap."""
+    """Return the events of the Trace Event Format. Each rank is a process: one thread shows micro-steps with their waits,
+    the others show transfers, which may overlap."""
     events: list[dict[str, Any]] = []
 
     def name(what: str, rank: int, thread: int, text: str) -> None:

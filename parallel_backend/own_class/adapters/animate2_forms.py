@@ -79,7 +79,7 @@ class SameFrame:
         return out
 
     def _by_frame(self, numbers: torch.Tensor, device: torch.device) -> dict[int, slice | torch.Tensor]:
-        """Frame -> rows of its tokens."""
+        """Return frame -> rows of its tokens."""
         frames, order = torch.sort(numbers // self.tokens, stable=True)
         present, counts = frames.unique_consecutive(return_counts=True)
         parts = order.split(counts.tolist())

@@ -114,7 +114,7 @@ def ltx2_arguments(arguments: Mapping[str, Any], native: Any, _sizes: tuple[int,
 def guide_weights(
     entries: Sequence[Mapping[str, Any]], seen_K: torch.Tensor, downsampled: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """Weights [K] of the guides' tokens. A guide's mask has the weights of only those tokens that are not left out.
+    """Return weights [K] of the guides' tokens. A guide's mask has the weights of only those tokens that are not left out.
     `downsampled`: the class's function that converts a guide's mask from pixels to tokens."""
     weights, start = torch.ones(len(seen_K)), 0
     for guide in entries:

@@ -75,7 +75,7 @@ RowRuns = tuple[tuple[int, int, Any], ...]
 
 @functools.lru_cache(maxsize=4)
 def rows_of_runs(runs: RowRuns, device: torch.device) -> torch.Tensor:
-    """Row number of each token, [S] int64. The blocks of a call share the tensor."""
+    """Return row number of each token, [S] int64. The blocks of a call share the tensor."""
     with torch.inference_mode(False):  # a trial looks at what is written to
         rows_S = torch.empty(runs[-1][1], dtype=torch.long, device=device)
         for start, stop, row in runs:

@@ -42,8 +42,8 @@ class WanModel(Form):
 def with_frequency(
     number: float, radians: float, _module: nn.Module, given: tuple[Any, ...], turns: torch.Tensor
 ) -> torch.Tensor:
-    """Rotations [B, 1, S, D / 2, 2, 2] of tokens at the `given` positions [B, S, 3], with frequency `number` of the frame
-    axis replaced by `radians`."""
+    """Return rotations [B, 1, S, D / 2, 2, 2] of tokens at the `given` positions [B, S, 3], with frequency `number` of the
+    frame axis replaced by `radians`."""
     angles = given[0][..., 0].float() * radians
     turn = torch.stack((angles.cos(), -angles.sin(), angles.sin(), angles.cos()), dim=-1).unflatten(-1, (2, 2))
     turns = turns.clone()

@@ -173,8 +173,8 @@ class BuiltClass:
         return parameter.startswith(tuple(f"{module}." for module in adapter_of(self.own.kind).here))
 
     def attention_share(self, block_list: str) -> float:
-        """Operations of attention for one pair of query and key, divided by those of one token's linear layers, in a block
-        of the list. They are counted in the trial's call; without one, those of a usual block are taken."""
+        """Return the operations of attention for one pair of query and key, divided by those of one token's linear layers,
+        in a block of the list. They are counted in the trial's call; without one, those of a usual block are taken."""
         counts = None if self.call is None else counted(self.own, self.call)
         if counts is None:
             return pairs_of(self.hidden)
@@ -193,8 +193,8 @@ class BuiltClass:
         return conditioning(one_entry(self.call))
 
     def timed_calls(self, rows: Sequence[int], columns: int, text: int) -> list[tuple[Call, Counts]]:
-        """Calls to be timed, with their counts: `call` cut to each of `rows` rows of `columns` tokens, and to `text` text
-        tokens. Sizes are limited to those of `call`. Empty: there is no call, or it cannot be counted."""
+        """Return calls to be timed, with their counts: `call` cut to each of `rows` rows of `columns` tokens, and to `text`
+        text tokens. Sizes are limited to those of `call`. Empty: there is no call, or it cannot be counted."""
         own, call = self.own, None if self.call is None else one_entry(self.call)
         if call is None or (whole := counted(own, call)) is None:
             return []
@@ -224,8 +224,8 @@ class BuiltClass:
         return companion_tokens + self.words(tensors)
 
     def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
-        """Numbers of a call's tokens, including tokens that the class adds. `text`: see text_tokens. Without proven bands,
-        all tokens count along the grid's first axis."""
+        """Return the numbers of a call's tokens, including tokens that the class adds. `text`: see text_tokens. Without
+        proven bands, all tokens count along the grid's first axis."""
         counts = counts_of(self.own, tensors)
         if counts is None:
             return Counted(grid, text)
@@ -260,7 +260,7 @@ class BuiltClass:
 
 @functools.lru_cache(maxsize=8)
 def built_class(own: OwnClass) -> BuiltClass:
-    """Facts about a class. Imports it and builds it without memory for weights."""
+    """Return facts about a class. Imports it and builds it without memory for weights."""
     model = build(own, torch.bfloat16)
     tensors = model.state_dict()
     return BuiltClass(

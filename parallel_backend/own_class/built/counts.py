@@ -61,8 +61,8 @@ class Counts:
 
 
 def counts_of(own: OwnClass, tensors: Mapping[str, torch.Tensor]) -> Counts | None:
-    """Counts of a call with these conditioning tensors (`to_tensors`). None: no trial was made, or `counted` returns
-    None."""
+    """Return the counts of a call with these conditioning tensors (`to_tensors`). None: no trial was made, or `counted`
+    returns None."""
     if not own.blocks or STRUCTURE not in tensors:
         return None
     shapes = ((name, tuple(each.shape[1:]), each.dtype) for name, each in tensors.items() if name != STRUCTURE)
@@ -100,8 +100,8 @@ def _counts_of(
 
 
 def counted(own: OwnClass, call: Call) -> Counts | None:
-    """Counts of the call's first batch entry, without values. If the class needs them, integers in host memory keep theirs,
-    such as types of text tokens. None: the class does not run in this way."""
+    """Return the counts of the call's first batch entry, without values. If the class needs them, integers in host memory
+    keep theirs, such as types of text tokens. None: the class does not run in this way."""
     tensors = pytree.tree_leaves(dict(call.named))
     has_numbers = any(isinstance(each, torch.Tensor) and _is_whole(each) and not each.is_meta for each in tensors)
     with _LOCK:
@@ -245,7 +245,7 @@ class _Counting:
 
 
 def _operations(call: AttentionCall) -> int:
-    """Operations of attention: two products for each query and each key that it attends to."""
+    """Return the operations of attention: two products for each query and each key that it attends to."""
     found: list[int] = []
 
     def attend(q_BqHD: torch.Tensor, k_BkHD: torch.Tensor, v_BkHD: torch.Tensor) -> torch.Tensor:

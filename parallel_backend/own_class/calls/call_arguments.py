@@ -138,7 +138,7 @@ def in_form(
 
 
 def joined(times: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Timesteps [B, ...] side by side: [B, n]."""
+    """Return timesteps [B, ...] side by side: [B, n]."""
     return torch.cat([each.reshape(len(each), -1) for each in times], dim=1)
 
 
@@ -166,7 +166,7 @@ def run_call(model: Callable[..., Any], x: torch.Tensor, timestep: torch.Tensor,
 
 
 def pack(latents: Sequence[torch.Tensor], axes: int) -> torch.Tensor:
-    """Latents [B, C, ...] as one tensor [B, 1, ..., 1, N] with `axes` axes."""
+    """Return latents [B, C, ...] as one tensor [B, 1, ..., 1, N] with `axes` axes."""
     rows = torch.cat([latent.flatten(1) for latent in latents], dim=1)
     return rows.reshape(len(rows), *(1,) * (axes - 2), -1)
 

@@ -127,12 +127,12 @@ class Patching:
         return latent.narrow(self.band_dim, rows.start, len(rows))
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Latent shape -> numbers of tokens along (frames,) rows, columns."""
+        """Return latent shape -> numbers of tokens along (frames,) rows, columns."""
         sizes = ((self.frames,) if self.video else ()) + (self.side, self.side)
         return tuple(-(-size // by) for size, by in zip(shape[-len(sizes) :], sizes, strict=True))
 
     def whole(self, grid: tuple[int, ...]) -> tuple[int, ...]:
-        """Latent sizes [(T,) H, W] of a grid of tokens, including the padding to whole tokens."""
+        """Return the latent sizes [(T,) H, W] of a grid of tokens, including the padding to whole tokens."""
         sizes = ((self.frames,) if self.video else ()) + (self.side, self.side)
         return tuple(count * by for count, by in zip(grid, sizes, strict=True))
 
@@ -198,7 +198,7 @@ class Patching:
         return torch.cat([band[0] for band in bands], dim=self.band_dim), *bands[0][1:]
 
     def usual(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Shapes of a call's latents, if the first has this shape and the companion has its usual sizes."""
+        """Return the shapes of a call's latents, if the first has this shape and the companion has its usual sizes."""
         return [shape] if self.companion is None else [shape, (shape[0], *self.companion.sizes)]
 
     def _pattern(self) -> str:

@@ -144,8 +144,8 @@ def rows_of(sizes: Sequence[int], side: int) -> int:
 
 
 def side_of(residual: torch.Tensor, sizes: Sequence[int]) -> int | None:
-    """Latent rows and columns of a token, if `residual` [B, n, hidden] has a row for each token of the latent. `sizes`: the
-    latent's (frames,) rows and columns. None: no side in SIDES gives n tokens."""
+    """Return the latent rows and columns of a token, if `residual` [B, n, hidden] has a row for each token of the latent.
+    `sizes`: the latent's (frames,) rows and columns. None: no side in SIDES gives n tokens."""
     return next((side for side in SIDES if residual.ndim == 3 and rows_of(sizes, side) == residual.shape[1]), None)
 
 

@@ -244,7 +244,7 @@ def _has_times_of_cells(call: Call) -> bool:
 
 
 def _of_frames(times: torch.Tensor, latent: torch.Tensor, smaller_latent: torch.Tensor) -> torch.Tensor:
-    """Timesteps with one for each frame of `latent`, cut to the frames of `smaller_latent`. Other timesteps stay."""
+    """Return timesteps with one for each frame of `latent`, cut to the frames of `smaller_latent`. Other timesteps stay."""
     frames = latent.shape[2]
     return times.narrow(1, 0, smaller_latent.shape[2]) if times.ndim > 1 and times.shape[1] == frames else times
 

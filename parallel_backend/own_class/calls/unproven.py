@@ -6,5 +6,5 @@ class Unproven(Exception):
 
 
 def first_line(error: Exception) -> str:
-    """Type and first line of an error that the class's code raised."""
+    """Return the type and first line of an error that the class's code raised."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -245,7 +245,7 @@ class AttentionCall:
     def compute(
         self, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor, mask_bK: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention [B, Q, h, D] by the class's function, of these heads only, under this mask of keys."""
+        """Return attention [B, Q, h, D] by the class's function, of these heads only, under this mask of keys."""
         mask = None if mask_bK is None else mask_bK[:, None, None]
         tensors = (x.transpose(1, 2) for x in (q_BQhD, k_BKhD, v_BKhD))
         shapes = {"skip_reshape": True, "skip_output_reshape": True}
@@ -295,7 +295,7 @@ def attention_call(
 
 @torch.compiler.disable  # it decides by numbers on the host
 def attention_by_rows(rule: RowRule, q_BQHD: torch.Tensor, k_BKHD: torch.Tensor, v_BKHD: torch.Tensor) -> torch.Tensor:
-    """Attention [B, Q, H, D] by a rule. Ranks cut and exchange it as they do any other attention call."""
+    """Return attention [B, Q, H, D] by a rule. Ranks cut and exchange it as they do any other attention call."""
     tensors = (x.transpose(1, 2) for x in (q_BQHD, k_BKHD, v_BKHD))
     shapes = {"skip_reshape": True, "skip_output_reshape": True}
     return attend_now(attention_rows, *tensors, q_BQHD.shape[2], rule=rule, **shapes).transpose(1, 2)

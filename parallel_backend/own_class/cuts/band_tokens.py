@@ -168,8 +168,8 @@ class BandTokens:
     def pieces(
         self, streams: Sequence[int], tokens: Mapping[int, int], ranks: SequenceCut, some: range
     ) -> list[tuple[Span, Span]]:
-        """Pairs (rows of keys, their positions in the K/V buffer). Rows count the keys of the ranks `some`, rank by rank.
-        The buffer has the other tokens first, stream by stream, and then the latent's in the order of bands."""
+        """Return pairs (rows of keys, their positions in the K/V buffer). Rows count the keys of the ranks `some`, rank by
+        rank. The buffer has the other tokens first, stream by stream, and then the latent's in the order of bands."""
         found, row, words = [], 0, self.words(streams, tokens)
         for rank in some:
             offset = 0

@@ -178,8 +178,8 @@ class Place:
     """The features that each rank needs for its part."""
 
     def cut(self) -> dict[str, torch.Tensor] | None:
-        """Name of a leaf or norm that can be cut -> features of each rank, bool [ranks, width]; no two ranks need the same
-        one. None: ranks share some features, but not all, or need parts of an argument along an axis that is not its
+        """Return name of a leaf or norm that can be cut -> features of each rank, bool [ranks, width]; no two ranks need the
+        same one. None: ranks share some features, but not all, or need parts of an argument along an axis that is not its
         heads."""
         found = {}
         for name in dict.fromkeys(name for needs in self.needs for name in needs):

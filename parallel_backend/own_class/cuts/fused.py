@@ -51,7 +51,7 @@ def _complex(turns: Rotation) -> torch.Tensor:
 def both_rotated(
     query: torch.Tensor, key: torch.Tensor, turns: Rotation, halves: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys, rotated as by `rotated`, or by `halves_rotated` if `halves`."""
+    """Return queries and keys, rotated as by `rotated`, or by `halves_rotated` if `halves`."""
     name, one = ("apply_rope_split_half", halves_rotated) if halves else ("apply_rope", rotated)
     if query.shape == key.shape and (kernel := _kernel(name, query)) is not None:
         return kernel(query.contiguous(), key.contiguous(), turns)
@@ -61,7 +61,7 @@ def both_rotated(
 def normed_and_rotated(
     query: torch.Tensor, key: torch.Tensor, norms: tuple[Any, Any], turns: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys [b, s, H, D], each normalized over a head's channels by its RMS norm, then rotated as by
+    """Return queries and keys [b, s, H, D], each normalized over a head's channels by its RMS norm, then rotated as by
     `rotated`."""
     of_queries, of_keys = norms
     if of_queries.weight is not None and (kernel := _kernel("rms_rope", query)) is not None:

@@ -34,7 +34,7 @@ def fuse(model: nn.Module) -> None:
 
 @functools.cache
 def source_digest(kind: type) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of a class's source."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a class's source."""
     return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
 
 

@@ -204,7 +204,7 @@ class StageBlocks:
 
 
 def crossing(blocks: Sequence[OwnBlock], at: int) -> list[int]:
-    """Numbers of the blocks before number `at` whose outputs a stage that begins there must receive, in order."""
+    """Return the numbers of the blocks before number `at` whose outputs a stage that begins there must receive, in order."""
     coming = {block.name for block in blocks[at:]}
     return [number for number, block in enumerate(blocks[:at]) if block.until in coming or number == at - 1]
 

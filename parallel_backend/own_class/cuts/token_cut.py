@@ -70,7 +70,7 @@ class TokenCut(ABC):
 
     @abstractmethod
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
-        """Attention [B, q, H, D] of this rank's queries to all ranks' keys. `mask_bK`: bool, the keys to see, rank by
+        """Return attention [B, q, H, D] of this rank's queries to all ranks' keys. `mask_bK`: bool, the keys to see, rank by
         rank."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class TokenCut(ABC):
         self._known = self.known()
 
     def known(self) -> dict[Any, Any]:
-        """Cache of positions and row numbers, for the present call and all others with the same tokens."""
+        """Return the cache of positions and row numbers, for the present call and all others with the same tokens."""
         return {}
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -266,11 +266,11 @@ class TokenCut(ABC):
         return (numbers_s >= tokens.start) & (numbers_s < tokens.stop)
 
     def rows(self, streams: Sequence[int], rank: int, device: torch.device = HOST) -> torch.Tensor:
-        """Numbers of a rank's rows in a tensor with all tokens of these streams, [n] int64."""
+        """Return the numbers of a rank's rows in a tensor with all tokens of these streams, [n] int64."""
         return torch.cat([numbers(pick, device) for pick in self.picks(streams, rank)])
 
     def all_rows(self, streams: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Numbers of all ranks' rows, rank by rank, [n] int64."""
+        """Return the numbers of all ranks' rows, rank by rank, [n] int64."""
         return torch.cat([self.rows(streams, rank, device) for rank in range(self.ranks.size)])
 
     def picks(self, streams: Sequence[int], rank: int, stand_ins: bool = False) -> list[Pick]:

@@ -60,8 +60,8 @@ OUTSIDE = 99
 def latent_of(
     model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float], steady: bool = False
 ) -> OwnLatent:
-    """Where the latent's tokens are. Raises Unproven if bands give a wrong result for calls like `actual`, or at one of
-    `times`.
+    """Return where the latent's tokens are. Raises Unproven if bands give a wrong result for calls like `actual`, or at one
+    of `times`.
 
     `blocks`: with the cut of their tokens. `steady`: an adapter's claim about the class's text, see OwnLatent.steady."""
     if len(actual.latents) > 2:

@@ -108,7 +108,7 @@ class ChangeTrial(ABC):
         return [drawn(self.short.call, 1), *(drawn(self.short.call, 3, time) for time in self.times)]
 
     def calls_of_tokens(self, actual: Call, time: Sequence[float] = ()) -> list[Call]:
-        """Calls like `actual` for trying cut tokens. `time`: their timestep, or empty."""
+        """Return calls like `actual` for trying cut tokens. `time`: their timestep, or empty."""
         return [drawn(smaller(actual, *size), 1, *time) for size in self._sizes]
 
 
@@ -155,7 +155,7 @@ class TrialOfSkips(ChangeTrial):
         return Shown(lists=lists)
 
     def _asked_for(self, call: Call) -> dict[str, list[int]]:
-        """Kind of block -> numbers of the replacements that the class calls. Kinds without any are left out."""
+        """Return kind of block -> numbers of the replacements that the class calls. Kinds without any are left out."""
         asked: dict[str, list[int]] = {}
 
         def note(kind: str, number: int, args: Any, more: Mapping[str, Any]) -> Any:
@@ -168,7 +168,7 @@ class TrialOfSkips(ChangeTrial):
         return asked
 
     def _skipped_block(self, call: Call, key: Key) -> str:
-        """Name of the block that does not run if `key` is replaced. Empty: none or several do not run."""
+        """Return the name of the block that does not run if `key` is replaced. Empty: none or several do not run."""
         orders, _ = recorded_blocks(self.short.model, self.short.kept, [call, _with_skipped(call, [key])])
         ran, skipping = ({block.name for block in order} for order in orders)
         return min(ran - skipping) if len(ran - skipping) == 1 else ""

@@ -213,7 +213,7 @@ class TensorSharing:
 
 
 def _arguments(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> dict[str, tuple[tuple, dict[str, Any]]]:
-    """Name of a block -> the arguments that it gets in the call."""
+    """Return name of a block -> the arguments that it gets in the call."""
     found: dict[str, tuple[tuple, dict[str, Any]]] = {}
 
     def note(name: str, _block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -257,7 +257,7 @@ def _with_shares(module: nn.Module, block: OwnBlock, given: tuple[tuple, dict[st
 
 
 def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[int, int]:
-    """Numbers that may have to be divided over ranks -> their units, see OwnBlock.
+    """Return numbers that may have to be divided over ranks -> their units, see OwnBlock.
 
     They are numbers of features (of one part of a cut layer's side, or of consecutive parts) and numbers of heads. If two
     parts have the same size, the one with fewer units counts."""

@@ -65,8 +65,8 @@ class _Prologue(WholeRun):
 
 
 def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
-    """Where the tokens of the call's latent are. `steady`: see OwnLatent; if true, references count as text. Raises Unproven
-    if they are not in raster order in one stream, each time that tokens enter the blocks."""
+    """Return where the tokens of the call's latent are. `steady`: see OwnLatent; if true, references count as text. Raises
+    Unproven if they are not in raster order in one stream, each time that tokens enter the blocks."""
     search = _LatentSearch(runs, call)
     (found, *more) = search.rasters()
     if found.patch[-1] != found.patch[-2]:
@@ -206,8 +206,8 @@ class _LatentSearch:
         return f"b {names} -> b ({tokens}) ({channels})", {stream: rows}
 
     def hints(self, found: _Raster) -> list[int]:
-        """Other streams with one token for each of the latent's tokens, which change with images in the arguments. Bands
-        split them like the latent's."""
+        """Return other streams with one token for each of the latent's tokens, which change with images in the arguments.
+        Bands split them like the latent's."""
         changed, all_rows = self._by_images(), tuple(range(found.count))
         beside = (stream for stream in entries_of(self._runs.blocks)[0] if stream != found.stream)
         return [each for each in beside if self.first[each].shape[1] == found.count and changed.get(each) == all_rows]

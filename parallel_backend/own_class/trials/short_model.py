@@ -198,7 +198,7 @@ def _with_all_running(own: OwnClass, short: Short, poll: Callable[..., None]) ->
 
 
 def _left_out(model: nn.Module, kept: Mapping[str, Sequence[str]], call: Call) -> dict[str, int]:
-    """List -> number of its blocks that do not run in the call. Lists in which no block runs are left out."""
+    """Return list -> number of its blocks that do not run in the call. Lists in which no block runs are left out."""
     (ran,), _ = recorded_blocks(model, kept, [drawn(call, 1)])
     return {
         name: len(kept[name]) - sum(list_of(block) == name for block in ran) for name in dict.fromkeys(map(list_of, ran))

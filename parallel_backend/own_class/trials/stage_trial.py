@@ -135,8 +135,8 @@ def _stay_alike(model: nn.Module, calls: Sequence[Call]) -> bool:
 
 
 def module_state(model: nn.Module) -> dict[str, Any]:
-    """Values of the modules' attributes, to be compared before and after a call. Tensors are left out, because later calls
-    show their effect. Numbers are included: one that counts calls may only matter after many."""
+    """Return the values of the modules' attributes, to be compared before and after a call. Tensors are left out, because
+    later calls show their effect. Numbers are included: one that counts calls may only matter after many."""
 
     def seen(value: Any, depth: int = 0) -> Any:
         if isinstance(value, torch.Tensor):
@@ -156,8 +156,8 @@ def module_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _written(call: Call) -> dict[str, Any]:
-    """Values and versions of a call's arguments, to be compared before and after it. Numbers and strings in the options are
-    left out, because a class may add some."""
+    """Return the values and versions of a call's arguments, to be compared before and after it. Numbers and strings in the
+    options are left out, because a class may add some."""
     options = {key: value for key, value in call.options.items() if not isinstance(value, int | float | str | None)}
     found = {}
     for name, value in ({"x": call.x} | dict(call.named) | options).items():

@@ -243,7 +243,7 @@ def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times
 
 
 def list_ends(blocks: Sequence[OwnBlock]) -> list[int]:
-    """Numbers of the last block of each list."""
+    """Return the numbers of the last block of each list."""
     lists = [block.name.rpartition(".")[0] for block in blocks]
     return [number for number, name in enumerate(lists) if name not in lists[number + 1 :]]
 
@@ -256,8 +256,8 @@ class Runs:
         self._counted: dict[tuple[torch.Size, int], int] = {}
 
     def sizes(self, actual: Call) -> tuple[Size, Size]:
-        """Two sizes of calls like `actual`: one with few tokens, but enough for all ranks, and one with other numbers of
-        tokens."""
+        """Return two sizes of calls like `actual`: one with few tokens, but enough for all ranks, and one with other numbers
+        of tokens."""
         words = words_of(actual)
         for side in SIDES:
             call = smaller(actual, side, WORDS)

@@ -202,7 +202,7 @@ class _Trial:
         return max([*proofs, *others], key=lambda each: self._worth(each[0]), default=none)
 
     def _worth(self, proof: Proof) -> tuple[bool, ...]:
-        """Key for sorting proofs, the most important fact first."""
+        """Return the key for sorting proofs, the most important fact first."""
         is_cut = not (self._sequence and proof.sequence)
         return bool(proof.blocks), not proof.stages, is_cut, proof.latent is not None
 

@@ -109,8 +109,8 @@ class TokenNumbers(Protocol):
     """The numbers of a call's rows among all tokens that the class has."""
 
     def numbers(self, at: "LayerCall", queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers of the queries [Q] and keys [K], int64 in host memory, in the order in which the kernel gets them. Calls
-        with the same tokens get the same tensors."""
+        """Return the numbers of the queries [Q] and keys [K], int64 in host memory, in the order in which the kernel gets
+        them. Calls with the same tokens get the same tensors."""
 
     def places(self, streams: tuple[int, ...]) -> Callable[[], torch.Tensor] | None:
         """Return the argument `place_of_rows` of SparseStep.of_class."""
@@ -143,4 +143,4 @@ class Form(Protocol):
     """A step on the way of an attention call. Most forms change the tensors and call another form."""
 
     def attend(self, at: LayerCall, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor) -> torch.Tensor:
-        """Attention [B, Q, h, D] of these queries to the keys of all ranks. A rank may have no tokens or no heads."""
+        """Return attention [B, Q, h, D] of these queries to the keys of all ranks. A rank may have no tokens or no heads."""

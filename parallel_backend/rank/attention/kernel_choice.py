@@ -60,7 +60,7 @@ class RankKernel:
             self._lacked.add(calls)
 
     def failure(self, head_size: int, dtype: torch.dtype, lse: bool = False) -> str | None:
-        """Why the kernel does not support calls with this head size and dtype. None: it does."""
+        """Return why the kernel does not support calls with this head size and dtype. None: it does."""
         if lse and not self.kernel.lse:
             return "it returns no log-sum-exp"
         key = head_size, dtype, lse
@@ -103,7 +103,7 @@ class RankKernel:
         return self._module
 
     def _lacks(self, q_BQHD: torch.Tensor, mask_BK: torch.Tensor | None, lse: bool) -> str:
-        """Why the kernel does not support this call, as text for the report. Empty: it does."""
+        """Return why the kernel does not support this call, as text for the report. Empty: it does."""
         if self.kernel.name == SDPA:
             return ""
         size, dtype = q_BQHD.shape[-1], q_BQHD.dtype
@@ -172,7 +172,7 @@ def trial(
 
 
 def _queries_keys_values(rows_K3BHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of `rows_K3BHD`: queries [B, Q, H, D], keys and values [B, K, H, D]."""
+    """Return views of `rows_K3BHD`: queries [B, Q, H, D], keys and values [B, K, H, D]."""
     q_BKHD, k_BKHD, v_BKHD = (rows_K3BHD[:, index].transpose(0, 1) for index in range(3))
     return q_BKHD[:, :TRIAL_QUERIES], k_BKHD, v_BKHD
 
@@ -188,6 +188,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _for_each_head(q_BQHD: torch.Tensor, *shared_BKhD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Keys and values [B, K, H, D], with each of their h heads repeated for the query heads that share it."""
+    """Return keys and values [B, K, H, D], with each of their h heads repeated for the query heads that share it."""
     times = q_BQHD.shape[2] // shared_BKhD[0].shape[2]
     return shared_BKhD if times == 1 else tuple(x.repeat_interleave(times, dim=2) for x in shared_BKhD)

@@ -151,11 +151,11 @@ class KVBuffer:
         return self.filled, *((layer.call == self._call, layer.last is None) for layer in self.layers.values())
 
     def addresses(self) -> tuple[int, ...]:
-        """Memory addresses of keys and values at present. LayerBuffer.swap exchanges two of them at each call."""
+        """Return the memory addresses of keys and values at present. LayerBuffer.swap exchanges two of them at each call."""
         return tuple(x_BShD.data_ptr() for layer in self.layers.values() for x_BShD in (layer.k_BShD, layer.v_BShD))
 
     def slots(self) -> dict[int, LayerBuffer]:
-        """Layer -> a copy of its host state, for `restore`."""
+        """Return layer -> a copy of its host state, for `restore`."""
         return {number: replace(layer) for number, layer in self.layers.items()}
 
     def follow(self, layers: Iterable[int]) -> None:

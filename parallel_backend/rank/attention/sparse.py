@@ -23,7 +23,7 @@ CUBE = (4, 4, 4)
 
 
 def refusal(device: torch.device, dtype: torch.dtype, head_size: int, cubes: bool) -> str:
-    """Why ComfyUI would use dense attention for such tensors, as text for the report. Empty: it would not."""
+    """Return why ComfyUI would use dense attention for such tensors, as text for the report. Empty: it would not."""
     try:
         import comfy_kitchen
 
@@ -68,7 +68,7 @@ class SparseCalls:
     lacked: set[str] = field(default_factory=set)
 
     def report(self) -> str:
-        """Text for the user. Empty: no call was to be sparse."""
+        """Return text for the user. Empty: no call was to be sparse."""
         lacked = sorted(self.lacked)
         if not self.sparse and not lacked:
             return ""
@@ -152,8 +152,8 @@ class SparseStep:
     def attend(
         self, layout: Layout, q_BShD, k_BShD, v_BShD, gate_BShD: torch.Tensor | None, scale: float | None
     ) -> torch.Tensor:
-        """Attention [B, S, h, D] in rank order. `gate_BShD`: VSA's factor of summaries, for each token and head. None:
-        without."""
+        """Return attention [B, S, h, D] in rank order. `gate_BShD`: VSA's factor of summaries, for each token and head.
+        None: without."""
         import comfy_kitchen
 
         settings, dtype = self.settings, q_BShD.dtype

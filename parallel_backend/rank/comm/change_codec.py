@@ -63,13 +63,13 @@ class ChangeCodec:
             part_Gg.add_(levels_Gg.float().sub_((2**self.bits - 1) / 2).mul_(steps_G[rows].float()[:, None]))
 
     def _steps(self, change_Gg: torch.Tensor) -> torch.Tensor:
-        """Distance between neighbouring levels for each group, [G]."""
+        """Return the distance between neighbouring levels for each group, [G]."""
         # The largest change is half a step from a level, so nothing is cut off: receivers would extrapolate keys that lack
         # the rest before the next call sends it.
         return change_Gg.abs().amax(1).mul_(UP * 2 / 2**self.bits)
 
     def _pieces(self, values_Gg: torch.Tensor) -> list[slice]:
-        """Slices of groups that are packed at once, in multiples of 8 groups, so that each ends with a whole byte."""
+        """Return slices of groups that are packed at once, in multiples of 8 groups, so that each ends with a whole byte."""
         groups, group = values_Gg.shape
         count = PIECES[values_Gg.device.type] // group // 8 * 8
         return [slice(start, min(start + count, groups)) for start in range(0, groups, count)]

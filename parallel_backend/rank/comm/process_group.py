@@ -104,8 +104,8 @@ def is_far() -> bool:
 
 
 def gloo_advice(error: str) -> str:
-    """Advice to the user if Gloo cannot run. `error`: torch's message. Windows wheels of torch 2.8 and 2.9 have a Gloo
-    without a transport (pytorch issue 150381, OneTrainer issue 1122); pull request 170491 of December 2025 fixes it."""
+    """Return advice to the user if Gloo cannot run. `error`: torch's message. Windows wheels of torch 2.8 and 2.9 have a
+    Gloo without a transport (pytorch issue 150381, OneTrainer issue 1122); pull request 170491 of December 2025 fixes it."""
     return (
         f"several ranks without NCCL need Gloo, and that of torch {torch.__version__} cannot run here ({error}). On "
         "Windows torch 2.8 and 2.9 lack it. Install torch 2.11 or newer, or run ComfyUI in WSL2, which has NCCL. One "

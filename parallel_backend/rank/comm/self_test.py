@@ -41,7 +41,7 @@ class LinkError(RuntimeError):
 
 
 def advice(backend: str, p2p: bool) -> str:
-    """Advice to the user. `p2p`: whether NCCL was free to use direct access from GPU to GPU."""
+    """Return advice to the user. `p2p`: whether NCCL was free to use direct access from GPU to GPU."""
     if backend != "nccl":
         return (
             "Try: a firewall that lets this machine reach itself (or the machines each other); GLOO_SOCKET_IFNAME, set to "

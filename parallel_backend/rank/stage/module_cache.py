@@ -135,7 +135,7 @@ class ModuleCache:
         return self._elsewhere, len(self._places)
 
     def of_call(self) -> dict[ModuleCall, Any]:
-        """Cached outputs of the call in progress. Empty if the call is `whole`."""
+        """Return the cached outputs of the call in progress. Empty if the call is `whole`."""
         return dict(self.outputs) if self.is_open else {}
 
     def again(self, outputs: Mapping[ModuleCall, Any]) -> None:

@@ -126,7 +126,7 @@ class Arithmetic:
 
 
 def arithmetic(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Arithmetic:
-    """How a layer multiplies an input of `dtype` by the packed weight [out, n] uint8 on its device."""
+    """Return how a layer multiplies an input of `dtype` by the packed weight [out, n] uint8 on its device."""
     if isinstance(packing, Fp8):
         format = "float8_e4m3fn" if packing.kind == "fp8_e4m3fn" else "float8_e5m2"
         full_precision = packing.full_precision
@@ -187,7 +187,7 @@ def trial(tensors: ModuleType, format: str, dtype: torch.dtype, device: torch.de
 
 
 def _obstacle(format: str, packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> str:
-    """Why comfy-kitchen cannot multiply in a format on the weight's device. Empty: it can."""
+    """Return why comfy-kitchen cannot multiply in a format on the weight's device. Empty: it can."""
     if format == "float8_e5m2":
         return "GPUs cannot multiply two tensors of this format"
     if format not in CAPABILITY:

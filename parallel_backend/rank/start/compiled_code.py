@@ -45,7 +45,7 @@ def keep_compiled_code_private(environment: MutableMapping[str, str] = os.enviro
 
 
 def _cache(environment: MutableMapping[str, str]) -> Path | None:
-    """Our folder in this user's cache. None if the user has no home directory."""
+    """Return our folder in this user's cache. None if the user has no home directory."""
     given = Path(environment.get("XDG_CACHE_HOME", ""))
     try:
         return (given if given.is_absolute() else Path.home() / ".cache") / "parallel_dit"

@@ -34,7 +34,7 @@ def set_rank_environment(device: str, environment: MutableMapping[str, str] = os
 
 
 def allocator_settings(environment: Mapping[str, str], segments: bool) -> dict[str, str | None]:
-    """Variable to change -> its value; None: to be removed. Removes `backend:cudaMallocAsync`. `segments`: turn on
+    """Return variable to change -> its value; None: to be removed. Removes `backend:cudaMallocAsync`. `segments`: turn on
     expandable segments unless the user has set them. Other settings stay."""
     # ComfyUI sets `backend:cudaMallocAsync` for itself. Ranks ran out of memory with it where torch's allocator does not
     # (raylight pull request 99: Ulysses, at the second step).

@@ -193,7 +193,7 @@ def _each(value: Any, weight: torch.Tensor) -> tuple[int, ...]:
 
 
 def statistics(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance of each group of channels of [B, C, ...], each [B x groups] float32."""
+    """Return the mean and variance of each group of channels of [B, C, ...], each [B x groups] float32."""
     flat, means, variances = x.reshape(len(x) * groups, -1), [], []
     for piece in flat.split(-(-len(flat) // STATISTICS_PIECES)):
         mean = piece.mean(dim=1, keepdim=True, dtype=torch.float32)

@@ -76,8 +76,8 @@ class VAEPart:
 
     @torch.inference_mode()
     def _tried(self, trial: RunVAE) -> str:
-        """Why the rank's band of a small image differs from the whole result. Empty: it does not. In float32, to exclude
-        rounding."""
+        """Return why the rank's band of a small image differs from the whole result. Empty: it does not. In float32, to
+        exclude rounding."""
         self.model.float()
         x, index = trial.band.to(self.device, torch.float32), self.bands.axis.index
         dim = COLUMNS if trial.columns else ROWS

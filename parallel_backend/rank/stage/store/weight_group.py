@@ -82,7 +82,7 @@ class WeightGroup:
 
 
 def weight_groups(weights: StageWeights, blocks: Iterable[str]) -> dict[str, WeightGroup]:
-    """Name -> group: the `blocks` "<list>.<index>" in their order, then the ends."""
+    """Return name -> group: the `blocks` "<list>.<index>" in their order, then the ends."""
     members: dict[str, list[str]] = {name: [] for name in (*blocks, ENDS)}
     for target in weights.targets:
         block = ".".join(target.split(".")[:2])
