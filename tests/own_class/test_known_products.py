@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallel_backend.own_class.trials.known_products import KnownProducts
+from parallel_backend.own_class.trials.known_products import KEPT, KnownProducts
 
 
 def writes_into_the_output(_layer, _x, out):
@@ -44,3 +44,15 @@ def test_the_product_of_the_same_values_is_not_computed_again():
         first = layer(x)
         layer.weight.data.zero_()  # which a tensor's version does not tell
         assert torch.equal(layer(x.clone()), first)
+
+
+@pytest.mark.parametrize(("most", "inputs"), [(1 << 30, KEPT + 1), (100, 2)])
+def test_products_of_too_many_inputs_are_computed_again(monkeypatch, most, inputs):
+    monkeypatch.setattr("parallel_backend.own_class.trials.known_products.MOST_BYTES", most)
+    layer, x = nn.Linear(3, 4), torch.randn(2, 3)
+    with torch.no_grad(), KnownProducts():
+        layer(x)
+        for more in range(1, inputs):
+            layer(x + more)
+        layer.weight.data.zero_()
+        assert torch.equal(layer(x), layer.bias.expand(2, 4))

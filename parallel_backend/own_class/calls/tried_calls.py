@@ -341,8 +341,8 @@ def draw_weights(model: nn.Module, seed: int, idle: Sequence[str] = (), share: b
 
 
 def noise_lengths(model: nn.Module, idle: Sequence[str] = ()) -> dict[int, int]:
-    """Return the number of float32 values of noise for all weights whose rows have the same length, by that length. Each
-    weight begins at another of NOISE places."""
+    """Return, by length of a weight's rows, how many values of noise all such weights need. Each begins at a random one of
+    the first NOISE."""
     found: dict[int, int] = {}
     for _, _, _, parameter in _drawn(model, idle):
         found[_row(parameter)] = max(found.get(_row(parameter), 0), NOISE + parameter.numel())
@@ -350,7 +350,7 @@ def noise_lengths(model: nn.Module, idle: Sequence[str] = ()) -> dict[int, int]:
 
 
 def _drawn(model: nn.Module, idle: Sequence[str]) -> Iterator[tuple[str, str, nn.Module, nn.Parameter]]:
-    """Yield (path of its module, name there, module, parameter), except for modules in `idle`."""
+    """Yield (path of its module, name there, module, parameter), but not of modules in `idle`."""
     for path, module in model.named_modules():
         if not any(f"{path}.".startswith(f"{name}.") for name in idle):
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -358,7 +358,7 @@ def _drawn(model: nn.Module, idle: Sequence[str]) -> Iterator[tuple[str, str, nn
 
 
 def _row(weight: nn.Parameter) -> int:
-    """Return the number of values that a product with the weight adds up. Vectors are as small as if it were 100."""
+    """Return how many values a product with the weight adds up. Vectors are as small as if they were 100."""
     return max(1, weight[0].numel()) if weight.ndim > 1 else 100
 
 
