@@ -1,4 +1,4 @@
-"""Parallel Checkpoint Loader: an all-in-one file -> MODEL on the ranks, CLIP and VAE in ComfyUI."""
+"""Parallel Checkpoint Loader: loads an all-in-one file, with the MODEL on the ranks, and CLIP and VAE in ComfyUI."""
 
 from .loader import CHECKPOINTS, check_widgets, file_path, load_model, safetensors_names, widgets
 from .model.early_start import start_ranks_of

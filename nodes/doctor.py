@@ -1,4 +1,4 @@
-"""Parallel Doctor: which degrees are fastest on this machine, for this model and image, and why."""
+"""Parallel Doctor: finds which degrees are fastest on this machine, for this model and image, and says why."""
 
 import itertools
 from collections.abc import Iterator
@@ -13,10 +13,11 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.setup import Setup
 from parallel_backend.core.validate import check_one_kind
 from parallel_backend.placement.memory_model import Request
+from parallel_backend.planning.another_gpu import CHOICES, NONE, plans, with_another
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.planner import Plan, plan
 from parallel_backend.planning.rehearsal import rehearse
-from parallel_backend.planning.report import describe, verdict
+from parallel_backend.planning.report import describe, describe_another, verdict, verdict_on_another
 from parallel_backend.planning.workload import workload_of
 from parallel_backend.processes.pool import Poll
 
@@ -29,13 +30,13 @@ from .ui.devices import check_one_kind_of_devices, gpus, is_auto, named_devices,
 from .ui.input_checks import validate
 from .ui.loading_bar import Elapsed
 from .ui.node_text import show_report
-from .ui.widgets import CATEGORY, cfg_scale, link, text, whole_number
+from .ui.widgets import CATEGORY, cfg_scale, choice, link, text, whole_number
 
 
 def doctor_devices(widget: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
     """Devices that the widget names. `auto`: all GPUs, or the model's CPU ranks if there is no GPU.
 
-    ValueError for a device that does not exist, and for a mixture of GPUs and CPUs.
+    Raises ValueError for a device that does not exist, and for a mixture of GPUs and CPUs.
     """
     devices = (gpus() or stub.devices) if is_auto(widget) else named_devices(widget)
     check_one_kind(devices)
@@ -44,7 +45,7 @@ def doctor_devices(widget: str, stub: RemoteDiffusionModel) -> tuple[str, ...]:
 
 @contextmanager
 def loaded(setup: Setup, checkpoint: Checkpoint, request: Request, poll: Poll) -> Iterator[RemoteTransformer]:
-    """The model on its ranks, for a rehearsal (rehearsal.Load). It is unloaded at the end."""
+    """Context with the model on its ranks, for a rehearsal (rehearsal.Load). It is unloaded at the end."""
     try:
         yield registry().model(setup, poll, make_room=make_room, expected=lambda: request, opened=checkpoint)
     finally:
@@ -52,7 +53,7 @@ def loaded(setup: Setup, checkpoint: Checkpoint, request: Request, poll: Poll) -
 
 
 def advised_config(found: Plan, stub: RemoteDiffusionModel) -> ParallelConfig:
-    """The MODEL's settings with the advised degrees. With the degrees of one device if nothing can be advised."""
+    """Return the MODEL's settings with the advised degrees, or with those of one device if nothing can be advised."""
     config = config_of(stub)
     if found.best is None or found.doubt:
         return config
@@ -92,13 +93,24 @@ class ParallelDoctor:
                     "auto", "auto (all GPUs; without a GPU, the model's CPU ranks), or a list such as cuda:0,cuda:1."
                 ),
             },
-            "optional": {"positive": link("CONDITIONING", "The prompt, which the trial needs.")},
+            "optional": {
+                "positive": link("CONDITIONING", "The prompt, which the trial needs."),
+                "another_gpu": choice(
+                    [NONE, *CHOICES],
+                    NONE,
+                    "A GPU that you do not have: the report says what it would add, by prediction. PCIe x4 and x8 are lanes "
+                    "of PCIe 4.0.",
+                ),
+            },
         }
 
-    def examine(self, model, latent_image, steps, cfg, text_tokens, devices, positive=None):
+    def examine(self, model, latent_image, steps, cfg, text_tokens, devices, positive=None, another_gpu=NONE):
         stub = remote_stub(model)
         setup, chosen = stub.setup, doctor_devices(devices, stub)
-        trials = trials_of(model, latent_image, steps, cfg, positive, chosen)
+        another, counts = CHOICES.get(another_gpu), [len(chosen)]
+        if another is not None:
+            counts.append(len(chosen) + 1)
+        trials = trials_of(model, latent_image, steps, cfg, positive, chosen, counts)
         check_can_be_planned(stub, trials)
         checkpoint = stub.checkpoint
         words = max(cond[0].shape[1] for cond in positive)
@@ -109,14 +121,20 @@ class ParallelDoctor:
         run = (shape, entries, steps, words, setup.transfer_dtype)
         workload = replace(workload_of(checkpoint, setup.dtype, chosen[0], *run), trials=trials)
         calibration = calibrated_anew(chosen, checkpoint, setup.dtype, setup.attention)
-        found = plan(CalibratedCosts(calibration, workload), offload=setup.offload)
+        costs = CalibratedCosts(calibration, workload)
+        more = None if another is None else with_another(costs, another)
+        found = plan(costs, offload=setup.offload)
         progress, done = comfy.utils.ProgressBar(1), itertools.count(1)
 
         def advance() -> None:
             progress.update_absolute(next(done), len(found.proposals))
 
         found = rehearse(found, setup, checkpoint, loaded, Elapsed, advance)
-        report = describe(found)
+        report, answer = describe(found), verdict(found)
         if len(set(chosen)) == 1 and (hidden := why_hidden()):
             report += f"\n\nOther GPUs:{hidden}"
-        return {"ui": show_report(report, verdict(found)), "result": (report, advised_config(found, stub))}
+        if more is not None:
+            compared = plans(found, more, setup.offload)
+            report += f"\n\n{describe_another(*compared)}"
+            answer += f"\n{verdict_on_another(*compared)}"
+        return {"ui": show_report(report, answer), "result": (report, advised_config(found, stub))}

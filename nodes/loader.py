@@ -1,4 +1,5 @@
-"""Parallel DiT Loader: a checkpoint and degrees -> a native MODEL whose transformer lives on several devices."""
+"""Parallel DiT Loader: loads a checkpoint with given degrees. Returns a native MODEL whose transformer is on several
+devices."""
 
 import contextlib
 import os
@@ -35,11 +36,12 @@ BUNDLED = "quickstart-digits (bundled)"
 FOLDER = "diffusion_models"
 CHECKPOINTS = "checkpoints"
 IN_CHECKPOINTS = f"{CHECKPOINTS}/"
-"""Prefix of the names of all-in-one files. This node loads the transformer of such a file."""
+"""Prefix of the names of all-in-one files, from which this node loads only the transformer."""
 
 
 def model_names() -> list[str]:
-    """The bundled model; safetensors and GGUF files of models/diffusion_models (ComfyUI lists no GGUF); all-in-one files."""
+    """Return the bundled model, safetensors and GGUF files of models/diffusion_models (ComfyUI lists no GGUF), and
+    all-in-one files."""
     found = {
         name for base in folder_paths.get_folder_paths(FOLDER) for name in folder_paths.recursive_search(base, [".git"])[0]
     }
@@ -48,12 +50,12 @@ def model_names() -> list[str]:
 
 
 def safetensors_names(folder: str) -> list[str]:
-    """The safetensors files of one of ComfyUI's model folders."""
+    """Return the names of the safetensors files in one of ComfyUI's model folders."""
     return [name for name in folder_paths.get_filename_list(folder) if name.lower().endswith(SAFETENSORS)]
 
 
 def model_path(name: str) -> Path:
-    """Path of an entry of `model_names`. ValueError if the file is gone, and for a diffusers folder."""
+    """Return the path of an entry of `model_names`. Raises ValueError if the file is gone, and for a diffusers folder."""
     if name == BUNDLED:
         return Path(WEIGHTS)
     if (path := file_path(FOLDER, name)) is not None:
@@ -78,7 +80,7 @@ def _is_diffusers_folder(name: str) -> bool:
 
 
 def file_path(folder: str, name: str) -> Path | None:
-    """Path of a file in one of ComfyUI's model folders. None: there is no such file."""
+    """Return the path of a file in one of ComfyUI's model folders, or None if there is no such file."""
     with contextlib.suppress(OSError, ValueError):  # raised for impossible names: too long, with a NUL, on another drive
         if (path := folder_paths.get_full_path(folder, name)) is not None:
             return Path(path)
@@ -86,7 +88,7 @@ def file_path(folder: str, name: str) -> Path | None:
 
 
 def widgets(name: str, model_choice: Widget) -> dict[str, dict[str, Widget]]:
-    """Inputs of a node that loads a model. The user picks the model by the input `name`, whose entry is `model_choice`."""
+    """Return the inputs of a node that loads a model. Its input `name` chooses the model, with the entry `model_choice`."""
     return {
         "required": {
             name: model_choice,
@@ -150,7 +152,7 @@ def widgets(name: str, model_choice: Widget) -> dict[str, dict[str, Widget]]:
 
 
 SETUP_WIDGETS = ("stage_split", "compile", "cuda_graphs")
-"""Widgets that are fields of Setup: same names, same values."""
+"""Widgets with the same names and values as fields of Setup."""
 
 
 def check_widgets(
@@ -163,7 +165,7 @@ def check_widgets(
     offload: str | None = "auto",
     parallel_config: object = ParallelConfig(),
 ) -> None:
-    """ValueError for widgets of `widgets` that no model can be loaded with. None: a value that comes over a link."""
+    """Raise ValueError for values of `widgets` with which no model can be loaded. None: the value comes over a link."""
     if offload is not None:
         offload_of(offload)
     sizes: dict[str, Any] = {"batch": split_batch_degree, "pipe": pipefusion_degree, "tensor": tensor_parallel_degree}
@@ -206,9 +208,9 @@ class ParallelDiTLoader:
 
 
 def load_model(path: Path, settings: Mapping[str, Any]) -> RemoteModelPatcher:
-    """The MODEL of a file. `settings`: values of `widgets`; absent ones have the widget's default.
+    """Return the MODEL of a file. `settings`: values of `widgets`; absent ones have the widget's default.
 
-    ValueError, beginning with the input's name, for a model or a value that cannot be loaded.
+    Raises ValueError, beginning with the input's name, for a model or a value that cannot be loaded.
     """
     values = {"parallel_config": None, **defaults(widgets("", ("", {}))), **settings}
     config = ParallelConfig() if values["parallel_config"] is None else values["parallel_config"]
@@ -227,7 +229,7 @@ def model_of(
     values: Mapping[str, Any],
     config: ParallelConfig,
 ) -> RemoteModelPatcher:
-    """The MODEL of an opened file. `planned`: degrees are worked out at the first image. `values`: of all `widgets`.
+    """Return the MODEL of an opened file. `planned`: degrees are worked out at the first image. `values`: of all `widgets`.
 
     ValueError as `load_model`."""
     checkpoint = file.checkpoint
@@ -263,7 +265,7 @@ def model_of(
 
 
 def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:
-    """Degrees of one rank, until the planner has chosen, and the devices that the planner may choose from."""
+    """Return degrees of one rank, used until the planner has chosen, and the devices from which the planner may choose."""
     if names_ray(devices):
         raise ValueError(
             "degrees is auto, but the machines of a Ray cluster are unknown before ranks run there. Set degrees to 'as "
@@ -273,7 +275,7 @@ def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:
 
 
 def _as_set(values: Mapping[str, Any], config: ParallelConfig) -> tuple[Degrees, tuple[str, ...]]:
-    """The degrees of the widgets and of Ulysses Config, and a device for each rank."""
+    """Return the degrees of the widgets and of Ulysses Config, and a device for each rank."""
     degrees = Degrees(
         batch=values["split_batch_degree"],
         pipe=values["pipefusion_degree"],

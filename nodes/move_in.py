@@ -19,15 +19,15 @@ from .ui.request_body import json_of
 
 ROUTE = "/parallel_dit/move_in"
 MOST_BYTES = 1 << 24
-"""The largest workflow file in bytes."""
+"""Maximum size of a workflow file in bytes."""
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
-"""Types of inputs that the editor shows as widgets."""
+"""Types of inputs for which the editor shows widgets."""
 CONTROL = "control_after_generate"
 SUFFIX = re.compile(r"(DisTorch2?)?MultiGPU$")
 RAYLIGHT = re.compile(
     r"Ray[A-Z]|XFuser|UnifiedParallelSampler|DP(KSampler|SamplerCustom|NoiseList|ConditioningList|LatentList)"
 )
-"""How types of raylight's nodes begin."""
+"""Prefixes of the types of raylight's nodes."""
 ACTORS = "RAY_ACTORS"
 STARTS = ("RayInitializer", "RayInitializerAdvanced", "RayKill")
 """raylight's nodes that start and end its processes."""
@@ -38,9 +38,9 @@ PASSED = {
     "RayCleanVRAMUsed": "ranks and ComfyUI make room for each other",
     "DeviceSelectorMultiGPU": "ComfyUI's loaders choose the device",
 }
-"""Nodes that are taken out, and why."""
+"""Nodes that are removed, and the reason."""
 GGUF, READS_GGUF = "UnetLoaderGGUF", "ParallelDiTLoader"
-"""ComfyUI-GGUF's loader, and the one of this pack for a ComfyUI without it."""
+"""ComfyUI-GGUF's loader, and this pack's loader for a ComfyUI without it."""
 FILE = re.compile(r"\.(safetensors|sft|gguf|ckpt|pth?|bin)$")
 RENAMED = {
     "XFuserKSamplerAdvanced": "KSamplerAdvanced",
@@ -53,9 +53,9 @@ RENAMED = {
     "CheckpointLoaderAdvancedMultiGPU": "CheckpointLoaderSimple",
     "CheckpointLoaderAdvancedDisTorch2MultiGPU": "CheckpointLoaderSimple",
 }
-"""Beside those whose name loses `Ray` or `MultiGPU`."""
+"""New names of types for which removing `Ray` or `MultiGPU` is not enough."""
 INPUTS = {"ray_actors": "model", "ray_control_net": "control_net", "ray_vae": "vae"}
-"""raylight's name of an input -> ComfyUI's."""
+"""raylight's name of an input -> ComfyUI's name."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Input:
     name: str
     kind: str
     options: tuple[Any, ...] = ()
-    """Values of a combo box."""
+    """The values of a combo box."""
     default: Any = None
     control: bool = False
-    """The editor adds the widget control_after_generate behind it."""
+    """Whether the editor adds the widget control_after_generate after it."""
 
     @property
     def widget(self) -> bool:
@@ -82,7 +82,7 @@ class Stock:
 
 
 Find = Callable[[str], Stock | None]
-"""The node of a type, if this ComfyUI has it."""
+"""Returns the node of a type, or None if this ComfyUI does not have it."""
 
 
 def add_route() -> None:
@@ -101,7 +101,7 @@ def add_route() -> None:
 
 
 def of_this_comfyui(kind: str) -> Stock | None:
-    """See Find."""
+    """Return the node of this type in this ComfyUI; see Find."""
     from nodes import NODE_CLASS_MAPPINGS
 
     node: Any = NODE_CLASS_MAPPINGS.get(kind)
@@ -125,7 +125,7 @@ def input_of(name: str, kind: Any, about: Mapping[str, Any] | None = None) -> In
 
 
 def moved_in(workflow: Any, find: Find) -> dict[str, Any]:
-    """{"workflow", "moved", "left"}, see above. ValueError for anything but a workflow file."""
+    """{"workflow", "moved", "left"}, see above. Raises ValueError for anything but a workflow file."""
     if not isinstance(workflow, dict) or not isinstance(workflow.get("nodes"), list):
         raise ValueError("it has no nodes.")
     workflow = copy.deepcopy(workflow)
@@ -147,7 +147,7 @@ class Link:
     target_slot: int
     kind: str
     whole: Any = None
-    """As the file has it: newer editors add more to it, such as reroutes."""
+    """The link as the file has it. Newer editors add more fields, such as reroutes."""
 
 
 FIELDS = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
@@ -170,7 +170,7 @@ class Graph:
         self._link = max([*self.links, 0])
 
     def into(self, node: dict[str, Any], name: str) -> Link | None:
-        """The link that ends at this input."""
+        """Return the link that ends at this input, or None."""
         entry = next((each for each in node.get("inputs") or [] if each["name"] == name), None)
         return self.links.get(entry["link"]) if entry and entry.get("link") is not None else None
 
@@ -186,7 +186,7 @@ class Graph:
         return node
 
     def connect(self, origin: tuple[int, int], node: dict[str, Any], name: str, kind: str) -> None:
-        """A new link from (node, slot) to an input, by name. `store` gives its slot."""
+        """Add a link from (node, slot) to an input, by name. `store` sets its slot."""
         self._link += 1
         self.links[self._link] = Link(self._link, *origin, node["id"], 0, kind)
         inputs = [each for each in node.get("inputs") or [] if each["name"] != name]
@@ -204,14 +204,14 @@ class Graph:
         del self.nodes[node["id"]]
 
     def bypass(self, node: dict[str, Any], name: str) -> None:
-        """Take it out. What its outputs went to begins where its input of this name began."""
+        """Remove the node. Links from its outputs then begin where the link to its input `name` began."""
         if (own := self.into(node, name)) is not None:
             for link in self.leaving(node):
                 link.origin, link.slot, link.kind = own.origin, own.slot, own.kind
         self.remove(node)
 
     def store(self) -> None:
-        """Write nodes and links back, with each link's slot and each output's links as the nodes have them now."""
+        """Write nodes and links back to `data`, with the present slots of links and the present links of outputs."""
         for node in self.nodes.values():
             for slot, entry in enumerate(node.get("inputs") or []):
                 if (link := self.links.get(entry.get("link"))) is not None:
@@ -236,7 +236,7 @@ class Graph:
 
 @dataclass
 class Moving:
-    """The change of one graph."""
+    """The changes to one graph."""
 
     graph: Graph
     find: Find
@@ -264,13 +264,14 @@ class Moving:
         return RENAMED.get(kind) or re.sub(r"^Ray", "", SUFFIX.sub("", kind))
 
     def _models(self) -> None:
-        """Let every wire of raylight's processes begin where its model does: samplers pass them on."""
+        """Connect every link of raylight's processes to the node that outputs the model, because samplers only pass them
+        on."""
         for link in [each for each in self.graph.links.values() if each.kind == ACTORS]:
             link.origin, link.slot = self._model(link)
             link.kind = "MODEL"
 
     def _model(self, link: Link) -> tuple[int, int]:
-        """(node, slot) that gives out the model of such a wire: not a sampler."""
+        """Return (node, slot) of the node that outputs the model for such a link. It is not a sampler."""
         node = self.graph.nodes.get(link.origin)
         if node is None or (node["type"].startswith("Ray") and not node["type"].startswith("RayVAE")):
             return link.origin, link.slot
@@ -323,7 +324,7 @@ class Moving:
                 yield next(given, "fixed")
 
     def _loras(self, loader: dict[str, Any]) -> None:
-        """Put LoRA loaders behind raylight's loader, in place of those before it."""
+        """Put LoRA loaders after raylight's loader, in place of those before it."""
         chain, link = [], self.graph.into(loader, "lora")
         while link is not None and (node := self.graph.nodes.get(link.origin)) is not None:
             chain.append(node)
@@ -339,7 +340,7 @@ class Moving:
             before = new
 
     def _given(self, node: dict[str, Any], kind: str, name: str, values: list[Any], below: int) -> None:
-        """A new node of this kind, connected to the input of this name."""
+        """Add a node of this kind, and connect it to the input of this name."""
         new = self.graph.add(kind, node, values, below)
         stock = self.find(kind)
         assert stock is not None, kind  # ComfyUI's own
@@ -348,7 +349,7 @@ class Moving:
         self.graph.connect((new["id"], 0), node, name, output[1])
 
     def _become(self, node: dict[str, Any], kind: str, into: Stock, values: list[Any]) -> None:
-        """The same node with another type, and the inputs and outputs of that: wires stay by name."""
+        """Give the node another type, with the inputs and outputs of that type. Links are kept by name."""
         own = {INPUTS.get(entry["name"], entry["name"]): entry for entry in node.get("inputs") or []}
         inputs = []
         for each in sorted(into.inputs, key=lambda each: each.widget):  # the editor has sockets of widgets last

@@ -1,4 +1,4 @@
-"""Sequence and patch parallelism, and how attention is computed: an optional input of the loader."""
+"""Ulysses Config: settings for sequence and patch parallelism and for attention, an optional input of the loader."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class ParallelConfig:
 
 
 def config_of(stub: RemoteDiffusionModel) -> ParallelConfig:
-    """The settings of a MODEL on ranks that do not depend on its degrees. All degrees are 1."""
+    """Return the settings of a MODEL on ranks that do not depend on its degrees. All degrees are 1."""
     setup = stub.setup
     return ParallelConfig(
         attention=setup.attention,
@@ -43,7 +43,7 @@ def check_widgets(
     patch_mode: str | None,
     patch_degree: int | None,
 ) -> None:
-    """ValueError for degrees and transfers that cannot be combined. None: a value that comes over a link."""
+    """Raise ValueError for degrees and transfers that cannot be combined. None: the value comes over a link."""
     degrees = Degrees(
         ulysses=ulysses_degree or 1,
         ring=ring_degree or 1,

@@ -1,4 +1,4 @@
-"""Parallelize Model: the MODEL of any loader -> the same MODEL on several GPUs, with every node's changes."""
+"""Parallelize Model: turns the MODEL of any loader into the same MODEL on several GPUs, with the changes of all nodes."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from .ui.widgets import CATEGORY, MAX_DEGREE, SEVERAL_GPUS, choice, link, offloa
 
 
 def check_widgets(gpus: int | None, offload: str | None = STREAMED) -> None:
-    """ValueError for more GPUs than there are, and if the text is not an `offload`. None: the value comes from another
+    """Raise ValueError for more GPUs than there are, and if the text is not an `offload`. None: the value comes from another
     node."""
     if offload is not None:
         offload_of(offload)
@@ -111,7 +111,7 @@ class ParallelizeModel:
 
 
 def _named_file() -> Path | None:
-    """The model file that the loader of this node's MODEL names in the prompt's graph. None: unknown."""
+    """Return the model file that the loader of this node's MODEL names in the prompt's graph, or None if it is unknown."""
     found = executing()
     inputs = None if found is None else loader_inputs(*found)
     named = None if inputs is None else model_file(inputs)
@@ -119,7 +119,7 @@ def _named_file() -> Path | None:
 
 
 def _check_gpus(ranks: int, possible: tuple[str, ...]) -> None:
-    """ValueError if there are fewer GPUs than `ranks`. Ranks on the CPU may be as many as the user wants."""
+    """Raise ValueError if there are fewer GPUs than `ranks`. Any number of CPU ranks is allowed."""
     if possible[0] != "cpu" and ranks > len(possible):
         raise ValueError(
             f"gpus: {ranks} are needed, but ComfyUI shows {len(possible)} on this machine.{why_hidden()} Set gpus to 0."

@@ -9,7 +9,7 @@ from .ui.host import prompt_server
 
 
 def add_ranks_route() -> None:
-    """Add the route, when ComfyUI imports the pack. Does nothing if nodes are run without ComfyUI's server."""
+    """Add the route when ComfyUI imports the pack. Does nothing if nodes are run without ComfyUI's server."""
     if (server := prompt_server()) is None:
         return
     from aiohttp import web  # installed wherever ComfyUI runs as a server

@@ -34,11 +34,11 @@ ROUTE = "/parallel_dit/plan"
 OURS = ("ParallelDiTLoader", "ParallelCheckpointLoader")
 MOST_LOADERS = 1000
 MOST_BYTES = 1 << 22
-"""The largest request in bytes: MOST_LOADERS with some thousand bytes each."""
+"""Maximum size of a request in bytes: MOST_LOADERS loaders of several thousand bytes each."""
 MOST_PLANS = 1000
-"""Files whose plans are kept."""
+"""Maximum number of files whose plans are stored."""
 GGUF_FOLDER = "unet_gguf"
-"""Name of the list under which ComfyUI-GGUF has the diffusion models' folder."""
+"""The name under which ComfyUI-GGUF registers the folder of diffusion models."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,21 @@ class LoaderPlan:
     """What the menu entry does with a loader. Field names are those of the answer's JSON."""
 
     parallel: bool = False
-    """The loader is one of this pack's."""
+    """Whether the loader is one of this pack's."""
     takes: bool = False
-    """Whether Parallelize Model may follow it."""
+    """Whether Parallelize Model may follow the loader."""
     why: str = ""
-    """The reason why not."""
+    """The reason why it may not. Empty: it may."""
     file: str = ""
     """The model's name, if known."""
     weights: int = 0
-    """Bytes of the model's weights on ranks, if it may be taken."""
+    """Bytes of the model's weights on ranks, if Parallelize Model may follow."""
     pipefusion: str = ""
     """The reason why Apply PipeFusion should follow Parallelize Model. Empty if it should not."""
 
 
 def add_route() -> None:
-    """Add the route, when ComfyUI imports the pack. Does nothing if nodes are run without ComfyUI's server."""
+    """Add the route when ComfyUI imports the pack. Does nothing if nodes are run without ComfyUI's server."""
     if (server := prompt_server()) is None:
         return
     from aiohttp import web  # installed wherever ComfyUI runs as a server
@@ -77,7 +77,7 @@ def add_route() -> None:
 
 
 def asked(body: Any) -> list[Mapping[str, Any]]:
-    """The loaders of a request. ValueError for anything else."""
+    """Return the loaders of a request. Raises ValueError for anything else."""
     loaders = body.get("loaders") if isinstance(body, dict) else None
     if not isinstance(loaders, list) or len(loaders) > MOST_LOADERS:
         raise ValueError(f"loaders: expected a list of at most {MOST_LOADERS}.")
@@ -106,7 +106,7 @@ def answer(loaders: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def loader_plan(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, ...]) -> LoaderPlan:
-    """The plan of one loader. `inputs`: values of its widgets, and links to other nodes."""
+    """Return the plan of one loader. `inputs`: values of its widgets, and links to other nodes."""
     if class_type in OURS:
         return LoaderPlan(parallel=True)
     if (file := model_file(inputs)) is None:
@@ -117,7 +117,8 @@ def loader_plan(class_type: str, inputs: Mapping[str, Any], devices: tuple[str, 
 
 @functools.lru_cache(MOST_PLANS)
 def file_plan(name: str, path: Path, devices: tuple[str, ...], state: str) -> LoaderPlan:
-    """The plan of a loader of the file at `path`, which it calls `name`. Made once for a `state` of the file."""
+    """Return the plan for a loader of the file at `path`, which it calls `name`. Created once for each `state` of the
+    file."""
     try:
         file = open_file(path, importing(devices[0]))
     except ValueError as error:
@@ -130,7 +131,7 @@ def file_plan(name: str, path: Path, devices: tuple[str, ...], state: str) -> Lo
 
 
 def model_file(inputs: Mapping[str, Any]) -> tuple[str, Path] | None:
-    """(name, path) of the diffusion model that a node's inputs name. None if there is none, or more than one.
+    """Return (name, path) of the diffusion model that a node's inputs name. None if there is none, or more than one.
 
     Packs name their inputs differently, so the folder of the file decides. A name that is in both folders means the
     all-in-one file only if the input's name says so.
@@ -164,7 +165,7 @@ def why_pipefusion(weights: int, devices: tuple[str, ...]) -> str:
 
 
 def memory_of(devices: tuple[str, ...]) -> list[int]:
-    """The bytes of each device, read without creating a CUDA context. CPU ranks share the host's memory."""
+    """Return the bytes of each device, read without creating a CUDA context. CPU ranks share the host's memory."""
     if device_kind(devices[0]) != "cuda":
         return [host_memory()[1] // len(devices)] * len(devices)
     return [torch.cuda.get_device_properties(name).total_memory for name in devices]

@@ -1,4 +1,4 @@
-"""Parallel Self-Test: checks of this machine that take five minutes, for a bug report or before the first use."""
+"""Parallel Self-Test: checks this machine in about five minutes, for a bug report or before the first use."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ FILE_NAME = "parallel_dit_self_test"
 
 
 def comfyui() -> Host:
-    """This ComfyUI: its version, its start options, and its way to run a checkpoint."""
+    """Return this ComfyUI: its version, its start options, and its function to run a checkpoint."""
     from comfyui_version import __version__
 
     return Host(f"ComfyUI {__version__}", tuple(sys.argv[1:]), native_model)
@@ -92,7 +92,7 @@ class ParallelSelfTest:
 
 
 def own_model(model: RemoteModelPatcher) -> OwnModel:
-    """How a MODEL is called. ValueError if it has not been called yet."""
+    """Return how a MODEL is called. Raises ValueError if it has not been called yet."""
     stub = remote_stub(model)
     if (call := stub.checkpoint.built.call) is None:
         raise ValueError(

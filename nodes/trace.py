@@ -1,4 +1,4 @@
-"""Parallel Trace: the last run's timeline in figures, and as a file for a trace viewer."""
+"""Parallel Trace: shows the last run's timeline in figures, and saves it as a file for a trace viewer."""
 
 from pathlib import Path
 

@@ -11,8 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.predictions.presets import BF16, GB, HARDWARE, MODELS  # noqa: E402
+from benchmarks.predictions.presets import BF16, HARDWARE, MODELS  # noqa: E402
 from parallel_backend.core.degrees import Degrees  # noqa: E402
+from parallel_backend.placement.residency import GB  # noqa: E402
 from parallel_backend.planning.calibrated_costs import CalibratedCosts  # noqa: E402
 from parallel_backend.planning.modes import Mode  # noqa: E402
 from parallel_backend.planning.planner import advise, plan  # noqa: E402

@@ -12,7 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.predictions.presets import BF16, GB, HARDWARE, MODELS  # noqa: E402
+from benchmarks.predictions.presets import BF16, HARDWARE, MODELS  # noqa: E402
+from parallel_backend.placement.residency import GB  # noqa: E402
 from parallel_backend.planning.calibrated_costs import CalibratedCosts  # noqa: E402
 from parallel_backend.planning.planner import choose, plan  # noqa: E402
 from parallel_backend.planning.prediction import Prediction  # noqa: E402
@@ -28,7 +29,7 @@ ENDLESS = 10**15
 def best(name: str, card: str, weight_bytes: int, memory: int) -> Prediction:
     """What `degrees` auto takes on two such cards with so many bytes each, under a sampler that pipelines."""
     width, height, steps, _ = RUNS[name]
-    hardware = replace(HARDWARE[card], memory=memory)
+    hardware = replace(HARDWARE[card], gpu=replace(HARDWARE[card].gpu, memory=memory))
     workload = MODELS[name].workload(name, height, width, steps, weight_bytes=weight_bytes)
     costs = CalibratedCosts(hardware.calibration(COUNT, MODELS[name]), workload)
     found = plan(costs, [COUNT])
@@ -37,7 +38,7 @@ def best(name: str, card: str, weight_bytes: int, memory: int) -> Prediction:
 
 def cells(name: str, card: str, weight_bytes: int) -> str:
     """Mode, GB streamed by the card that streams most, seconds a step, how many times as long as with all on the cards."""
-    found = best(name, card, weight_bytes, HARDWARE[card].memory - CONTEXTS)
+    found = best(name, card, weight_bytes, HARDWARE[card].gpu.memory - CONTEXTS)
     if found.lacks:
         return "does not fit | | | "
     whole = best(name, card, weight_bytes, ENDLESS)
@@ -46,7 +47,7 @@ def cells(name: str, card: str, weight_bytes: int) -> str:
 
 
 def table() -> str:
-    heads = " | ".join(f"{COUNT} x {card}, {HARDWARE[card].memory // GB} GB | GB | s | x" for card in CARDS)
+    heads = " | ".join(f"{COUNT} x {card}, {HARDWARE[card].gpu.memory // GB} GB | GB | s | x" for card in CARDS)
     lines = [f"| model | what is made | GB | {heads} |", "|---|---|---|" + "---|" * 4 * len(CARDS)]
     for name, (*_, made) in RUNS.items():
         for weight_bytes, kind in ((BF16, "bf16"), (PACKED, "fp8, int8")):

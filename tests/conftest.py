@@ -28,7 +28,6 @@ from testing.thread_ranks import thread_ranks
 from tests.support.pools import Pools
 from tests.support.requirements import NotHere
 from tests.support.starts import Starts
-from tests.support.time_limit import TimeLimit
 
 torch.set_num_threads(1)  # the ranks share the cores with this process
 hypothesis.settings.register_profile("no timed tests", deadline=None)
@@ -53,6 +52,8 @@ LONG = (
     *("comfyui/test_package.py", "emulated/test_own_class.py", "emulated/test_modes.py"),
 )
 """Files that go before the others, the longest first: what begins late is waited for at the end."""
+LONGER = {"full": 1800, "comfyui": 1200}
+"""Mark -> seconds of a test with it: long tables; scripts in ComfyUI, which end after 900 s and say what they printed."""
 STARTING = ("processes", "alone", "comfyui", "ray", "gpu")
 """Marks of tests that may start rank processes. The quick tier has none of these."""
 
@@ -70,7 +71,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # A plugin of its own, since a hook written here would only see what lies below this folder.
     config.pluginmanager.register(RootIsNoTestPackage())
-    config.pluginmanager.register(TimeLimit())
     config.pluginmanager.register(Starts(config.getoption("starts")))
     config.stash[FIGURES] = {}
     hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")  # to processes of pytest -n
@@ -86,6 +86,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         if "process_pools" in fixtures or ("pools" in fixtures and not item.get_closest_marker("threads")):
             item.add_marker("processes")
+        if seconds := max((seconds for mark, seconds in LONGER.items() if item.get_closest_marker(mark)), default=0):
+            item.add_marker(pytest.mark.timeout(seconds))
     first = (SCRIPTS, SERVER, BROWSER, *LONG)
     items.sort(key=lambda item: first.index(group) if (group := group_of(item.path)) in first else len(first))
 

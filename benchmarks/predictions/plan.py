@@ -10,10 +10,10 @@ import argparse
 import sys
 from dataclasses import replace
 
-from benchmarks.predictions.presets import GB, HARDWARE, MODELS, with_block
+from benchmarks.predictions.presets import HARDWARE, MODELS, with_block
 from parallel_backend.core.setup import ALLOWED, Offload
 from parallel_backend.placement.links import Link
-from parallel_backend.placement.residency import offload_of
+from parallel_backend.placement.residency import GB, offload_of
 from parallel_backend.planning.calibrated_costs import CalibratedCosts
 from parallel_backend.planning.planner import plan
 from parallel_backend.planning.report import describe
@@ -89,7 +89,9 @@ def costs_of(options: argparse.Namespace) -> CalibratedCosts:
         link, hardware = Link(link.latency, options.bandwidth * 1e9), replace(hardware, socket=0, bridge=0.0)
     if options.latency:
         link = Link(options.latency / 1e6, link.bandwidth)
-    hardware = replace(hardware, link=link, memory=int(options.memory * GB) if options.memory else hardware.memory)
+    hardware = replace(hardware, link=link)
+    if options.memory:
+        hardware = replace(hardware, gpu=replace(hardware.gpu, memory=int(options.memory * GB)))
     if options.copies:
         hardware = replace(hardware, copies=options.copies * 1e9)
     workload = model.workload(options.model, height, width, options.steps, options.warmup)

@@ -8,15 +8,14 @@ from parallel_backend.placement.links import Link, alike
 from parallel_backend.placement.model_sizes import ModelSizes
 from parallel_backend.placement.pipeline_model import HOP_SECONDS
 from parallel_backend.planning.calibrated_costs import BlockCost, Calibration, DeviceCost
+from parallel_backend.planning.known_gpus import KNOWN, PCIE_4, X8, KnownGpu
 from parallel_backend.planning.machine import Device, Machine
 from parallel_backend.planning.workload import Workload
 
-GB = 10**9
 BF16 = 2
 """Bytes of a value."""
-PCIE_4, PCIE_5 = 25e9, 50e9
-"""Bytes a second from page-locked host memory to a GPU with 16 lanes: four fifths of the standards' 31.5e9 and 63e9. Several
-GPUs that copy at once may be limited by the host's own memory, which is not modelled."""
+PCIE_5 = 2 * PCIE_4
+"""See PCIE_4; for PCIe 5.0."""
 LAUNCH = 0.6e-3
 """Seconds that a block takes beside its arithmetic where PyTorch starts its kernels one by one; compiled ones: nothing."""
 
@@ -24,10 +23,7 @@ LAUNCH = 0.6e-3
 @dataclass(frozen=True)
 class Hardware:
     name: str
-    operations: float
-    """Operations a second that a model's blocks reach in bf16, not the data sheet's."""
-    memory: int
-    """Bytes of a device."""
+    gpu: KnownGpu
     link: Link
     launch: float = LAUNCH
     """See LAUNCH."""
@@ -40,7 +36,7 @@ class Hardware:
     def calibration(self, count: int, model: "Model", hop: float = HOP_SECONDS) -> Calibration:
         """So many of these devices, as they run this model."""
         cost = DeviceCost({"blocks": model.block(self)}, BlockCost(0.0, 0.0, 0.0))
-        devices = tuple(Device(f"cuda:{index}", self.name, self.memory, copies=self.copies) for index in range(count))
+        devices = tuple(Device(f"cuda:{index}", self.name, self.gpu.memory, copies=self.copies) for index in range(count))
         links = BridgedLinks(alike(count, self.link), 1.0, self.socket, self.bridge)
         return Calibration(Machine(devices, links), (cost,) * count, hop)
 
@@ -78,7 +74,7 @@ class Model:
     def block(self, on: Hardware) -> BlockCost:
         # Cross attention has two more layers for each of the image's tokens.
         linear = self.operations or (24 if self.joint else 28)
-        return BlockCost(on.launch, linear * self.hidden**2 / on.operations, pairs_of(self.hidden) * 24 / linear)
+        return BlockCost(on.launch, linear * self.hidden**2 / on.gpu.operations, pairs_of(self.hidden) * 24 / linear)
 
     def workload(
         self,
@@ -142,27 +138,25 @@ MODELS = {
 both have 12 hidden^2 weights for a token. MiniMax H3 is the pruned model. The frames are those of five seconds. The words of
 Qwen-Image 2.1 count in each step, although they run once a run.
 """
-OLD_SERVER, X8, X16 = (Link(30e-6, bandwidth) for bandwidth in (3e9, 8e9, 14e9))
-"""PCIe, if all GPUs send at once: L40 in the servers of the PipeFusion paper; 8 lanes of PCIe 4.0, as in a desktop with two
-GPUs; 16 lanes of PCIe 4.0. Fitted to published runs (published.py)."""
+OLD_SERVER, X16 = Link(30e-6, 3e9), Link(30e-6, 14e9)
+"""PCIe, if all GPUs send at once: L40 in the servers of the PipeFusion paper; 16 lanes of PCIe 4.0. Fitted to published runs
+(published.py)."""
 NVLINK_400, NVLINK_450, NVLINK_900 = (Link(30e-6, bandwidth) for bandwidth in (200e9, 300e9, 600e9))
 """Two thirds of the data sheets."""
 HARDWARE = {
-    "L40": Hardware("L40 (PCIe)", 120e12, 48 * GB, OLD_SERVER, socket=4, bridge=2.0e9),
-    "L20": Hardware("L20 (PCIe x16)", 80e12, 48 * GB, X16),
-    "RTX PRO 5000": Hardware("RTX PRO 5000 (PCIe x16)", 180e12, 48 * GB, X16, copies=PCIE_5),
-    "RTX 4090": Hardware("RTX 4090 (PCIe x8)", 110e12, 24 * GB, X8),
-    "RTX 4090 x16": Hardware("RTX 4090 (PCIe x16)", 110e12, 24 * GB, X16),
-    "RTX 3090": Hardware("RTX 3090 (PCIe x8)", 47e12, 24 * GB, X8),
-    "RTX 3090 x16": Hardware("RTX 3090 (PCIe x16)", 47e12, 24 * GB, X16),
-    "RTX 4080": Hardware("RTX 4080 (PCIe x8)", 65e12, 16 * GB, X8),
-    "RTX 2000 Ada": Hardware("RTX 2000 Ada (PCIe x8)", 40e12, 16 * GB, X8),
-    "A100": Hardware("A100 (NVLink)", 150e12, 80 * GB, NVLINK_400),
-    "H20": Hardware("H20 (NVLink)", 100e12, 96 * GB, NVLINK_450, copies=PCIE_5),
-    "H100": Hardware("H100 (NVLink)", 550e12, 80 * GB, NVLINK_450, copies=PCIE_5),
-    "H200": Hardware("H200 (NVLink)", 550e12, 141 * GB, NVLINK_450, copies=PCIE_5),
-    "GB200": Hardware("GB200 (NVLink)", 1400e12, 186 * GB, NVLINK_900, copies=PCIE_5),
+    "L40": Hardware("L40 (PCIe)", KNOWN["L40"], OLD_SERVER, socket=4, bridge=2.0e9),
+    "L20": Hardware("L20 (PCIe x16)", KNOWN["L20"], X16),
+    "RTX PRO 5000": Hardware("RTX PRO 5000 (PCIe x16)", KNOWN["RTX PRO 5000"], X16, copies=PCIE_5),
+    "RTX 4090": Hardware("RTX 4090 (PCIe x8)", KNOWN["RTX 4090"], X8),
+    "RTX 4090 x16": Hardware("RTX 4090 (PCIe x16)", KNOWN["RTX 4090"], X16),
+    "RTX 3090": Hardware("RTX 3090 (PCIe x8)", KNOWN["RTX 3090"], X8),
+    "RTX 3090 x16": Hardware("RTX 3090 (PCIe x16)", KNOWN["RTX 3090"], X16),
+    "RTX 4080": Hardware("RTX 4080 (PCIe x8)", KNOWN["RTX 4080"], X8),
+    "RTX 2000 Ada": Hardware("RTX 2000 Ada (PCIe x8)", KNOWN["RTX 2000 Ada"], X8),
+    "A100": Hardware("A100 (NVLink)", KNOWN["A100"], NVLINK_400),
+    "H20": Hardware("H20 (NVLink)", KNOWN["H20"], NVLINK_450, copies=PCIE_5),
+    "H100": Hardware("H100 (NVLink)", KNOWN["H100"], NVLINK_450, copies=PCIE_5),
+    "H200": Hardware("H200 (NVLink)", KNOWN["H200"], NVLINK_450, copies=PCIE_5),
+    "GB200": Hardware("GB200 (NVLink)", KNOWN["GB200"], NVLINK_900, copies=PCIE_5),
 }
-"""By the name that the command line takes. L40 in two sockets of four, without P2P. Operations of GPUs that published.py has
-no run of are L40's share, two thirds, of their data sheets'. Where each figure is from: docs/planner.md.
-"""
+"""By the name that the command line takes. L40 in two sockets of four, without P2P."""

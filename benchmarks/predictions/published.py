@@ -12,10 +12,11 @@ import math
 import statistics
 from dataclasses import dataclass, field, replace
 
-from benchmarks.predictions.presets import HARDWARE, MODELS, OLD_SERVER, X8, X16, Hardware, with_block
+from benchmarks.predictions.presets import HARDWARE, MODELS, OLD_SERVER, X16, Hardware, with_block
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.links import Link
 from parallel_backend.planning.calibrated_costs import BlockCost, CalibratedCosts
+from parallel_backend.planning.known_gpus import X8
 from parallel_backend.planning.modes import Mode
 from parallel_backend.planning.prediction import predict
 

@@ -330,7 +330,7 @@ def run(
                 "real_GB_per_second": link.bandwidth / 1e9,
                 "real_latency_us": round(1e6 * link.latency),
                 "gpu": link.gpu,
-                "gpu_operations_per_second": HARDWARE[link.gpu].operations,
+                "gpu_operations_per_second": HARDWARE[link.gpu].gpu.operations,
                 "MB_per_second": round(scaled[name][0] / 1e6, 2),
                 "latency_us": round(1e6 * scaled[name][1]) if latency and not real else 0,
                 "auto": _auto(planned[name], _by_step({ONE: one, **found[name]}, subject.steps), modes) if plan else {},

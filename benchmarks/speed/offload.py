@@ -29,13 +29,14 @@ import torch
 from benchmarks.harness import measuring
 from benchmarks.harness.measuring import Outcome
 from benchmarks.harness.subjects import Subject
-from benchmarks.predictions.presets import BF16, HARDWARE, MODELS, PCIE_4
+from benchmarks.predictions.presets import BF16, HARDWARE, MODELS
 from benchmarks.speed.loading import large
 from parallel_backend.core.block_residency import SLOTS
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.model_sizes import RankWeights
+from parallel_backend.planning.known_gpus import PCIE_4
 from parallel_backend.processes.local import LocalRanks, Ranks
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import Unload, Unloaded

@@ -1,4 +1,5 @@
-"""Copies all that nodes have put on a MODEL to another MODEL of the same weights: ModelPatcher.clone() across two models."""
+"""Copies everything that nodes have put on a MODEL to another MODEL of the same weights, as ModelPatcher.clone() does within
+one model."""
 
 from collections.abc import Collection
 
@@ -19,8 +20,8 @@ MULTIGPU = "multigpu"
 def carry_over(source: comfy.model_patcher.ModelPatcher, target: RemoteModelPatcher, without: Collection[str] = ()) -> None:
     """Put everything that nodes have put on `source` on the new `target`, in the order of ModelPatcher.clone().
 
-    `without`: keys of wrappers that are left out. ValueError for anything that cannot reach the ranks, as the node itself
-    would raise behind Parallel DiT Loader.
+    `without`: keys of wrappers to leave out. Raises ValueError for anything that cannot reach the ranks, as the node itself
+    would after Parallel DiT Loader.
     """
     weights = target.model.diffusion_model.weights
     target.patches = _fitting(weights, source.patches, {})

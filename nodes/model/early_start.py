@@ -8,7 +8,7 @@ from .patcher import RemoteModelPatcher
 
 
 def start_ranks_of(model: RemoteModelPatcher) -> None:
-    """Begin to start the ranks of `model`, which a prompt has loaded. Never waits; starts nothing on a Ray cluster."""
+    """Begin to start the ranks of `model` if a prompt has loaded it. Never waits. Starts nothing on a Ray cluster."""
     devices = model.model.diffusion_model.devices
     if present_prompt() is not None and not any(map(on_ray, devices)):
         registry().begin(devices)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def gain_and_advice(
     stub: "RemoteDiffusionModel", calls: Mapping[CallShape, int], exact_calls: int, seconds: float
 ) -> tuple[str, tuple[str, ...]]:
-    """RunReport.gained of a run, and lines of advice: one at most, and once for each MODEL. See MeasuredRun.
+    """Return (RunReport.gained of a run, lines of advice). There is at most one line, once for each MODEL. See MeasuredRun.
 
-    A run with a step cache gets neither, since one GPU may have the cache too, nor one that lost ranks. The links of a
-    calibration that is kept become the pool's, for who shows them.
+    Both are empty for a run with a step cache, because one GPU may have the cache too, and for a run that lost ranks. If
+    there is a stored calibration, the pool gets its links, for the sidebar.
     """
     run = MeasuredRun(stub.setup, stub.checkpoint, calls, exact_calls, seconds, stub.run.proof)
     model = stub.run.loaded()
@@ -36,7 +36,8 @@ def gain_and_advice(
 
 
 def tell_of_run(stub: "RemoteDiffusionModel") -> None:
-    """Tell of a run outside of PipeFusion, from its first model call to its last. Apply PipeFusion reports its own."""
+    """Tell the user about a run outside of PipeFusion, from its first to its last model call. Apply PipeFusion has its own
+    report."""
     run, setup = stub.run, stub.setup
     assert run.began is not None
     seconds, steps, model = run.ended - run.began, run.steps or run.calls.total(), run.loaded()

@@ -40,11 +40,11 @@ from .run.step_cache import CACHE_KEY, HOOKED, begin_cache
 log = logging.getLogger(__name__)
 
 INSIDE = "diffusion_model"
-"""Attribute of ComfyUI's BaseModel that holds the native model."""
+"""Attribute of ComfyUI's BaseModel that has the native model."""
 COMPILE_WRAPPER = "torch.compile"
 """Key of the wrappers that ComfyUI (comfy_api/torch_helpers) and KJNodes put around a model call to compile it."""
 OF_COMPILED = ("_orig_mod", "_torchdynamo_orig_callable")
-"""Attributes of the results of torch.compile: of a module, and of any other callable."""
+"""Attributes that torch.compile's results have: of a module, and of any other callable."""
 COMPILE_SKIPPED = (
     "torch.compile is skipped, because this MODEL's layers are on its ranks. To compile them there, turn on compile in "
     "Parallel DiT Loader."
@@ -60,10 +60,10 @@ class RemoteModelPatcher(RankMemoryPatcher):
     _told_of_compile = False
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        """As ComfyUI's, without patches of another size, which ComfyUI leaves out when it computes with them. A wish for a
-        kind of attention becomes an entry of transformer_options (attention_choice.py).
+        """As ComfyUI's, without patches of another size, which ComfyUI leaves out later. A LoRA's request for an attention
+        kernel becomes an entry of transformer_options (attention_choice.py).
 
-        ValueError for a kind of patch that the ranks cannot add to their weights, and if no patch fits.
+        Raises ValueError for a kind of patch that ranks cannot add to their weights, and if no patch fits.
         """
         if not patches:  # ComfyUI's loader knows none of the file's names, and only logs them
             tell(UNNAMED)
@@ -77,7 +77,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return [*added_keys, *settings]
 
     def _prefer(self, kernels):
-        """Note the kernels that a LoRA asks for."""
+        """Store the kernels that a LoRA asks for."""
         if kernels:
             options = self.model_options["transformer_options"]
             options[PREFERRED] = options.get(PREFERRED, {}) | kernels
@@ -92,10 +92,8 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return {target: value for target, value in patches.items() if fits.get(target, True)}
 
     def enlarge(self, keys):
-        """Make the model a larger one if a patch of these keys enlarges its weights, as ComfyUI does when it loads it.
-
-        Other clones keep the smaller model. ValueError if the ranks cannot compute the larger one.
-        """
+        """Replace the model by a larger one if a patch of these keys enlarges its weights, as ComfyUI does when it loads it.
+        Other clones keep the smaller model. Raises ValueError if ranks cannot compute the larger one."""
         stub = self.stub
         larger = stub.enlarged_by({key: self.patches[key] for key in keys if key in self.patches})
         sizes = tuple(sorted((dict(stub.setup.enlarged) | dict(larger)).items()))
@@ -120,7 +118,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         registry().begin_run()
 
     def cleanup(self):
-        """End a sampling run: tell of it, and drop its step cache and what it holds of other nodes."""
+        """End a sampling run: report it to the user, and drop its step cache and references to other nodes' objects."""
         run = self.stub.run
         super().cleanup()
         if run.calls:
@@ -142,7 +140,8 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return self.model.diffusion_model
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """As RankMemoryPatcher's. ValueError if patched values are needed in place, as other packs' saving nodes do."""
+        """As RankMemoryPatcher's. Raises ValueError if patched values are needed in place, as by other packs' saving
+        nodes."""
         if force_patch_weights:
             refuse("saving or extracting weights", "To use it, load the model with ComfyUI's own loader.")
         return super().partially_load(device_to, extra_memory, force_patch_weights)
@@ -157,7 +156,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return [*super().get_nested_additional_models(), *(patchers[device] for device in devices)]
 
     def add_wrapper_with_key(self, wrapper_type, key, wrapper):
-        """As ComfyUI's. A wrapper that puts compiled modules in place is left out, and the user is told."""
+        """As ComfyUI's. A wrapper that swaps in compiled modules is left out, and the user is told."""
         if key == COMPILE_WRAPPER:
             self._skip_compile()
         else:
@@ -167,7 +166,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         """As ComfyUI's. A compiled module is left out, and the user is told. WanVideoNAG's guidance and RIFLEx become
         entries of transformer_options.
 
-        ValueError for any other object inside the native model, and for another compute dtype.
+        Raises ValueError for any other object inside the native model, and for another compute dtype.
         """
         if any(hasattr(obj, attribute) for attribute in OF_COMPILED):
             self._skip_compile()
@@ -195,8 +194,8 @@ class RemoteModelPatcher(RankMemoryPatcher):
             say(f"Parallel DiT: {COMPILE_SKIPPED}")
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
-        """As ComfyUI's. ValueError for a kind of patch that the ranks cannot add to their weights, and for weights with
-        which this process computes what a call brings in: it knows no strengths of calls."""
+        """As ComfyUI's. Raises ValueError for a kind of patch that ranks cannot add to their weights, and for weights with
+        which this process computes a call's arguments: it does not know the strengths in a call."""
         built = self.stub.checkpoint.built
         for target in patches if adapter_of(built.own.kind).computed else ():
             key = target if isinstance(target, str) else target[0]
@@ -210,14 +209,14 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return added_keys
 
     def patch_hooks(self, hooks):
-        """Only note the hooks: the ranks have all hooks' patches, and each model call sends the strengths."""
+        """Store the hooks: the ranks have all hooks' patches, and each model call sends the strengths."""
         self.current_hooks = hooks
 
     def add_weight_wrapper(self, name, function):
         refuse(f"a wrapper around the weight {name}", "Remove the node that adds it.")
 
     def set_injections(self, key, injections):
-        """As ComfyUI's. ValueError for any injection but a LoRA in bypass mode."""
+        """As ComfyUI's. Raises ValueError for any injection except a LoRA in bypass mode."""
         check_injections(self.stub.weights, key, injections)
         super().set_injections(key, injections)
         self.patches_uuid = uuid.uuid4()
@@ -228,13 +227,13 @@ class RemoteModelPatcher(RankMemoryPatcher):
         self.patches_uuid = uuid.uuid4()
 
     def inject_model(self):
-        """Tells other nodes' callbacks, as ComfyUI's. The ranks add the injected LoRAs."""
+        """Call other nodes' callbacks, as ComfyUI's. The ranks add the injected LoRAs."""
         if any(self.injections.values()) and not (self.is_injected or self.skip_injection):
             self.is_injected = True
             self._call_back(comfy.patcher_extension.CallbacksMP.ON_INJECT_MODEL)
 
     def eject_model(self):
-        """Tells other nodes' callbacks, as ComfyUI's. Nothing is to be taken out of this process's model."""
+        """Call other nodes' callbacks, as ComfyUI's. This process's model has nothing to remove."""
         if self.is_injected:
             self.is_injected = False
             self._call_back(comfy.patcher_extension.CallbacksMP.ON_EJECT_MODEL)
@@ -248,12 +247,12 @@ class RemoteModelPatcher(RankMemoryPatcher):
         refuse("ComfyUI's MultiGPU CFG Split", "Remove that node: the loader's devices and degrees replace it.")
 
     def get_key_patches(self, filter_prefix=None):
-        """As ComfyUI's, with the file's values. ValueError for a quantised file."""
+        """As ComfyUI's, with the file's values. Raises ValueError for a quantized file."""
         stored = stored_weights(self.stub.weights, "merging it into another model")
         return key_patches(stored, self.patches, filter_prefix)
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
-        """As ComfyUI's, with the file's values. ValueError for a quantised file."""
+        """As ComfyUI's, with the file's values. Raises ValueError for a quantized file."""
         return for_saving(self, self.stub.weights, prefix)
 
     def patch_weight_to_device(self, key, device_to=None, inplace_update=False, return_weight=False, force_cast=False):
@@ -268,7 +267,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
 def make_model(
     file: ModelFile, setup: Setup, comm_overlap: bool, devices: tuple[str, ...] | None = None
 ) -> RemoteModelPatcher:
-    """The MODEL for this file. Nothing is started or loaded. `devices`: as in RemoteDiffusionModel, or the setup's."""
+    """The MODEL for this file. Nothing is started or loaded. `devices`: as in RemoteDiffusionModel; None: the setup's."""
     model, config = file.model, file.model.model_config
     dtype = compute_dtype(setup.dtype, torch.device(device_kind(setup.devices[0])))
     config.set_inference_dtype(dtype, None)

@@ -25,11 +25,11 @@ ALL = 1e32
 
 
 class SizeWithRanks(int):
-    """Bytes of a model: `local` bytes in this process, the others on ranks. In a sum it counts as `local` alone.
+    """Bytes of a model: `local` bytes in this process, the others on ranks. In a sum it only counts as `local`.
 
     `load_models_gpu` adds up the sizes of the models that it loads, and takes the sum for the page-locked memory that
     ComfyUI's process needs. If memory is short, it drops the text encoder. Ranks need no page-locked memory in that process.
-    ComfyUI asks a GPU for another figure: the size less the loaded bytes. The ranks' bytes count there.
+    ComfyUI asks a GPU for another figure: the size minus the loaded bytes. The ranks' bytes count there.
     """
 
     local: int
@@ -44,13 +44,11 @@ class SizeWithRanks(int):
 
 
 class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
-    """ModelPatcher of a model whose weights are on ranks: ComfyUI counts and takes the weights on `load_device`.
-
-    ComfyUI does not manage the memory of a CPU, so there the ranks' bytes count as 0 and ranks keep everything.
-    """
+    """ModelPatcher of a model whose weights are on ranks: ComfyUI counts and takes the weights on `load_device`. ComfyUI
+    does not manage the memory of a CPU, so there the ranks' bytes count as 0 and ranks keep everything."""
 
     on_ranks = True
-    """Tells models on ranks from ComfyUI's own in its list of loaded models (make_room.py)."""
+    """Distinguishes models on ranks from ComfyUI's own in its list of loaded models (make_room.py)."""
 
     @property
     def stub(self) -> "RemoteDiffusionModel | None":
@@ -62,18 +60,19 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         return SizeWithRanks(self._local_bytes(), self._wanted_bytes())
 
     def current_loaded_device(self):
-        """As if the model were loaded: ComfyUI then asks the GPU for `model_size` less `loaded_size`."""
+        """The GPU, as if the model were loaded: ComfyUI then asks the GPU for `model_size` minus `loaded_size`."""
         return self.load_device
 
     def loaded_size(self):
         return (self._local_bytes() if self.model.model_loaded_weight_memory else 0) + self.rank_bytes()
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """As ComfyUI's, but always loads in full, because this process holds few bytes. Ranks load at the first call."""
+        """As ComfyUI's, but always loads fully, because this process has few bytes. Ranks load at the first call."""
         return super().partially_load(device_to, ALL, force_patch_weights)
 
     def partially_unload(self, device_to, memory_to_free=0, *arguments, **named):
-        """Have the ranks on this GPU free `memory_to_free` bytes. Returns the freed bytes. If too few, ComfyUI unloads."""
+        """Have the ranks on this GPU free `memory_to_free` bytes. Returns the freed bytes. If they are too few, ComfyUI
+        unloads."""
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
         return registry().give_back(stub.setup, str(self.load_device), memory_to_free)
@@ -82,7 +81,7 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         """As ComfyUI's. With `unpatch_all` the ranks free all their bytes on this GPU. Without it another clone takes over.
 
         If no node is running, the user has asked to unload models: then the ranks free their bytes on all devices. They do
-        the same if the host has too little memory to take this GPU's bytes.
+        the same if the host has too little memory for this GPU's bytes.
         """
         if unpatch_all and (stub := self.stub) is not None:
             asked_by_a_node = not self._on_cpu() and get_executing_context() is not None
@@ -93,16 +92,16 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         return super().detach(unpatch_all)
 
     def rank_bytes(self) -> int:
-        """Bytes of weights and adapters that ranks hold on this GPU now."""
+        """Return the bytes of weights and adapters that ranks have on this GPU now."""
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
         return registry().bytes_on(stub.setup, str(self.load_device))
 
     def _wanted_bytes(self) -> int:
-        """Bytes of weights and adapters that ranks take on this GPU while no other program needs them.
+        """Return the bytes of weights and adapters that ranks take on this GPU while no other program needs them.
 
-        Before loading, an estimate: equal shares of the weights, whatever stage_split says, and the memory of the processes
-        that are not running yet.
+        Before loading, an estimate: equal shares of the weights, whatever stage_split says, and the memory of processes that
+        are not running yet.
         """
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
@@ -117,12 +116,12 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         return comfy.model_management.is_device_cpu(self.load_device)
 
     def _local_bytes(self) -> int:
-        """Bytes in this process. (ComfyUI's way would be `state_dict`, which lists the ranks' weights.)"""
+        """Return the bytes in this process. (ComfyUI would use `state_dict`, which lists the ranks' weights.)"""
         return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
 
 class OnAnotherGPU(RankMemoryPatcher):
-    """Stands for a MODEL's ranks on a GPU that is not the MODEL's load_device but holds another model of ComfyUI's.
+    """Stands for a MODEL's ranks on a GPU that is not the MODEL's load_device but has another model of ComfyUI's.
 
     ComfyUI loads this patcher together with the MODEL, so that it can ask these ranks for memory. Select CLIP Device, for
     instance, puts another model on such a GPU.
@@ -134,7 +133,7 @@ class OnAnotherGPU(RankMemoryPatcher):
 
     @classmethod
     def of(cls, stub: "RemoteDiffusionModel", device: torch.device) -> "OnAnotherGPU":
-        """For the ranks of `stub` on `device`."""
+        """Return the patcher for the ranks of `stub` on `device`."""
         holder = torch.nn.Module()
         object.__setattr__(holder, "stub", weakref.ref(stub))
         return cls(holder, device, torch.device("cpu"))

@@ -1,1 +1,1 @@
-"""PipeFusion under ComfyUI's own samplers: the latent in bands, one sampler each."""
+"""PipeFusion under ComfyUI's own samplers: the latent is cut into bands, each with its own sampler."""

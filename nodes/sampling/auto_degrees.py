@@ -37,7 +37,7 @@ KIND = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
 
 
 def calibrated(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str) -> Calibration:
-    """The calibration of these devices: from its file, or measured now. Its `host_free` is the present free memory."""
+    """Return the calibration of these devices, from its file or measured now. Its `host_free` is the present free memory."""
     if any(map(on_ray, devices)):  # Ray may place the next ranks on other machines: nothing to keep
         return _measured(devices, checkpoint, dtype)
 
@@ -53,7 +53,7 @@ def calibrated(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, att
 
 
 def calibrated_anew(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str, attention: str) -> Calibration:
-    """Like `calibrated`, but measured now, with each GPU's free memory. It is written to the file."""
+    """As `calibrated`, but always measured now, with each GPU's free memory. The file is overwritten."""
     calibration = _measured(devices, checkpoint, dtype)
     if any(map(on_ray, devices)):
         return calibration
@@ -68,7 +68,7 @@ def _measured(devices: tuple[str, ...], checkpoint: Checkpoint, dtype: str) -> C
 
 
 def _with_host_memory(calibration: Calibration) -> Calibration:
-    """The calibration with the host memory that CPU ranks, or the streamed weights of GPUs, may take now."""
+    """Return the calibration with the host memory that CPU ranks, or the streamed weights of GPUs, may take now."""
     machine = calibration.machine
     free = host_memory()[0] if machine.on_cpus else max(0, room_for_weights(torch.device("cuda")))
     return replace(calibration, machine=replace(machine, host_free=free))
@@ -87,7 +87,7 @@ class AutoDegrees:
         return executor(*arguments)
 
     def settled(self, sampling: Sampling) -> Setup:
-        """The setup with planned degrees and devices: of the loaded model, or of a new plan for this run."""
+        """Return the setup with planned degrees and devices: that of the loaded model, or of a new plan for this run."""
         options = sampling.extra_args["model_options"]
         pipelines = comfy.patcher_extension.get_wrappers_with_key(KIND, WRAPPER_KEY, options, is_model_options=True)
         # A plan for PipeFusion does not suit a run without it, and vice versa: `planned` tells the two apart.
@@ -126,7 +126,7 @@ class AutoDegrees:
         return replace(setup, devices=chosen_devices, degrees=mode.degrees, own_class=trials.class_for(mode.degrees))
 
     def _unplanned(self, setup: Setup, sampling: Sampling, trials: Trials) -> Setup:
-        """The setup of a class whose blocks cannot be timed."""
+        """Return the setup for a class whose blocks cannot be timed."""
         degrees = unplanned(trials, len(setup.devices), sampling.entries)
         devices = setup.devices[: degrees.world]
         self._tell(sampling, f"{degrees} on {', '.join(devices)}, because {trials.own.name} cannot be timed")
@@ -140,7 +140,7 @@ class AutoDegrees:
 
 
 def check_no_stages(stage_split: str) -> None:
-    """ValueError if `stage_split` names stages, which are not known while `degrees` is auto."""
+    """Raise ValueError if `stage_split` names stages, which are unknown while `degrees` is auto."""
     if stage_split.strip().lower() not in ("auto", "even"):
         raise ValueError(
             f"stage_split is '{short(stage_split)}', but the stages are unknown if degrees is auto. Set stage_split to "

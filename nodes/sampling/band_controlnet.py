@@ -1,10 +1,10 @@
 """ControlNets under PipeFusion: ComfyUI runs them on the whole latent, and their outputs are cut for the bands.
 
 A ControlNet needs the whole latent, and a band only has its rows. So the ControlNet runs once per step, when band 0 asks, on
-the latest rows of each band: band 0's of this step, and the other bands' of the step before. They are as old as the other
+the latest rows of each band: band 0's of this step, and the other bands' of the previous step. They are as old as the other
 bands' keys in PipeFusion, and are extrapolated like keys. At exact steps the ControlNet waits for all bands.
 
-A turn is a band's call with the same conditionings, counted from 0: all bands make the same calls in the same order.
+A turn is one band's call with the same conditionings, counted from 0. All bands make the same calls in the same order.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ class _Calls:
     """Calls for one set of conditionings."""
 
     counts: list[int]
-    """For each band: number of calls so far."""
+    """For each band, its number of calls so far."""
     answers: dict[int, Control | None] = field(default_factory=dict)
     """Turn -> the ControlNet's output."""
 
@@ -48,7 +48,7 @@ class BandedControl(BandExchange):
     def control_of(
         self, index: int, x: torch.Tensor, t: torch.Tensor, cond: Any, batched: int, options: Any
     ) -> Control | None:
-        """`get_control` for band `index`, on that band's thread."""
+        """Return the result of `get_control` for band `index`. Runs on that band's thread."""
         key = tuple(options["uuids"])
         with self._changed:
             calls = self._calls[key]
@@ -74,7 +74,7 @@ class BandedControl(BandExchange):
         return {kind: [None if each is None else cut[id(each)] for each in tensors] for kind, tensors in answer.items()}
 
     def _evaluate(self, whole: torch.Tensor, t: torch.Tensor, cond: dict, batched: int, options: Any) -> Control | None:
-        """The ControlNet's output on the host, which is cut there and sent to ranks."""
+        """Return the ControlNet's output on the host. It is cut there and sent to ranks."""
         if self.device == whole.device:
             return self.control.get_control(whole, t, cond, batched, options)
         cond = {name: self._on_device(value) for name, value in cond.items()}
@@ -87,13 +87,14 @@ class BandedControl(BandExchange):
         return {kind: [None if each is None else on_host[id(each)] for each in tensors] for kind, tensors in answer.items()}
 
     def _on_device(self, value: Any) -> Any:
-        """A tensor, or the tensors in a list, on the ControlNet's device. Other values are unchanged."""
+        """Return a tensor, or the tensors in a list, on the ControlNet's device. Other values are returned unchanged."""
         if isinstance(value, list):
             return [self._on_device(each) for each in value]
         return to_device(value, self.device) if isinstance(value, torch.Tensor) else value
 
     def _cut(self, whole: torch.Tensor, index: int) -> torch.Tensor:
-        """The band's tokens of an output [B, tokens, hidden]. `residuals` refuses an output of a wrong size."""
+        """Return the band's tokens of an output [B, tokens, hidden]. An output of a wrong size stays whole; own_residuals
+        refuses it."""
         if whole.shape[1] != torch.Size(self.grid).numel():
             return whole
         rows = self._rows[index]
@@ -101,7 +102,7 @@ class BandedControl(BandExchange):
 
 
 class BandControl:
-    """Stand-in for a ControlNet in one band's conditioning."""
+    """Replaces a ControlNet in one band's conditioning."""
 
     def __init__(self, shared: BandedControl, index: int):
         self.shared, self.index = shared, index

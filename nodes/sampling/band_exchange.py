@@ -1,7 +1,5 @@
-"""Tensors that the bands of a run exchange in this process (keys and values are exchanged on the ranks).
-
-A turn is a band's call of one function, counted from 0: all bands make the same calls in the same order.
-"""
+"""Tensors that the bands of a run exchange in this process (keys and values are exchanged on the ranks). A turn is one
+band's call of one function, counted from 0. All bands make the same calls in the same order."""
 
 import threading
 from collections import defaultdict
@@ -15,14 +13,16 @@ from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.extrapolation import step_ratio
 
 REACH = 3
-"""Turns to look back for a tensor at another time. More than 1, because heun calls the model twice at each time."""
+"""Number of turns to look back for a tensor at another timestep. More than 1, because heun calls the model twice at each
+one."""
 
 
 class BandExchange:
-    """Joins the bands' tensors to one of the whole latent. When a band ends, `finish` or (after an error) `close` ends the
-    others' waiting for it.
+    """Joins the bands' tensors into one of the whole latent. When a band ends, it must call `finish`, or `close` after an
+    error, so that other bands do not wait for it.
 
-    `exact_above`: see Band. `extrapolate`: tensors of the turn before are extrapolated to this turn's time, as keys are.
+    `exact_above`: see Band. `extrapolate`: whether tensors of the previous turn are extrapolated to this turn's timestep, as
+    keys are.
     """
 
     def __init__(self, cut: BandCut, exact_above: float, extrapolate: bool):
@@ -35,19 +35,19 @@ class BandExchange:
         self._error: BaseException | None = None
 
     def close(self, error: BaseException) -> None:
-        """Make every band that waits, or will wait, raise `error`."""
+        """Have every band that waits, or will wait, raise `error`."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def finish(self, index: int) -> None:
-        """Band `index` will make no more calls."""
+        """Record that band `index` will make no more calls."""
         with self._changed:
             self._finished.add(index)
             self._changed.notify_all()
 
     def put(self, index: int, key: tuple, turn: int, value: torch.Tensor) -> None:
-        """Put in the part of band `index` of this kind of tensor."""
+        """Store the part of band `index` of this kind of tensor."""
         with self._changed:
             self._tensors[key][index][turn] = value
             self._tensors[key][index].pop(turn - REACH - 1, None)
@@ -56,10 +56,11 @@ class BandExchange:
     def whole(
         self, index: int, key: tuple, turn: int, time: float, value: torch.Tensor, exchanged_before: bool
     ) -> torch.Tensor:
-        """Put in the part of band `index`. The tensor of the whole latent: this turn's rows of this band and of those before
-        it, and the rows of the turn before of those behind it. All of this turn at exact times.
+        """Store the part of band `index`, and return the tensor of the whole latent.
 
-        `key`: kind of tensor. `exchanged_before`: this kind was exchanged in the turn before too.
+        It has this turn's rows of this band and earlier bands, and the previous turn's rows of later bands. At exact steps,
+        all rows are of this turn. `key`: kind of tensor. `exchanged_before`: whether this kind was exchanged in the previous
+        turn.
         """
         self.put(index, key, turn, value)
         with self._changed:
@@ -74,7 +75,7 @@ class BandExchange:
         return self.cut.whole(parts)
 
     def _wait_for(self, band: int, by_turn: Mapping[int, Any], turn: int) -> None:
-        """Wait until `by_turn`, which `band` fills, has this turn. NotLocal if the band has ended without it."""
+        """Wait until `by_turn`, which `band` fills, has this turn. Raises NotLocal if the band has ended without it."""
         self._changed.wait_for(lambda: self._error is not None or turn in by_turn or band in self._finished)
         if self._error is not None:
             raise self._error
@@ -83,10 +84,8 @@ class BandExchange:
 
 
 def moved(values: Mapping[int, torch.Tensor], times: Mapping[int, float], last: int, turn: int) -> torch.Tensor:
-    """A band's tensor of turn `last`, extrapolated to the time of `turn` along the line through the last two times.
-
-    `values` and `times` hold the last REACH turns.
-    """
+    """Return a band's tensor of turn `last`, extrapolated linearly to the timestep of `turn` from the last two different
+    timesteps. `values` and `times` have the last REACH turns."""
     earlier = range(last - 1, turn - REACH - 1, -1)
     before = next((at for at in earlier if at in values and times[at] != times[last]), None)
     if last == turn or before is None:

@@ -1,9 +1,9 @@
 """Guidance under PipeFusion that needs the whole latent, for norms, projections or standard deviations over all of it.
 
-The guider of each band gets the whole latent, joined from the latest rows of all bands. Its model call is made for the
-band's rows only, and the output is joined in the same way. So the functions of the MODEL and the guider get tensors of the
-whole latent, as without bands, and the band takes its rows of the result. Those rows depend on the band's fresh predictions,
-and on the other rows by a few sums only. Rows of earlier bands are of this step. Rows of later bands are of the step before,
+The guider of each band gets the whole latent, joined from the latest rows of all bands. Its model call is made only for the
+band's rows, and the output is joined in the same way. So the functions of the MODEL and the guider get tensors of the whole
+latent, as without bands, and the band takes its rows of the result. Those rows depend on the band's fresh predictions, and
+on the other rows only by a few sums. Rows of earlier bands are of this step. Rows of later bands are of the previous step,
 and are extrapolated as keys are: bands finish a step in order, so no band waits. At exact steps all bands wait for each
 other, and each computes the result of a run without bands.
 
@@ -37,14 +37,14 @@ POST_CFG = "sampler_post_cfg_function"
 
 
 class BandedGuidance(BandExchange):
-    """Shared by the bands of a run. A turn is a call of the guider."""
+    """Guidance shared by all bands. A turn is a call of the guider."""
 
     def __init__(self, cut: BandCut, exact_above: float, extrapolate: bool):
         super().__init__(cut, exact_above, extrapolate)
         self._copies: list[tuple[Callable, Callable]] = []  # (function of the MODEL, the last band's copy)
 
     def give_to(self, guider: comfy.samplers.CFGGuider, index: int, options: dict[str, Any]) -> None:
-        """Make the guider of band `index` work on the whole latent. `options`: the model_options of its calls."""
+        """Have the guider of band `index` work on the whole latent. `options`: the model_options of its calls."""
         for name, value in options.items():
             if isinstance(value, list):
                 options[name] = [self._for_band(function, index) for function in value]
@@ -58,7 +58,7 @@ class BandedGuidance(BandExchange):
         add(kinds.CALC_COND_BATCH, WRAPPER_KEY, band.evaluate, options, is_model_options=True)
 
     def _for_band(self, value: Any, index: int) -> Any:
-        """An option of the MODEL for band `index`: a copy, if it is a function that may keep a state."""
+        """Return an option of the MODEL for band `index`: a copy, if it is a function that may keep a state."""
         if not isinstance(value, types.FunctionType) or (changed := WHOLE_GUIDANCE.get(name_of(value))) is None:
             return value
         band_function = with_separate_closure(value, changed)
@@ -74,10 +74,8 @@ class BandedGuidance(BandExchange):
 
 
 class BandGuidance:
-    """ComfyUI's wrappers PREDICT_NOISE and CALC_COND_BATCH for one band.
-
-    `cut_already`: ids of the guider's conditionings. `models_functions`: the MODEL's functions that run after the guidance.
-    """
+    """ComfyUI's wrappers PREDICT_NOISE and CALC_COND_BATCH for one band. `cut_already`: ids of the guider's conditionings.
+    `models_functions`: the MODEL's functions that run after the guidance."""
 
     def __init__(self, shared: BandedGuidance, index: int, cut_already: set[int], models_functions: Sequence[Callable]):
         self.shared, self.index, self.cut_already, self.models_functions = shared, index, cut_already, models_functions
@@ -101,14 +99,14 @@ class BandGuidance:
         return lambda arguments: function({name: self._cut(value) for name, value in arguments.items()})
 
     def _cut(self, value: Any) -> Any:
-        """The band's rows of a tensor of the whole latent's shape. Other values are unchanged."""
+        """Return the band's rows of a tensor with the whole latent's shape. Other values are returned unchanged."""
         whole = isinstance(value, torch.Tensor) and value.shape == self._shape
         return self.shared.cut.band(value, self.index) if whole else value
 
     def evaluate(
         self, executor, model, conds: list, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict
     ) -> list:
-        """Predictions for the whole latent. This band calls the model for its rows and gets the others' from the bands."""
+        """Predictions for the whole latent. This band calls the model for its rows; the other bands provide theirs."""
         if x_in.shape != self._shape:
             raise NotLocal("a function on the MODEL needs a different latent from the sampler's")
         self._evaluations += 1
@@ -122,7 +120,7 @@ class BandGuidance:
         return self.shared.whole(self.index, key, self._turn, self._time, value, exchanged_before)
 
     def _of_the_band(self, entry: dict) -> dict:
-        """A conditioning for the whole latent that a function made during the run, cut to the band's rows."""
+        """Return a conditioning for the whole latent that a function created during the run, cut to the band's rows."""
         if id(entry) in self.cut_already:
             return entry
         control = entry.get("control")

@@ -1,7 +1,7 @@
-"""The guider of one band: conditioning with the latent's shape is cut to the band's rows, and ComfyUI's BaseModel gets the
+"""The guider of one band. Conditioning with the latent's shape is cut to the band's rows, and ComfyUI's BaseModel gets the
 shapes of the band's nested latents.
 
-A video model's denoise mask stays whole, because every band needs the timesteps of all frames, which are made from it.
+A video model's denoise mask stays whole, because every band needs the timesteps of all frames, which it determines.
 """
 
 import copy
@@ -50,7 +50,7 @@ def releasing_waiters(exchanges: Sequence[BandExchange], index: int) -> Iterator
 def band_guider(
     guider: comfy.samplers.CFGGuider, cut: BandCut, index: int, controls: dict[int, BandedControl]
 ) -> comfy.samplers.CFGGuider:
-    """A copy of the guider, for band `index`."""
+    """Return a copy of the guider, for band `index`."""
     band = copy.copy(guider)
     # Conditionings that share a ControlNet must share its stand-in: ComfyUI then evaluates them as one batch.
     stand_ins = {control_id: control.band(index) for control_id, control in controls.items()}
@@ -80,7 +80,7 @@ def _cut(cond: dict, cut: BandCut, index: int, controls: dict) -> dict:
 
 
 def cut_mask(mask: torch.Tensor, cut: BandCut, index: int) -> torch.Tensor:
-    """The band's part of a conditioning's mask [B, (T,) H, W]. T = 1 is a mask for all frames."""
+    """Return the band's part of a conditioning's mask [B, (T,) H, W]. T = 1 is a mask for all frames."""
     dim, size = cut.patching.band_dim, cut.shapes[0][cut.patching.band_dim]
     if mask.shape[dim] == 1 and mask.ndim == len(cut.shapes[0]) - 1:
         return mask

@@ -1,4 +1,4 @@
-"""Whether a sampling can be cut into bands, and if not, why."""
+"""Decides whether a sampling can be cut into bands, and says why if not."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from .known_samplers import why_global
 from .noise import WholeNoise
 
 REGIONS = ("area", "gligen", "hooks", "default")
-"""Keys of a conditioning that make ComfyUI evaluate it for a part of the latent, or separately from the others."""
+"""Keys of a conditioning for which ComfyUI evaluates it for a part of the latent, or separately from the others."""
 
 FUNCTIONS = (
     "sampler_cfg_function",
@@ -33,7 +33,7 @@ FUNCTIONS = (
     "sampler_calc_cond_batch_function",
     "model_function_wrapper",
 )
-"""Entries of model_options that hold a function of another node, or a list of functions."""
+"""Entries of model_options with a function of another node, or a list of functions."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Sampling:
 
     @property
     def shapes(self) -> Shapes:
-        """Shapes of the latents. Of a nested latent, the video's comes first."""
+        """Shapes of the latents. Of nested latents, the video's comes first."""
         return shapes_of_run(self.guider.inner_model, self.noise)
 
     @property
@@ -94,7 +94,7 @@ class Sampling:
 
     @property
     def text_tokens(self) -> int:
-        """Tokens of the longest prompt. 1 if there is no prompt."""
+        """Number of tokens of the longest prompt; 1 without a prompt."""
         texts = [cond["cross_attn"].shape[1] for cond in self.conds if cond.get("cross_attn") is not None]
         return max(texts, default=1)
 
@@ -107,7 +107,7 @@ class Sampling:
         draws: WholeNoise | None,
         callback: Callable,
     ) -> torch.Tensor:
-        """Run the native sampler on this band only, with the band's guider and model_options. The band's samples."""
+        """Return the samples of this band, by the native sampler with the band's guider and model_options."""
         latent, mask = (
             None if whole is None else cut.band(whole, index) for whole in (self.latent_image, self.denoise_mask)
         )
@@ -121,7 +121,7 @@ class Sampling:
 
 
 def region_of(cond: dict[str, Any]) -> str | None:
-    """The first key of REGIONS that this conditioning has. None: it has none of them."""
+    """Return the first key of REGIONS that this conditioning has. None: it has none of them."""
     return next((key for key in REGIONS if cond.get(key) is not None and cond.get(key) is not False), None)
 
 
@@ -146,7 +146,7 @@ def _is_other_model(value: Any, patcher: comfy.model_patcher.ModelPatcher) -> bo
 
 
 def why_not_banded(sampling: Sampling) -> str | None:
-    """Reason for the user why this run cannot be cut into bands. None: it can."""
+    """Return the reason for the user why this run cannot be cut into bands. None: it can."""
     guider, sampler = sampling.guider, sampling.sampler
     options = guider.model_options
     if (reason := why_not_displaced(sampling)) is not None:
@@ -178,17 +178,15 @@ def why_not_banded(sampling: Sampling) -> str | None:
 
 
 def why_wrapped(executor: comfy.patcher_extension.WrapperExecutor) -> str | None:
-    """Reason for the user why the functions inside of a SAMPLER_SAMPLE wrapper cannot run for each band. None: it can.
-
-    Bands call the sampler itself. A wrapper that another node adds behind Apply PipeFusion would be left out.
-    """
+    """Return the reason for the user why the functions inside of a SAMPLER_SAMPLE wrapper cannot run for each band. None:
+    they can. Bands call the sampler itself. A wrapper that another node adds after Apply PipeFusion would be left out."""
     inside = executor.wrappers[executor.idx + 1 :]
     others = [each for each in inside if not definition(each).__module__.startswith(f"{OURS}.")]
     return f"{_owner(others[0])}'s wrapper of the sampler needs the whole latent" if others else None
 
 
 def _owner(function: Callable) -> str:
-    """Name of the node that a function comes from, for the user."""
+    """Return the name of the node that a function comes from, for the user."""
     return named(nodes_of(function)) or "another node"
 
 

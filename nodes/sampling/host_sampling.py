@@ -1,7 +1,7 @@
-"""Bands are sampled on the host, because samplers compute little, and each synchronization with a busy GPU takes long.
+"""Samples bands on the host, because samplers compute little, and each synchronization with a busy GPU takes long.
 
 Rank 0 keeps ComfyUI's GPU busy, and the driver switches between processes by time slices. A band's sampler on that GPU would
-wait for it ten times and more in each call: to compare, to check, to copy. The latent and the conditioning are copied to the
+wait for it at least ten times in each call: to compare, to check, to copy. The latent and the conditioning are copied to the
 host once in a run. Noise is drawn on the device on which ComfyUI would draw it, and each draw is copied once.
 """
 
@@ -21,15 +21,14 @@ HOST = torch.device("cpu")
 
 
 class SharedCond(comfy.conds.CONDRegular):
-    """A value of the conditioning that is the same in a whole run. The tensor that ComfyUI makes of it for a call is made
-    once.
+    """A value of the conditioning that stays the same in a whole run. ComfyUI's tensor of it for a call is created once.
 
-    So all calls of all bands get the same tensor, which the client sends once, without comparing values. It is made outside
-    of ComfyUI's inference mode, because inference tensors do not count writes (`_version`).
+    So all calls of all bands get the same tensor, which the client sends once, without comparing values. It is created
+    outside of ComfyUI's inference mode, because inference tensors do not count writes (`_version`).
     """
 
     def __init__(self, value: comfy.conds.CONDRegular, dtype: torch.dtype | None):
-        """`value`: on the host. `dtype`: to which the model casts the value; None leaves the cast to the call."""
+        """`value`: on the host. `dtype`: to which the model casts the value. None: the call casts it."""
         super().__init__(value.cond)
         self.value, self.dtype = value, dtype
         self._processed: dict[int, SharedCond] = {}
@@ -61,7 +60,7 @@ class SharedCond(comfy.conds.CONDRegular):
 
 
 def on_host(sampling: Sampling) -> Sampling:
-    """The same sampling with its tensors on the host."""
+    """Return the same sampling with its tensors on the host."""
     latent, mask = sampling.latent_image, sampling.denoise_mask
     return replace(
         sampling,
@@ -74,7 +73,7 @@ def on_host(sampling: Sampling) -> Sampling:
 
 
 def _host_guider(guider: comfy.samplers.CFGGuider) -> comfy.samplers.CFGGuider:
-    """A copy of the guider with its conditioning and its table of sigmas on the host."""
+    """Return a copy of the guider with its conditioning and its table of sigmas on the host."""
     host = copy.copy(guider)
     host.inner_model = _host_model(guider.inner_model)
     dtype = guider.inner_model.diffusion_model.dtype
@@ -86,7 +85,7 @@ def _host_guider(guider: comfy.samplers.CFGGuider) -> comfy.samplers.CFGGuider:
 
 
 def _host_model(model: comfy.model_base.BaseModel) -> comfy.model_base.BaseModel:
-    """The model with its table of sigmas on the host. Discrete schedules look up each time in the table."""
+    """Return the model with its table of sigmas on the host. Discrete schedules look up each timestep in the table."""
     if all(buffer.device == HOST for buffer in model.model_sampling.buffers()):
         return model
     host = copy.copy(model)

@@ -60,14 +60,14 @@ WHOLE_GUIDANCE = {
     "misc.ContrastiveOrthoCFG.precfg_patch": (),
     "misc.ContrastiveOrthoCFG.postcfg_patch": (),
 }
-"""Options of a MODEL that need the whole latent, but nothing of other steps except what they keep in their closures -> names
-of those closure variables whose objects they change in place. (Variables that they rebind need no name.)"""
+"""Options of a MODEL that need the whole latent, but nothing of other steps except what they store in their closures. Value:
+names of the closure variables whose objects they change in place. (Variables that they rebind need no name.)"""
 
 PIXEL_WISE_AT_ZERO = {"nodes_slg.SkipLayerGuidanceDiT.execute.<locals>.post_cfg_function": "rescaling_scale"}
 """Functions of WHOLE_GUIDANCE that are pixel-wise if this closure variable is 0."""
 
 OPERATION = {"nodes_latent.LatentApplyOperationCFG.execute.<locals>.pre_cfg_function": "operation"}
-"""Functions of WHOLE_GUIDANCE that call an exchangeable function -> the closure variable that holds that function."""
+"""Functions of WHOLE_GUIDANCE that call an exchangeable function -> the closure variable with that function."""
 
 OPERATIONS = frozenset(
     {
@@ -102,7 +102,8 @@ PIXEL_WISE_MASKS = frozenset(
 
 
 def is_known_guidance(function: Any) -> bool:
-    """Whether a function is in PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE, and one that it calls (OPERATION) is known too."""
+    """Whether a function is in PIXEL_WISE_GUIDANCE or WHOLE_GUIDANCE, and the function that it calls (OPERATION) is
+    known."""
     name = name_of(function)
     if name in OPERATION and name_of(inspect.getclosurevars(function).nonlocals[OPERATION[name]]) not in OPERATIONS:
         return False
@@ -110,7 +111,7 @@ def is_known_guidance(function: Any) -> bool:
 
 
 def looks_at_the_whole(function: Any) -> bool:
-    """Whether a function needs the whole latent with the present values of its closure."""
+    """Whether a function needs the whole latent, given the present values of its closure."""
     name = name_of(function)
     if name in PIXEL_WISE_AT_ZERO and not inspect.getclosurevars(function).nonlocals[PIXEL_WISE_AT_ZERO[name]]:
         return False

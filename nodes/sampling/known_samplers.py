@@ -1,4 +1,4 @@
-"""Tables of samplers of ComfyUI and of other packs: which are pixel-wise, so that they can run on a band.
+"""Tables of samplers of ComfyUI and of other packs that are pixel-wise, so that they can run on a band.
 
 Samplers' functions are listed by their `name_of`, as in known_local.py. A new row also belongs into the test that compares
 bands with the whole latent: tests/comfyui/inside/foreign_samplers.py.
@@ -19,7 +19,7 @@ WRAPPING = {
     # bleh: a seed for torch's own generator
     "samplers.BlehForceSeedSampler.sampler_function": "bleh_wrapped_sampler",
 }
-"""Functions that call another sampler at the same sigmas and hand their options on -> the option that holds that sampler."""
+"""Functions that call another sampler with the same sigmas and pass their options on -> the option with that sampler."""
 
 PIXEL_WISE = frozenset(
     {
@@ -52,7 +52,7 @@ def options_of(sampler: comfy.samplers.KSAMPLER) -> dict[str, Any]:
 
 
 def why_global(sampler: Any) -> str | None:
-    """Reason for the user why a sampler cannot run on a part of the latent. None: it can."""
+    """Return the reason for the user why a sampler cannot run on a part of the latent. None: it can."""
     inner = innermost(sampler)
     if inner is None:
         return f"{type(sampler).__name__} is not one of ComfyUI's samplers"

@@ -1,4 +1,4 @@
-"""Noise that samplers draw between steps: drawn for the whole latent, so that each band gets its own rows of it."""
+"""Noise that samplers draw between steps. It is drawn for the whole latent, and each band gets its rows of it."""
 
 import threading
 from collections.abc import Callable
@@ -19,8 +19,8 @@ NoiseSampler = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class WholeNoise:
     """Noise of the whole latent, drawn once for all bands. Each band takes its rows of it, on the host.
 
-    `draw` draws on the device on which ComfyUI would, since another device's generator gives other noise. Sigmas are on the
-    host, because a Brownian tree reads them there.
+    `draw` draws on the device on which ComfyUI would, because another device's generator gives other noise. Sigmas are on
+    the host, because a Brownian tree reads them there.
     """
 
     def __init__(self, draw: NoiseSampler):
@@ -28,7 +28,7 @@ class WholeNoise:
         self._drawn: list[torch.Tensor] = []
 
     def band(self, cut: BandCut, index: int) -> NoiseSampler:
-        """Noise sampler of one band. Every band makes the same draws in the same order."""
+        """Return the noise sampler of one band. Every band makes the same draws in the same order."""
         count = 0
 
         def sample(sigma, sigma_next):

@@ -1,4 +1,4 @@
-"""Which modes a model has: its calls are tried before a plan is made, and tensor degrees when one is chosen."""
+"""Finds the modes that a model supports: its calls are tried before a plan is made, tensor degrees when one is chosen."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,10 +23,8 @@ from .pipefusion import AUTO_KEY, WRAPPER_KEY, prove
 
 
 def first_trial(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool) -> Trials:
-    """Tries the run's first step, and returns which modes it proves, without tensor degrees above 1.
-
-    ValueError if the class does not run.
-    """
+    """Return the modes that a trial of the run's first step proves, without tensor degrees above 1. Raises ValueError if the
+    class does not run."""
     return Trials(setup.own_class, {1: _tried(sampling, stub, setup, bands, 1)})
 
 
@@ -49,11 +47,11 @@ def _tried(sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: 
     return stub.run.proof
 
 
-def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positive: Any, devices: tuple[str, ...]) -> Trials:
-    """Which modes the trials of a sampler's first step prove, for this number of devices. The MODEL's class keeps its setup.
-
-    ValueError if there is no prompt, or if the class does not run.
-    """
+def trials_of(
+    model: Any, latent: dict[str, Any], steps: int, cfg: float, positive: Any, devices: tuple[str, ...], counts: list[int]
+) -> Trials:
+    """Return the modes that trials of a sampler's first step prove, for each of these `counts` of devices. The MODEL's setup
+    is restored. Raises ValueError if there is no prompt, or if the class does not run."""
     stub = remote_stub(model)
     if positive is None:
         raise ValueError(f"positive: the trial of {stub.checkpoint.path.name} needs a prompt. Connect one.")
@@ -63,8 +61,8 @@ def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positi
     def examine(executor: Any, *arguments: Any) -> torch.Tensor:
         sampling = Sampling(executor.class_obj, *arguments)
         trials = first_trial(sampling, stub, setup, bands=True)
-        for degree in range(2, len(devices) + 1):
-            if len(devices) % degree == 0:
+        for degree in range(2, max(counts) + 1):
+            if any(count % degree == 0 for count in counts):
                 trials = with_tensor(sampling, stub, setup, True, trials, degree)
         found.append(trials)
         return sampling.noise
@@ -84,12 +82,12 @@ def trials_of(model: Any, latent: dict[str, Any], steps: int, cfg: float, positi
 
 
 def can_be_planned(stub: RemoteDiffusionModel) -> bool:
-    """Whether the class's blocks can be timed by its last call."""
+    """Whether the class's blocks can be timed with its last call."""
     return probe_of(stub.checkpoint, stub.setup.dtype, (2, 1)) is not None
 
 
 def check_can_be_planned(stub: RemoteDiffusionModel, trials: Trials) -> None:
-    """ValueError for a UNet, and for a class whose blocks cannot be timed."""
+    """Raise ValueError for a UNet, and for a class whose blocks cannot be timed."""
     if trials.own.unet or not can_be_planned(stub):
         raise ValueError(
             f"model: the blocks of {stub.checkpoint.path.name} cannot be timed. Set the degrees by hand. If cfg is not 1, "
@@ -100,7 +98,7 @@ def check_can_be_planned(stub: RemoteDiffusionModel, trials: Trials) -> None:
 def chosen(
     sampling: Sampling, stub: RemoteDiffusionModel, setup: Setup, bands: bool, costs: CalibratedCosts
 ) -> tuple[Prediction, Trials]:
-    """The best mode that is proven, by the costs of a workload with `trials`."""
+    """Return (the best mode that is proven, its trials), by the costs of a workload with `trials`."""
     assert costs.workload.trials is not None, "its calls have been tried"
     trials = replace(costs.workload.trials, guesses=True)
     while True:
@@ -113,6 +111,7 @@ def chosen(
 
 
 def unplanned(trials: Trials, ranks: int, entries: int) -> Degrees:
-    """The degrees of a class whose blocks cannot be timed: stages, so that it fits, or else entries side by side."""
+    """Return the degrees for a class whose blocks cannot be timed: stages if they are proven, so that it fits; otherwise
+    split batch."""
     ways = Degrees(pipe=ranks), Degrees(batch=min(ranks, entries))
     return next((degrees for degrees in ways if not trials.lacks(degrees)), Degrees())

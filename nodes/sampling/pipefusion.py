@@ -47,7 +47,7 @@ WRAPPER_KEY, AUTO_KEY = "parallel_dit_pipefusion", "parallel_dit_auto_degrees"
 
 
 def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate, is_asked=True):
-    """A clone of the MODEL with PipeFusion, and the wrapper that runs it. `is_asked`: see PipeFusion."""
+    """(a clone of the MODEL with PipeFusion, the wrapper that runs it). `is_asked`: see PipeFusion."""
     remote_stub(model)  # refuses a native MODEL
     kind, patched = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE, model.clone()
     wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate, is_asked)
@@ -57,8 +57,8 @@ def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapola
 
 
 def prove(sampling: Sampling, stub: RemoteDiffusionModel, bands: bool = True) -> str:
-    """Have ComfyUI's own class tried for the calls of this run, before its ranks load it: why bands are not proven, if they
-    are asked for. Empty: they are."""
+    """Have ComfyUI's own class tried for the calls of this run, before its ranks load it. Returns why bands are not proven,
+    if `bands`. Empty: they are."""
 
     def run(entries: dict[str, Any]) -> None:
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
@@ -77,14 +77,12 @@ def has_pipefusion(model: comfy.model_patcher.ModelPatcher) -> bool:
 
 log = logging.getLogger(__name__)
 MOST_TRIALS = 4
-"""Maximum trials of calls that a run in bands makes although it was not tried with them. Each trial begins the run again."""
+"""Maximum number of trials during a run in bands, for calls that were not tried before. Each trial begins the run again."""
 
 
 class StepCallbacks:
     """Step callbacks of the bands of `cut`. A step is reported, with the whole latent, once all bands have finished it.
-
-    `device`: on which ComfyUI's callback gets the latent, for the previews' decoder.
-    """
+    `device`: where ComfyUI's callback gets the latent, for the previews' decoder."""
 
     def __init__(self, cut: BandCut, total: int, callback, disable_pbar: bool, device: torch.device):
         self.cut, self.total, self.callback, self.device = cut, total, callback, device
@@ -94,7 +92,7 @@ class StepCallbacks:
         self._bar = tqdm(total=total, disable=disable_pbar)
 
     def band(self, index: int):
-        """The callback for one band's sampler; runs on the band's thread."""
+        """The callback for one band's sampler. Runs on the band's thread."""
 
         def callback(step, denoised, x, total_steps):
             with self._lock:
@@ -106,7 +104,7 @@ class StepCallbacks:
         return callback
 
     def drain(self) -> None:
-        """Report finished steps to ComfyUI, on its own thread: progress, preview, and its check for Cancel."""
+        """Report finished steps to ComfyUI on its own thread: progress, preview, and its check for Cancel."""
         while not self._whole.empty():
             step = self._whole.get()
             with self._lock:
@@ -122,10 +120,8 @@ class StepCallbacks:
 
 @dataclass
 class PipeFusion:
-    """ComfyUI's SAMPLER_SAMPLE wrapper, with the settings of Apply PipeFusion. `last`: report of the last run.
-
-    `is_asked`: the user has asked for patches. If not, a run of a class whose patches are not proven is exact.
-    """
+    """ComfyUI's SAMPLER_SAMPLE wrapper, with the settings of Apply PipeFusion. `last`: report of the last run. `is_asked`:
+    whether the user has asked for patches. If not, a run whose class has no proven patches is exact."""
 
     num_pipeline_patch: int
     warmup_steps: int
@@ -135,7 +131,7 @@ class PipeFusion:
     last: RunReport | None = field(default=None, repr=False)
 
     def __call__(self, executor, *arguments) -> torch.Tensor:
-        """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`."""
+        """The samples, with the arguments and result of `sampler.sample`."""
         sampling = Sampling(executor.class_obj, *arguments)
         stub = sampling.stub
         reason = prove(sampling, stub, stub.setup.degrees.pipe > 1 or stub.setup.degrees.displaced) or None
@@ -144,8 +140,8 @@ class PipeFusion:
         return kept(stub, self._load(sampling), lambda model: self._sample(model, sampling, executor, reason))
 
     def _sample(self, model: RemoteTransformer, sampling: Sampling, executor, reason: str | None = None) -> torch.Tensor:
-        """The samples of the whole latent. `model`: that of `sampling`, on its ranks. `reason`: why the run has to be exact.
-        None: it has not."""
+        """Return the samples of the whole latent. `model`: the model of `sampling` on its ranks. `reason`: why the run must
+        be exact; None: it need not."""
         stub = sampling.stub
         started = time.perf_counter()
         result, run, cache = None, None, stub.run.cache
@@ -198,8 +194,8 @@ class PipeFusion:
     def _in_patches(
         self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor, trials: int = MOST_TRIALS
     ) -> tuple[torch.Tensor | None, BandedRun | None, str | None]:
-        """(samples, run, None), or last why the run has to be exact; None there, too: there is a single patch. NotLocal if a
-        call is still not tried after this number of `trials`."""
+        """Return (samples, run, None); or (None, None, why the run must be exact), without a reason if there is only one
+        patch. Raises NotLocal if a call is still not tried after `trials` trials."""
         try:
             if model.degrees.displaced:
                 reason = why_not_displaced(sampling)
@@ -215,7 +211,7 @@ class PipeFusion:
             return self._in_patches(model, cut, sampling, executor, trials - 1)
 
     def _load(self, sampling: Sampling) -> Load:
-        """Loads the model for the run, or gets it if it is on ranks."""
+        """Return a function that loads the model for the run, or returns it if it is on ranks."""
         return functools.partial(sampling.stub.transformer, functools.partial(self._expected, sampling))
 
     def _expected(self, sampling: Sampling) -> Request | None:
@@ -228,7 +224,7 @@ class PipeFusion:
         return expected_request(checkpoint, shape, sampling.entries, sampling.text_tokens, kv_copies, bands)
 
     def _cut(self, model: RemoteTransformer, sampling: Sampling) -> BandCut:
-        """The cut of the latents into bands: a single band if there is no pipeline to fill."""
+        """Return the cut of the latents into bands: a single band if there is no pipeline to fill."""
         patching, shape = model.built.patching, sampling.shapes[0]
         if 0 in shape or len(shape) < 4:
             raise ValueError(f"latent_image: this latent has the shape {list(shape)} and no pixels.")
@@ -264,7 +260,7 @@ class PipeFusion:
             raise
 
     def _in_bands(self, model: RemoteTransformer, cut: BandCut, sampling: Sampling) -> tuple[torch.Tensor, BandedRun]:
-        """The samples of the whole latent, and the run. Raises NotLocal if the sampler needs more than its band."""
+        """Return (samples of the whole latent, the run). Raises NotLocal if the sampler needs more than its band."""
         draws = None
         if takes_noise_sampler(sampling.sampler):
             draws = whole_noise(sampling.sampler, sampling.noise, sampling.sigmas, sampling.extra_args.get("seed"))
@@ -304,7 +300,7 @@ class PipeFusion:
     def _banded_run(
         self, model: RemoteTransformer, cut: BandCut, stub: RemoteDiffusionModel, warm_up: bool, extrapolate: bool
     ) -> BandedRun:
-        """Opens the run. `model` and `stub`: the same model, on its ranks and in this process."""
+        """Open a run. `model` and `stub`: the same model, on its ranks and in this process."""
         companion_tokens, cache = cut.patching.companion_tokens(cut.shapes), stub.run.cache
         return BandedRun(
             model,

@@ -11,13 +11,13 @@ from parallel_backend.core.validate import check_attention
 log = logging.getLogger(__name__)
 
 OURS = {"pytorch": SDPA, "flash": "flash", "sage": "sage", "xformers": "xformers", "comfy_kitchen_int8": "comfy_kitchen"}
-"""ComfyUI's name of a kernel (register_attention_function) -> the ranks' name of it."""
+"""ComfyUI's name of an attention kernel (register_attention_function) -> the name that ranks use."""
 FLAGS = {"use_split_cross_attention": "split", "use_quad_cross_attention": "sub_quad"}
-"""Start flags of ComfyUI -> its name of their kernel. Ranks do not have these kernels, which save memory."""
+"""Start flag of ComfyUI -> its name of the flag's kernel. Ranks do not have these kernels, which save memory."""
 
 
 def attention_for(widget: str, devices: tuple[str, ...], dtype: str) -> str:
-    """The `attention` that ranks are loaded with. ValueError for a kernel that cannot run on these devices.
+    """Return the `attention` that ranks are loaded with. Raises ValueError for a kernel that cannot run on these devices.
 
     `auto` is the kernel that ComfyUI was started with. If ranks cannot run that kernel, they use torch's, and the log says
     so.
@@ -46,7 +46,8 @@ def attention_for(widget: str, devices: tuple[str, ...], dtype: str) -> str:
 
 
 def _native_name() -> str:
-    """ComfyUI's name of the function that its models call, or the function's name if ComfyUI has not registered it."""
+    """Return ComfyUI's name of the attention function that its models call, or the function's own name if it is not
+    registered."""
     used = native.optimized_attention
     registered = native.REGISTERED_ATTENTION_FUNCTIONS
     return next((name for name, function in registered.items() if function is used), used.__name__)

@@ -13,7 +13,7 @@ from parallel_backend.core.dtypes import HALVES, native_halves
 
 
 def host() -> Host:
-    """The kind of device that this ComfyUI runs on, and its start options about devices."""
+    """Return the kind of device that this ComfyUI runs on, and its start options about devices."""
     args = comfy.cli_args.args
     chosen = getattr(args, "cuda_device", None)
     option = comfy.cli_args.parser._option_string_actions.get("--cuda-device")  # took a single number before 2026-08
@@ -25,7 +25,7 @@ def host() -> Host:
 
 
 def gpus() -> tuple[str, ...]:
-    """The GPUs that `auto` stands for. Empty if ComfyUI runs on another kind of device."""
+    """Return the GPUs that `auto` means; empty if ComfyUI runs on another kind of device."""
     return gpus_of(host())
 
 
@@ -42,13 +42,13 @@ def possible_devices(text: str) -> tuple[str, ...]:
 
 
 def check_devices(devices: str | None) -> None:
-    """ValueError for a list with a device that this machine does not have. None: a value that comes over a link."""
+    """Raise ValueError for a list with a device that this machine does not have. None: the value comes over a link."""
     if devices is not None and not is_auto(devices):
         named_devices(devices)
 
 
 def check_one_kind_of_devices(devices: str | None) -> None:
-    """As check_devices, and ValueError for a mixture of GPUs and CPUs."""
+    """Like check_devices, but raise ValueError for a mixture of GPUs and CPUs, too."""
     if devices is not None and not is_auto(devices):
         possible_devices(devices)
 

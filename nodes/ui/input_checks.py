@@ -22,17 +22,17 @@ class ComfyNode(Protocol):
 Node = TypeVar("Node", bound=type[ComfyNode])
 
 EARLY_CHECK = "VALIDATE_INPUTS"
-"""ComfyUI's name of a node's check of its widgets."""
+"""The name of a node's method by which ComfyUI checks the node's widgets."""
 SHOWN = 60
-"""Characters of a value that an error repeats."""
+"""Maximum number of characters of a value that an error quotes."""
 
 
 def validate(*checked_by_node: str, early: Callable[..., object] | None = None) -> Callable[[Node], Node]:
     """Class decorator: the node's function only gets values of its inputs' types and within their limits.
 
-    ValueError, beginning with the input's name, for other values. `checked_by_node`: inputs that the node itself checks.
-    `early`: called with the widgets that its parameters name, before anything of a prompt runs. Its ValueError refuses the
-    prompt. A widget whose value comes over a link is None.
+    Raises ValueError, beginning with the input's name, for other values. `checked_by_node`: inputs that the node itself
+    checks. `early`: called with the widgets that its parameters name, before anything of a prompt runs. Its ValueError
+    refuses the prompt. A widget whose value comes over a link is None.
     """
 
     def adopt(node: Node) -> Node:
@@ -46,7 +46,7 @@ def validate(*checked_by_node: str, early: Callable[..., object] | None = None) 
 
         @functools.cache
         def optional() -> frozenset[str]:
-            """Inputs that may be absent; they are then None."""
+            """Return the inputs that may be absent; they are then None."""
             if takes_any:
                 return frozenset(name for name, (_, options) in inputs().items() if "default" not in options)
             return frozenset(name for name, each in signature.parameters.items() if each.default is None)
@@ -71,7 +71,8 @@ def validate(*checked_by_node: str, early: Callable[..., object] | None = None) 
 
 
 def _host_check(early: Callable[..., object], inputs: Callable[[], dict[str, tuple]]) -> Callable[..., bool | str]:
-    """ComfyUI's VALIDATE_INPUTS: True, or the ValueError's sentence. ComfyUI leaves the limits of these widgets to it."""
+    """Return the node's VALIDATE_INPUTS for ComfyUI. It returns True or an error text; ComfyUI then does not check limits
+    itself."""
     signature = inspect.signature(early)
     missing = {name: None for name, each in signature.parameters.items() if each.default is each.empty}
 
@@ -90,7 +91,8 @@ def _host_check(early: Callable[..., object], inputs: Callable[[], dict[str, tup
 
 @contextlib.contextmanager
 def renamed_input(loaders_name: str, nodes_name: str) -> Iterator[None]:
-    """A ValueError about the loader's input `loaders_name` becomes one about the present node's input `nodes_name`."""
+    """Context in which a ValueError about the loader's input `loaders_name` becomes one about the node's input
+    `nodes_name`."""
     try:
         yield
     except ValueError as error:
@@ -100,18 +102,18 @@ def renamed_input(loaders_name: str, nodes_name: str) -> Iterator[None]:
 
 
 def _specs(types: dict[str, dict[str, tuple]]) -> dict[str, tuple]:
-    """The inputs of INPUT_TYPES, required and optional ones: name -> (type, options)."""
+    """Return the required and optional inputs of INPUT_TYPES: name -> (type, options)."""
     groups = (types.get(group, {}) for group in ("required", "optional"))
     return {name: (*spec, {})[:2] for group in groups for name, spec in group.items()}
 
 
 def defaults(types: dict[str, dict[str, tuple]]) -> dict[str, Any]:
-    """The default of each input of INPUT_TYPES that has one."""
+    """Return the default of each input of INPUT_TYPES that has one."""
     return {name: options["default"] for name, (_, options) in _specs(types).items() if "default" in options}
 
 
 def coerce(name: str, value: Any, kind: Any, options: dict[str, Any]) -> Any:
-    """The value converted to the input's type. ValueError, beginning with `name`, for a value that the input refuses."""
+    """Convert the value to the input's type. Raises ValueError, which begins with `name`, if the value is not allowed."""
     if isinstance(kind, list):
         if not isinstance(value, str) or value not in kind:
             raise ValueError(f"{name}: {short(value)} is not one of {', '.join(map(str, kind[:20]))}.")
@@ -121,7 +123,7 @@ def coerce(name: str, value: Any, kind: Any, options: dict[str, Any]) -> Any:
 
 
 def short(value: Any) -> str:
-    """The value as an error repeats it, cut to SHOWN characters."""
+    """Return the value as an error quotes it, cut to SHOWN characters."""
     text = repr(value) if isinstance(value, (str, float, bool, type(None))) else type(value).__name__
     if isinstance(value, int) and abs(value) < 10**SHOWN:
         text = str(value)

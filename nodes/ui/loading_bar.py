@@ -1,4 +1,4 @@
-"""Progress of long work, on the node that waits for it: starting and loading ranks, measuring, trying."""
+"""Shows the progress of long work on the node that waits for it: starting and loading ranks, measuring, trials."""
 
 import functools
 import time
@@ -10,18 +10,18 @@ from .node_text import say
 
 
 class LoadingBar:
-    """A pool.LoadProgress: progress bar and text on the node. Shows nothing as long as nothing is loaded."""
+    """A pool.LoadProgress that shows a progress bar and text on the node. Shows nothing if nothing is loaded."""
 
     def __init__(self) -> None:
         self._shown: tuple[str, int] | None = None
 
     @functools.cached_property
     def _bar(self) -> comfy.utils.ProgressBar:
-        """Made at the first progress only, because every model call brings a LoadingBar and few of them load anything."""
+        """Created at the first progress, because every model call creates a LoadingBar and few of them load anything."""
         return comfy.utils.ProgressBar(100)
 
     def __call__(self, doing: str, fraction: float) -> None:
-        """Raises ComfyUI's InterruptProcessingException once the user has pressed Cancel."""
+        """Show the progress. Raises ComfyUI's InterruptProcessingException once the user has pressed Cancel."""
         percent = int(100 * fraction)
         if self._shown == (doing, percent):
             return
@@ -31,15 +31,15 @@ class LoadingBar:
 
 
 class Elapsed:
-    """A poll for long work: checks for Cancel, and shows each second the work, its progress and its seconds."""
+    """A poll for long work. It checks for Cancel, and each second shows the work, its progress and the elapsed seconds."""
 
     def __init__(self, doing: str) -> None:
         self._doing, self._began, self._said = doing, time.monotonic(), -1
         self()
 
     def __call__(self, done: float = 0) -> None:
-        """`done`: the share that is done, if it is known. Raises ComfyUI's InterruptProcessingException once the user has
-        pressed Cancel."""
+        """Show the progress. `done`: the fraction that is done, or 0 if unknown. Raises ComfyUI's
+        InterruptProcessingException once the user has pressed Cancel."""
         check_cancelled()
         seconds, percent = int(time.monotonic() - self._began), int(100 * done)
         if seconds > self._said:

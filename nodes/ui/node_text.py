@@ -1,11 +1,11 @@
-"""A line of text on the node that is being executed."""
+"""Shows a line of text on the node that is being executed."""
 
 from typing import Any
 
 from comfy_execution.utils import get_executing_context
 
 SAID = "parallel_dit.said"
-"""Event for web/js/node_text.js, which keeps the line after the run. Newer editors would remove it."""
+"""Name of the event for web/js/node_text.js, which keeps the line after the run. Newer editors would remove it."""
 
 
 def say(text: str) -> None:
@@ -20,6 +20,7 @@ def say(text: str) -> None:
 
 
 def show_report(report: str, verdict: str) -> dict[str, Any]:
-    """The node's `ui` output, which web/js/reports.js shows in a read-only box on the node. Says the verdict on the node."""
+    """Return the node's `ui` output, which web/js/reports.js shows in a read-only box on the node. Also shows the
+    verdict."""
     say(f"Parallel DiT: {verdict}")
     return {"text": [report]}

@@ -10,14 +10,14 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 COMFYUI = importlib.import_module("nodes")
-"""ComfyUI's module `nodes`, with its nodes and the tables of all packs' nodes."""
+"""ComfyUI's module `nodes`, which has its own nodes and the tables of all packs' nodes."""
 SAMPLING = ("comfy.sample", "comfy.samplers")
 """Modules that call functions which nodes have put on a MODEL. Callers of these modules are not the cause of such a call."""
 OURS = __name__.removesuffix(".nodes.ui.other_nodes")
 SEPARATORS = re.compile(r"[./\\]")
-"""Separators of the parts of a module's name."""
+"""The separators in a module's name."""
 SHOWN = 3
-"""Maximum number of nodes that a text names, if several nodes share a function."""
+"""Maximum number of nodes that a text names if several nodes share a function."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class OtherNode:
     id: str
     title: str
     pack: str
-    """Folder of the pack in custom_nodes. Empty for ComfyUI's nodes."""
+    """The pack's folder in custom_nodes. Empty for ComfyUI's own nodes."""
 
     def __str__(self) -> str:
         return f"{self.title} ({self.pack})" if self.pack else self.title
 
 
 def nodes_of(source: Any) -> list[OtherNode]:
-    """The nodes that a function, or an object with methods, comes from. Empty: none is known.
+    """Return the nodes that a function, or an object with methods, comes from. Empty: none is known.
 
     That is the node in whose class the function was defined, or else all nodes whose functions use it by name.
     """
@@ -51,7 +51,8 @@ def nodes_of(source: Any) -> list[OtherNode]:
 
 
 def definition(source: Any) -> FunctionType | type:
-    """The function inside a method or a partial function, or the class of an object: the thing that a module defines."""
+    """Return the object that a module defines: the function inside a method or partial function, or the class of an
+    object."""
     while isinstance(source, functools.partial):
         source = source.func
     source = getattr(source, "__func__", source)
@@ -59,7 +60,7 @@ def definition(source: Any) -> FunctionType | type:
 
 
 def name_of(source: Any) -> str:
-    """Name of a function, a method, a partial function or a class, or of the class of another object.
+    """Return the name of a function, a method, a partial function or a class, or of the class of another object.
 
     It has only the last part of the module's name, because ComfyUI names a pack's modules by the pack's folder.
     """
@@ -68,12 +69,13 @@ def name_of(source: Any) -> str:
 
 
 def is_known(name: re.Pattern[str], function: Callable[..., Any]) -> bool:
-    """Whether the function (or class) has this name, as `name_of` gives it."""
+    """Return whether the name of the function or class, as `name_of` returns it, matches `name`."""
     return name.fullmatch(name_of(function)) is not None
 
 
 def nodes_that_set(entry: str) -> list[OtherNode]:
-    """The nodes with a function that sets this entry of transformer_options, itself or by a method of ModelPatcher."""
+    """Return the nodes with a function that sets this entry of transformer_options, directly or by a method of
+    ModelPatcher."""
 
     def sets(function: FunctionType) -> bool:
         codes = list(_codes(function.__code__))
@@ -107,14 +109,14 @@ def calling_nodes() -> list[OtherNode]:
 
 
 def named(nodes: list[OtherNode]) -> str:
-    """The nodes' names for a text. Empty if there is no node, or if too many of ComfyUI's nodes are possible."""
+    """Return the nodes' names for a text; empty if there is no node, or if too many of ComfyUI's nodes are possible."""
     if len(nodes) <= SHOWN:
         return " or ".join(map(str, nodes))
     return f"a node of {nodes[0].pack}" if nodes[0].pack else ""
 
 
 def _kinds() -> Iterator[tuple[str, type]]:
-    """(id, class) of all nodes but this pack's."""
+    """Yield (id, class) of all nodes except this pack's nodes."""
     kinds = COMFYUI.NODE_CLASS_MAPPINGS.items()
     return ((name, kind) for name, kind in kinds if isinstance(kind, type) and not kind.__module__.startswith(f"{OURS}."))
 
@@ -125,12 +127,12 @@ def _node(name: str, kind: type) -> OtherNode:
 
 
 def _pack(module: str) -> str:
-    """The first part of a module's name, which all modules of a pack share."""
+    """Return the first part of a module's name, which all modules of a pack share."""
     return module.partition(".")[0]
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
-    """The functions of a node's class and of its base classes in the same module."""
+    """Yield the functions of a node's class and of its base classes in the same module."""
     for base in kind.__mro__:
         if base.__module__ == kind.__module__:
             for value in vars(base).values():
@@ -140,7 +142,7 @@ def _functions(kind: type) -> Iterator[FunctionType]:
 
 
 def _uses(function: FunctionType, name: str, target: Any, seen: frozenset[FunctionType] = frozenset()) -> bool:
-    """Whether the function, or a function of its module that it calls, uses `target` by this name."""
+    """Return whether the function, or a function of its module that it calls, uses `target` by this name."""
     names = {each for code in _codes(function.__code__) for each in code.co_names}
     if name in names and function.__globals__.get(name, target) is target:
         return True
@@ -153,7 +155,7 @@ def _uses(function: FunctionType, name: str, target: Any, seen: frozenset[Functi
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function and of the functions inside it."""
+    """Yield the code of a function and of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

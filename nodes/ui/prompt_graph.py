@@ -1,4 +1,4 @@
-"""The prompt that ComfyUI is executing: its id and its graph."""
+"""Reads the prompt that ComfyUI is executing: its id and its graph."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,17 +8,17 @@ from comfy_execution.utils import get_executing_context
 from .other_nodes import COMFYUI
 
 Graph = Mapping[str, Mapping[str, Any]]
-"""A prompt in ComfyUI's API form: number of a node -> its class_type and inputs. A link is [number, output]."""
+"""A prompt in ComfyUI's API form: id of a node -> its class_type and inputs. A link is a list [id, output]."""
 
 
 def present_prompt() -> str | None:
-    """Id of the prompt. None if nodes are run without one, from Python."""
+    """Return the id of the prompt, or None if nodes are run from Python, without a prompt."""
     context = get_executing_context()
     return None if context is None else context.prompt_id
 
 
 def executing() -> tuple[Graph, str] | None:
-    """(graph of the prompt, id of the node that is being executed). None: nodes are run from Python."""
+    """Return the prompt's graph and the id of the node that is being executed, or None if nodes are run from Python."""
     context = get_executing_context()
     if context is None:
         return None
@@ -31,7 +31,8 @@ def executing() -> tuple[Graph, str] | None:
 
 
 def loader_inputs(graph: Graph, node: str) -> Mapping[str, Any] | None:
-    """Inputs of the node that loads the MODEL which `node` takes, perhaps over other nodes. None: unknown."""
+    """Return the inputs of the node that loads the MODEL of `node`, possibly through other nodes, or None if it is
+    unknown."""
     seen: set[str] = set()
     while node in graph and node not in seen:
         seen.add(node)
@@ -45,7 +46,7 @@ def loader_inputs(graph: Graph, node: str) -> Mapping[str, Any] | None:
 
 
 def _links(graph: Graph, node: str) -> list[tuple[str, Any]]:
-    """(node, output) of the outputs that the node takes."""
+    """Return (node, output) for each output that is linked to the node."""
     links = (value for value in graph[node]["inputs"].values() if isinstance(value, list) and len(value) == 2)
     return [(source, output) for source, output in links if isinstance(source, str) and source in graph]
 

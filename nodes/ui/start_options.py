@@ -18,17 +18,17 @@ UNET_DTYPES = {
     "fp8_e5m2_unet": "fp8_e5m2",
     "fp8_e8m0fnu_unet": "fp8_e8m0fnu",
 }
-"""Options by which ComfyUI chooses a model's dtype -> the dtype. On ranks the loader's weight_dtype chooses it."""
+"""Start option by which ComfyUI chooses a model's dtype -> the dtype. On ranks the loader's weight_dtype decides instead."""
 FP8_PRODUCTS, CUBLAS = "fp8_matrix_mult", "cublas_ops"
 
 
 def is_fast(feature: str) -> bool:
-    """Whether ComfyUI was started with `--fast`, for this feature or for all."""
+    """Return whether ComfyUI was started with `--fast`, for this feature or for all features."""
     return any(getattr(one, "value", one) == feature for one in args.fast or ())
 
 
 def wanted_halves(halves: tuple[str, ...], allowed: tuple[str, ...], weight_dtype: str) -> tuple[str, ...]:
-    """The dtypes among `halves` (which the GPUs support) that ranks may use for a model that computes in `allowed`.
+    """Return the dtypes among `halves` (which the GPUs support) that ranks may use for a model that computes in `allowed`.
 
     fp16 alone under `--fast fp16_accumulation`, as ComfyUI chooses it, unless weight_dtype says something.
     """
@@ -37,7 +37,7 @@ def wanted_halves(halves: tuple[str, ...], allowed: tuple[str, ...], weight_dtyp
 
 
 def options_line(dtype: str, kind: str) -> str:
-    """A line for the node about options that ranks do not follow. Empty: there are none.
+    """Return a line for the node about options that ranks do not follow. Empty: there are none.
 
     `dtype`: of the model on its ranks. `kind`: of their devices, cuda or cpu.
     """

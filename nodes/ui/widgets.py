@@ -1,4 +1,4 @@
-"""Widgets and types that several nodes share. Each function gives an input's entry in INPUT_TYPES: (type, options)."""
+"""Widgets and types that several nodes share. Each function returns an input's entry in INPUT_TYPES: (type, options)."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from parallel_backend.placement.residency import AUTO
 CATEGORY = "Parallel DiT"
 _OTHERS = "xdit", "xfuser", "usp", "raylight"
 SEVERAL_GPUS = "multi gpu", "multigpu", "multiple gpus", "second gpu", "parallel", "distributed", *_OTHERS
-"""Search words for a node that uses several GPUs (SEARCH_ALIASES)."""
+"""Search words for nodes that use several GPUs (SEARCH_ALIASES)."""
 MAX_DEGREE = 64
 
 Widget = tuple[Any, dict[str, Any]]
 
 
 def link(kind: str, tooltip: str) -> Widget:
-    """An input without a widget, for a link of this type."""
+    """Return an input without a widget, for a link of this type."""
     return (kind, {"tooltip": tooltip})
 
 
@@ -35,17 +35,17 @@ def whole_number(default: int, least: int, most: int, tooltip: str, **options: A
 
 
 def degree(tooltip: str) -> Widget:
-    """A degree of parallelism."""
+    """Return a widget for a degree of parallelism."""
     return whole_number(1, 1, MAX_DEGREE, tooltip)
 
 
 def share(default: float, tooltip: str) -> Widget:
-    """A number from 0 to 1."""
+    """Return a widget for a number from 0 to 1."""
     return ("FLOAT", {"default": default, "min": 0.0, "max": 1.0, "step": 0.01, "tooltip": tooltip})
 
 
 def offload() -> Widget:
-    """The text that residency.offload_of reads."""
+    """Return the widget for the text that residency.offload_of parses."""
     return text(
         AUTO,
         "auto: weights that do not fit on the GPUs stay in host memory. They are copied to a GPU when they are needed, "
@@ -55,17 +55,18 @@ def offload() -> Widget:
 
 
 def threshold(default: float, tooltip: str) -> Widget:
-    """CacheSettings.threshold."""
+    """Return the widget for CacheSettings.threshold."""
     return ("FLOAT", {"default": default, "min": 0.0, "max": 3.0, "step": 0.005, "round": 0.001, "tooltip": tooltip})
 
 
 def cfg_scale(tooltip: str) -> Widget:
-    """Classifier-free guidance as in KSampler, but with the default 1, which distilled models need."""
+    """Return the widget for classifier-free guidance, as in KSampler, but with the default 1, which distilled models
+    need."""
     return ("FLOAT", {"default": 1.0, "min": 0.0, "max": 100.0, "step": 0.1, "round": 0.01, "tooltip": tooltip})
 
 
 class AnyType(str):
-    """A type that every link fits: ComfyUI compares types by `!=` on their names."""
+    """A type that every link matches: ComfyUI compares types by `!=` on their names."""
 
     def __ne__(self, other: object) -> bool:
         return False

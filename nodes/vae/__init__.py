@@ -1,1 +1,1 @@
-"""ComfyUI's VAEs on the ranks: which of them can be cut, and the nodes that do."""
+"""Runs ComfyUI's VAEs on the ranks: decides which of them can be cut, and has the nodes for it."""

@@ -1,4 +1,4 @@
-"""ComfyUI's VAE.decode and VAE.encode with the decoder or encoder on the ranks."""
+"""ComfyUI's VAE.decode and VAE.encode, with the decoder or encoder computed on the ranks."""
 
 import hashlib
 import json
@@ -30,13 +30,13 @@ CALLS = {
     ("decoder", True): "_decode_pixels",
     ("encoder", True): "_encode_moments",
 }
-"""(part, in tiles) -> the function of ComfyUI's model that ranks call."""
+"""(part, whether in tiles) -> the function of ComfyUI's model that ranks call."""
 SAMPLED = 16
-"""Values of each tensor that the digest of a VAE's weights is made of."""
+"""The number of values of each tensor from which the digest of a VAE's weights is computed."""
 
 
 def too_small(cut: Cut, _vae: comfy.sd.VAE, latent: torch.Tensor, ranks: int) -> str | None:
-    """Reason, in words that follow 'since', why the latent cannot be cut: not every rank would get a band."""
+    """Return the reason, in words that follow 'since', why the latent cannot be cut: not every rank would get a band."""
     longest = max(latent.shape[-2:])
     if cut.known.tiles or longest >= ranks:
         return None
@@ -76,7 +76,7 @@ def decode_on_ranks(vae: comfy.sd.VAE, cut: Cut, latent: torch.Tensor, pool: Som
 
 
 def share(x: torch.Tensor, unit: int, pool: SomeRanks) -> float:
-    """The largest band's share of x."""
+    """Return the largest band's fraction of x."""
     return len(bands(x, unit, len(pool.devices))[0]) / (max(x.shape[-2:]) // unit)
 
 
@@ -107,7 +107,7 @@ def pixels_too_small(cut: Cut, vae: comfy.sd.VAE, pixels: torch.Tensor, ranks: i
 def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: SomeRanks) -> torch.Tensor:
     """IMAGE -> [B, C, (frames,) h, w] as vae.encode gives it, one batch entry after the other.
 
-    TooLittleMemory if a device has too little memory for a rank's band. NotExact: see RemoteVAE.run.
+    Raises TooLittleMemory if a device has too little memory for a rank's band. NotExact: see RemoteVAE.run.
     """
     model, tiles = vae.first_stage_model, cut.known.tiles
     remote, dtype = remote_vae(vae, cut, "encoder", pool)
@@ -137,11 +137,8 @@ def encode_on_ranks(vae: comfy.sd.VAE, cut: Cut, pixels: torch.Tensor, pool: Som
 
 
 def with_room(pool: SomeRanks, work: Callable[[], T]) -> T:
-    """The result of `work`. If memory is short, models on the pool's ranks move to host memory, and `work` is tried once
-    more.
-
-    TooLittleMemory if the models hold fewer bytes than are missing.
-    """
+    """Return the result of `work`. If memory is short, models on the pool's ranks move to host memory, and `work` is tried
+    once more."""
     try:
         return work()
     except TooLittleMemory as short:
@@ -153,7 +150,7 @@ def with_room(pool: SomeRanks, work: Callable[[], T]) -> T:
 
 
 def remote_vae(vae: comfy.sd.VAE, cut: Cut, part: Part, pool: SomeRanks) -> tuple[RemoteVAE, torch.dtype]:
-    """The part on the ranks of the pool, and the dtype that it computes in."""
+    """Return the part of the VAE on the ranks of the pool, and the dtype in which it computes."""
     on_gpus = all(device_kind(device) == "cuda" for device in pool.devices)
     dtype = vae.vae_dtype if on_gpus else torch.float32
     recipe = {
@@ -180,7 +177,7 @@ def _to_send(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _sample(tensors: Iterable[torch.Tensor]) -> str:
-    """A digest of about SAMPLED values of each tensor, evenly spread."""
+    """Return a digest of about SAMPLED values of each tensor, evenly spread."""
     digest = hashlib.sha256()
     for tensor in tensors:
         values = tensor.reshape(-1)[:: max(1, tensor.numel() // SAMPLED)]
@@ -189,7 +186,7 @@ def _sample(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def make_room(pool: SomeRanks, needed: int) -> None:
-    """Have ComfyUI free memory on the pool's devices. `needed`: bytes for one rank."""
+    """Make ComfyUI free memory on the pool's devices. `needed`: bytes for one rank."""
     for device in comfyui_gpus():
         if ranks := pool.devices.count(str(device)):
             comfy.model_management.free_memory(ranks * needed, device)

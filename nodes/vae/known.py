@@ -1,4 +1,4 @@
-"""How a VAE of ComfyUI's is cut for the ranks, or why it cannot be cut."""
+"""Decides how a VAE of ComfyUI is cut for the ranks, or why it cannot be cut."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Cut:
 
 
 def how_to_cut(vae: comfy.sd.VAE, part: Part, dims: int) -> Cut | str:
-    """How this VAE's part is cut, or the reason why not, in words that follow 'since'. `dims`: axes of the latent."""
+    """Return how this VAE's part is cut, or the reason why not, in words that follow 'since'. `dims`: axes of the latent."""
     vae.throw_exception_if_invalid()
     model = vae.first_stage_model
     known = KNOWN.get(type(getattr(model, part, None)).__module__)
@@ -42,8 +42,8 @@ def how_to_cut(vae: comfy.sd.VAE, part: Part, dims: int) -> Cut | str:
 
 
 def tensors_of(vae: comfy.sd.VAE) -> dict[str, torch.Tensor]:
-    """The VAE's tensors by their names in ComfyUI's class. A layer's quantised weight is one tensor, which can be expanded
-    (`QuantizedTensor.dequantize`); its scales and settings are left out."""
+    """Return the VAE's tensors by their names in ComfyUI's class. A layer's quantized weight is one tensor that can be
+    expanded (`QuantizedTensor.dequantize`); its scales and settings are left out."""
     model = vae.first_stage_model
     tensors = dict(model.named_buffers(remove_duplicate=False)) | vae.get_sd()
     for name, module in model.named_modules():
@@ -59,7 +59,7 @@ def tensors_of(vae: comfy.sd.VAE) -> dict[str, torch.Tensor]:
 
 
 def _patched(vae: comfy.sd.VAE) -> bool:
-    """Whether nodes have put patches on this VAE, or the model still has the patches of another VAE object."""
+    """Return whether nodes have put patches on this VAE, or the model still has the patches of another VAE object."""
     patcher = vae.patcher
     loaded = (each.model for each in comfy.model_management.current_loaded_models)
     if any(each is not None and each.model is patcher.model and each.object_patches_backup for each in loaded):
@@ -70,7 +70,7 @@ def _patched(vae: comfy.sd.VAE) -> bool:
 
 
 def _modules(model: torch.nn.Module, part: Part) -> list[torch.nn.Module]:
-    """The model's modules without those of its other part."""
+    """Return the model's modules without those of its other part."""
     return [module for name, module in model.named_modules() if name.partition(".")[0] != OTHER[part]]
 
 

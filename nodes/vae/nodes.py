@@ -1,4 +1,4 @@
-"""Parallel VAE Decode and Encode: ComfyUI's VAE, its decoder or encoder on the ranks in bands."""
+"""Parallel VAE Decode and Encode: run the decoder or encoder of ComfyUI's VAE on the ranks, in bands."""
 
 import logging
 from collections.abc import Callable
@@ -30,7 +30,7 @@ WAYS: dict[str, tuple[Callable[..., str | None], Callable[..., torch.Tensor], st
     "Decoded": (too_small, decode_on_ranks, "Decoded whole by ComfyUI, because %s."),
     "Encoded": (pixels_too_small, encode_on_ranks, "Encoded whole by ComfyUI, because %s."),
 }
-"""Participle -> (why ranks cannot do it, function with which they do, text if ComfyUI does)."""
+"""Participle -> (function that says why ranks cannot do it, function that does it on ranks, text if ComfyUI does it)."""
 
 
 @validate(early=check_devices)
@@ -97,8 +97,8 @@ class ParallelVAEEncode:
 
 
 def computed_on_ranks(did: str, vae: Any, cut: Cut | str, x: torch.Tensor, devices: str) -> torch.Tensor | None:
-    """x decoded or encoded (`did`) on the ranks of the widget `devices`. None: ComfyUI has to compute it whole. Tells the
-    user."""
+    """Return x decoded or encoded (`did`) on the ranks of the widget `devices`, or None if ComfyUI must compute it whole.
+    Shows the user which it is."""
     result, how = _computed(did, vae, cut, x, devices)
     text = f"{did} in {how}." if result is not None else WAYS[did][2] % how
     log.info("Parallel DiT: %s", text)
@@ -107,7 +107,7 @@ def computed_on_ranks(did: str, vae: Any, cut: Cut | str, x: torch.Tensor, devic
 
 
 def _computed(did: str, vae: Any, cut: Cut | str, x: torch.Tensor, devices: str) -> tuple[torch.Tensor | None, str]:
-    """(the result, how), or (None, reason why ComfyUI has to compute it whole)."""
+    """Return the result and how it was computed, or None and the reason why ComfyUI must compute it whole."""
     why_too_small, compute, _ = WAYS[did]
     if isinstance(cut, str):
         return None, cut
@@ -124,13 +124,13 @@ def _computed(did: str, vae: Any, cut: Cut | str, x: torch.Tensor, devices: str)
 
 
 def check_vae(vae) -> None:
-    """ValueError for an input that is no VAE of ComfyUI's."""
+    """Raise ValueError if an input is not a VAE of ComfyUI."""
     if not all(hasattr(vae, name) for name in ("decode", "encode", "latent_dim", "first_stage_model")):
         raise ValueError("vae: this is not a VAE. Connect Load VAE, or the VAE of a checkpoint loader.")
 
 
 def find_ranks(devices: str) -> SomeRanks | None:
-    """Ranks on the named devices, started if necessary. None: `auto`, and there is a single device."""
+    """Return ranks on the named devices, started if necessary. None: the text is `auto`, and there is only one device."""
     if not is_auto(devices):
         return registry().pool_for(named_devices(devices), check_cancelled)
     running, all_gpus = registry().pool_for(None, check_cancelled), gpus()

@@ -1,4 +1,4 @@
-"""ComfyUI's VAEs that ranks run, by the module that has the class of their decoder or encoder."""
+"""A table of ComfyUI's VAEs that ranks can run, by the module with the class of their decoder or encoder."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -13,35 +13,35 @@ if TYPE_CHECKING:
 
 
 def _upscaled_frames(vae: comfy.sd.VAE, frames: int) -> int:
-    """Frames of the video that `frames` latent frames decode to, by ComfyUI's rule for this VAE."""
+    """Return how many frames of video `frames` latent frames decode to, by ComfyUI's rule for this VAE."""
     return vae.upscale_ratio[0](frames)
 
 
 @dataclass(frozen=True)
 class Known:
-    """Facts that ComfyUI's objects do not have. Functions get the VAE, or its model (an object of one of ComfyUI's
-    classes)."""
+    """Facts about a VAE that ComfyUI's objects do not state. The functions take the VAE, or its model (an object of a
+    ComfyUI class)."""
 
     drawn: Callable[[Any, torch.Tensor], torch.Tensor] = lambda _model, latent: latent
-    """The latent with the random noise that `decode` adds first, drawn once for all ranks."""
+    """Return the latent plus the random noise that `decode` adds first. It is drawn once for all ranks."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Attributes that the model has otherwise on ranks, such as no noise."""
+    """Attributes of the model that have other values on ranks, for example to switch noise off."""
     decoded: Callable[[comfy.sd.VAE, int], int] = _upscaled_frames
-    """Frames of the latent -> frames of pixels."""
+    """Returns the number of pixel frames for a number of latent frames."""
     encodes: Callable[[Any, int], bool] = lambda _model, _frames: True
-    """Whether `encode` takes a video with this number of frames of pixels."""
+    """Returns whether `encode` accepts a video with this number of pixel frames."""
     why_not: Callable[[Any], str | None] = lambda _model: None
     """Reason why a model cannot be cut all the same, in words that follow 'since'."""
     tiles: bool = False
-    """Ranks run whole tiles, which do not depend on each other, and no bands (tiles.py)."""
+    """Whether ranks run complete tiles, which do not depend on each other, instead of bands (tiles.py)."""
     paddings: Collection[str] = ("zeros",)
-    """Padding modes that the model's convolutions may have."""
+    """Padding modes that are allowed in the model's convolutions."""
     constants: tuple[tuple[str, str, Any], ...] = ()
-    """(module, name, value) of constants that ranks have otherwise."""
+    """(module, name, value) of constants that have other values on ranks."""
 
 
 def _ltx_noise(model: "LTXVAE", latent: torch.Tensor) -> torch.Tensor:
-    """Drawn on the device on which ComfyUI draws it."""
+    """Return the latent plus noise. The noise is drawn on the device on which ComfyUI draws it."""
     if not model.timestep_conditioning:
         return latent
     scale = model.decode_noise_scale
@@ -50,7 +50,8 @@ def _ltx_noise(model: "LTXVAE", latent: torch.Tensor) -> torch.Tensor:
 
 
 def _refined(vae: comfy.sd.VAE, frames: int) -> int:
-    """The class is HunyuanVideo 1.5's too, which has `refiner_vae` set in spite of its name."""
+    """Return the number of decoded frames. HunyuanVideo 1.5 has the same class, with `refiner_vae` set in spite of its
+    name."""
     if vae.first_stage_model.decoder.refiner_vae:
         return _upscaled_frames(vae, frames)
     return 4 * frames if frames > 1 else 1

@@ -1,4 +1,4 @@
-"""VAEs that are made for tiles (MiniMax H3): ComfyUI's class cuts and blends the tiles, the ranks compute them."""
+"""Runs VAEs that are made for tiles (MiniMax H3): ComfyUI's class cuts and blends the tiles, the ranks compute them."""
 
 import contextlib
 import copy
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from comfy.ldm.minimax.vae import MiniMaxH3VideoVAE
 
 RunTiles = Callable[[Iterator[torch.Tensor]], Generator[torch.Tensor, None, None]]
-"""Tiles of each clip -> computed tiles of each clip: RemoteVAE.run_tiles."""
+"""Function from the tiles of each clip to the computed tiles of each clip: RemoteVAE.run_tiles."""
 
 
 def decode_in_tiles(
@@ -37,7 +37,7 @@ def encode_in_tiles(
 
 
 def latent_clips(model: "MiniMaxH3VideoVAE", latent: torch.Tensor) -> list[torch.Tensor]:
-    """The clips of frames that ComfyUI's decode_temporal decodes one after the other."""
+    """Return the clips of frames that ComfyUI's decode_temporal decodes one after the other."""
     if latent.shape[2] == 1:
         return [latent]
     padding, clips = model._decode_temporal_chunks(latent.shape[2])
@@ -47,7 +47,7 @@ def latent_clips(model: "MiniMaxH3VideoVAE", latent: torch.Tensor) -> list[torch
 
 
 def pixel_clips(model: "MiniMaxH3VideoVAE", pixels: torch.Tensor) -> list[torch.Tensor]:
-    """The clips of frames that ComfyUI's encode_temporal encodes one after the other."""
+    """Return the clips of frames that ComfyUI's encode_temporal encodes one after the other."""
     if pixels.shape[2] == 1:
         return [pixels]
     *clips, last = pixels.split(model.clip_length, dim=2)
@@ -56,7 +56,7 @@ def pixel_clips(model: "MiniMaxH3VideoVAE", pixels: torch.Tensor) -> list[torch.
 
 
 def tile_shape(model: "MiniMaxH3VideoVAE", shape: torch.Size) -> tuple[int, ...]:
-    """Shape of one tile of a latent of this shape."""
+    """Return the shape of one tile of a latent of this shape."""
     frames = min(shape[2], model.tokens_chunk_size + model.token_overlap)
     return (1, shape[1], frames, *(min(size, model.tile_size // model.vae_ratio) for size in shape[3:]))
 

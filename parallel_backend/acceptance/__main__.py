@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
-    """The options, with `settings` of the self-test. Help is printed without torch."""
+    """Parse the options, with the self-test's `settings` among them. Help is printed without importing torch."""
     parser = argparse.ArgumentParser(
         prog="python -m parallel_backend.acceptance",
         description=__doc__,
@@ -57,7 +57,7 @@ def main(command_line: list[str] | None = None) -> int:
             sys.stderr.write(f"{time.perf_counter() - started:6.0f} s  {done + 1} of {total}: {name}\n")
 
     def keep(results: Sequence[Result]) -> None:
-        """A machine that hangs in a check, or is cut off, leaves what the others have found."""
+        """Write the results so far, so that they are not lost if the machine hangs in a later check or is cut off."""
         if options.out is not None:
             document = document_of(options.settings, results, time.perf_counter() - started)
             options.out.write_text(dumps(document), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The table of the self-test's checks. Runs them in its order and collects their results."""
+"""The table of the self-test's checks. Runs them in the table's order and collects their results."""
 
 import time
 import traceback
@@ -23,15 +23,15 @@ CHECKS: dict[str, tuple[str, Callable[[SelfTestSession, Findings], None]]] = {
     "modes": ("one rank against a CPU, and every mode against one rank", look_at_modes),
     "model file": ("your model on one rank and on all", look_at_model),
 }
-"""Name -> description and check."""
+"""Name of a check -> its description and its function."""
 
 Progress = Callable[[int, int, str], None]
-"""(checks done, of how many, the next one)."""
+"""Called with the number of checks done, the number of all checks, and the name of the next one."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one check. `why`: its failures, or why it was not made. `left_out`: parts that were not checked."""
+    """Result of one check. `why`: its failures, or why it was not run. `left_out`: parts that were not checked."""
 
     name: str
     about: str
@@ -50,10 +50,10 @@ def run(
     only: Collection[str] | None = None,
     found: Callable[[Sequence[Result]], None] = lambda results: None,
 ) -> list[Result]:
-    """Make the checks named in `only` (None: all). The self-test starts the ranks, and has ended them when this returns.
-    `found` is called with all results so far behind each check.
+    """Run the checks named in `only` (None: all). Ranks are started for them, and have ended when this returns.
 
-    Checks go on after a failed one. An exception of `poll` ends them and is raised.
+    After each check `found` is called with all results so far. Checks continue after a failed one. An exception raised by
+    `poll` ends them and is passed on.
     """
     session = SelfTestSession(settings, host or Host(), poll)
     names = [name for name in CHECKS if only is None or name in only]
@@ -70,7 +70,7 @@ def run(
 
 
 def look(name: str, session: SelfTestSession) -> Result:
-    """Make one check."""
+    """Run one check and return its result."""
     about, check = CHECKS[name]
     findings = Findings()
     started = time.perf_counter()

@@ -1,4 +1,5 @@
-"""Checks a device's attention kernels, by the trials after which a rank uses them (rank/attention/kernel_choice.py)."""
+"""Checks a device's attention kernels, by the same trials as a rank does before it uses them
+(rank/attention/kernel_choice.py)."""
 
 import torch
 
@@ -13,7 +14,7 @@ HEAD_SIZES = (16, 64, 128)
 
 
 def look_at_attention(session: SelfTestSession, findings: Findings) -> None:
-    """On each different device, in this process. SDPA has to work, and a rank takes it in place of a kernel that fails."""
+    """Check the kernels on each different device, in this process. SDPA must work, because it replaces kernels that fail."""
     absent = dict.fromkeys(KERNELS, "not installed, or it cannot serve these devices")
     for device in dict.fromkeys(session.settings.devices):
         for dtype in DTYPES:
@@ -31,7 +32,7 @@ def look_at_attention(session: SelfTestSession, findings: Findings) -> None:
 
 
 def _failures(kernel: AttentionKernel, device: str, dtype: str) -> list[str]:
-    """The trials that failed, with their reasons. A trial is with and without masks if the kernel takes masks."""
+    """Return the trials that failed, with the reasons. A trial runs with and without masks if the kernel supports masks."""
     taken, failed = RankKernel(kernel, torch.device(device)), []
     for size in HEAD_SIZES:
         for lse in (False, True) if kernel.lse else (False,):

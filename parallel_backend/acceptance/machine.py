@@ -36,9 +36,9 @@ SETTINGS = re.compile(
     r"NCCL_|GLOO_|CUDA_VISIBLE_DEVICES$|CUDA_DEVICE_ORDER$|CUDA_MODULE_LOADING$|PYTORCH_(CUDA_|HIP_)?ALLOC_CONF$|"
     r"NVIDIA_TF32_OVERRIDE$|TORCH_ALLOW_TF32|OMP_NUM_THREADS$|TORCH_(NCCL|DISTRIBUTED|DIST|FR)_|HSA_|HIP_VISIBLE_DEVICES$"
 )
-"""Environment variables that change what ranks do."""
+"""Matches environment variables that change how ranks run."""
 SMALL_SHM = 64 << 20
-"""A container's default bytes of /dev/shm, through which NCCL sends without P2P."""
+"""Default size in bytes of /dev/shm in a container. NCCL sends through it if there is no P2P."""
 NVIDIA_VERSION = Path("/proc/driver/nvidia/version")
 IOMMU = Path("/sys/class/iommu")
 COMMAND_LINE = Path("/proc/cmdline")
@@ -46,7 +46,7 @@ SHM = Path("/dev/shm")
 
 
 def look_at_system(session: SelfTestSession, findings: Findings) -> None:
-    """Notes only; the figure `hints` names likely obstacles."""
+    """Record facts about the machine. This check cannot fail; the figure `hints` names likely obstacles."""
     count = torch.cuda.device_count()
     facts: dict[str, Any] = {
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -77,7 +77,7 @@ def look_at_system(session: SelfTestSession, findings: Findings) -> None:
 
 
 def hints(facts: dict[str, Any], devices: int) -> list[str]:
-    """Known obstacles for this number of devices, from the facts that look_at_system notes."""
+    """Return known obstacles for this number of devices, from the facts that look_at_system records."""
     texts = []
     blocked = [pair for pair, reached in facts["peers"].items() if not reached]
     if facts["transport"] == "nccl" and blocked and (facts["shm_bytes"] or SMALL_SHM + 1) <= SMALL_SHM:
@@ -96,7 +96,7 @@ def hints(facts: dict[str, Any], devices: int) -> list[str]:
 
 
 def iommu() -> dict[str, Any]:
-    """Number of the system's IOMMU units, the kernel's options for them, and whether they translate devices' addresses."""
+    """Return the number of IOMMU units, the kernel's options for them, and whether they translate devices' addresses."""
     units = len(list(IOMMU.iterdir())) if IOMMU.is_dir() else 0
     kernel_options = COMMAND_LINE.read_text().split() if COMMAND_LINE.is_file() else []
     options = [option for option in kernel_options if "iommu" in option]
@@ -105,7 +105,7 @@ def iommu() -> dict[str, Any]:
 
 
 def peers(count: int) -> dict[str, bool]:
-    """'0-1': device 0 can reach device 1's memory directly (P2P)."""
+    """Return '0-1' -> whether device 0 can access device 1's memory directly (P2P), for all pairs of devices."""
     pairs = ((one, two) for one in range(count) for two in range(count) if one != two)
     return {f"{one}-{two}": torch.cuda.can_device_access_peer(one, two) for one, two in pairs}
 
@@ -130,7 +130,8 @@ def _version(name: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """The NVIDIA driver's version and kind, without the rest of that line, which names who built it."""
+    """Return the NVIDIA driver's version and kind, without the rest of that line, which says who built it; None if
+    unknown."""
     if sys.platform != "linux" or not NVIDIA_VERSION.is_file():
         return None
     line = NVIDIA_VERSION.read_text().partition("\n")[0]
@@ -139,7 +140,7 @@ def _driver() -> str | None:
 
 
 def look_at_links(session: SelfTestSession, findings: Findings) -> None:
-    """Every two ranks send messages back and forth, then all at once: the transfers that planning times."""
+    """Time messages between every two ranks, then between all at once. Planning uses the same measurements."""
     if session.world == 1:
         raise NotLookedAt("there is one rank; name more devices, or one device several times")
     pool = session.ranks()
@@ -151,7 +152,7 @@ def look_at_links(session: SelfTestSession, findings: Findings) -> None:
 
 
 def links(pool: Pool, session: SelfTestSession) -> dict[str, Any]:
-    """'0-1' -> GB/s and microseconds one way, and how many times slower links are while all send."""
+    """Return '0-1' -> GB/s and microseconds in one direction, and the factor by which links are slower if all ranks send."""
     measured = links_of(measured_links(pool, SIZES, session.poll))
     between = {
         f"{one}-{two}": {"GB_per_s": round(link.bandwidth / 1e9, 3), "us": round(link.latency * 1e6, 1)}

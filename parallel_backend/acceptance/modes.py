@@ -19,13 +19,13 @@ SAME_KERNELS, OTHER_KERNELS = 1e-5, 1e-3
 CPU's. The smallest change of an input moves the tiny model by more than the latter. Its fp32 output differs from fp64 by
 3e-7."""
 HALF = {"bf16": 5e-2, "fp16": 1e-2}
-"""Largest allowed relative difference of a half precision from fp32."""
+"""Maximum relative difference of a half precision from fp32."""
 FP8 = 0.2
-"""Largest allowed relative difference of weights in fp8 from weights in fp32."""
+"""Maximum relative difference of weights in fp8 from weights in fp32."""
 TIMES_ROUNDING = 2.0
 """A mode in half precision may be this many times as far from one rank as that one is from fp32: sums in another order."""
 STALE = 0.1
-"""Largest allowed relative difference of the tiny model's displaced run from the exact one."""
+"""Maximum relative difference of the tiny model's displaced run from the exact run."""
 STEPS, BANDS = 3, 3
 
 
@@ -57,15 +57,16 @@ def look_at_modes(session: SelfTestSession, findings: Findings) -> None:
 
 
 def modes_of(world: int) -> list[Degrees]:
-    """The modes of `world` ranks, and one product of two: a pipeline whose stages exchange heads, so that transfers of
-    several communicators are in progress at once. Other products make no other transfers."""
+    """Return the modes of `world` ranks, and one product of two: a pipeline whose stages exchange heads, so that transfers
+    of several communicators are in progress at once. Other products make no other transfers."""
     modes = [degrees for degrees in all_degrees(world) if max(degrees.sizes) == world]
     stages = next((stages for stages in range(2, world) if world % stages == 0), None)
     return modes if stages is None else [*modes, Degrees(pipe=stages, ulysses=world // stages)]
 
 
 def _one_rank(session: SelfTestSession, findings: Findings) -> dict[str, torch.Tensor]:
-    """One rank's output of the call, by dtype: fp32 against the class on the CPU, the halves and fp8 against fp32."""
+    """Run the call on one rank. Returns its output by dtype. Compares fp32 to the class on the CPU, halves and fp8 to
+    fp32."""
     on_gpus = session.settings.on_gpus
 
     def output_in(dtype: str) -> torch.Tensor:
@@ -98,7 +99,7 @@ def _look_at_run(
     expected: torch.Tensor | Latents,
     limit: float,
 ) -> None:
-    """Transfers during computation give the same bits as transfers that are waited for."""
+    """Check that transfers during computation give the same bits as transfers that are waited for at once."""
     run = model, *_run_arguments(), bands, 1, session.poll
     beside, apart = (tiny_model.as_one(sample_in_bands(*run, overlap=overlap)[0]) for overlap in (True, False))
     findings.expect(torch.equal(beside, apart), f"{degrees}: transfers that overlap with computation change the result")
@@ -111,6 +112,6 @@ def _output(session: SelfTestSession, model: RemoteTransformer) -> torch.Tensor:
 
 
 def _run_arguments() -> tuple[torch.Tensor, torch.Tensor, Prompt]:
-    """Noise, sigmas and prompt of the tiny model's runs."""
+    """Return noise, sigmas and prompt for the tiny model's runs."""
     x, _, tensors = tiny_model.call()
     return x, linear_sigmas(STEPS), prompt_for_class(Prompt(tensors, tensors, 1.0))

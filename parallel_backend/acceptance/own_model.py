@@ -24,7 +24,7 @@ from . import tiny_model
 from .session import Findings, NotLookedAt, OwnModel, SelfTestSession
 
 REHEARSAL = 2
-"""Steps before the timed ones: a whole call and one in bands."""
+"""The number of steps before the timed ones: one whole call, and one in bands."""
 CLOSE = {True: 35.0, False: 20.0}
 """The least decibels from the first run, for exact modes (True) and for bands: relative differences of about 0.15 and 0.8.
 bf16 rounds, and with random noise bands differ more than with an image's."""
@@ -35,7 +35,7 @@ Run = tuple[torch.Tensor, bool, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Problem:
-    """The inputs of all runs: the call that the class was tried for, of its own size, with other noise."""
+    """The inputs of all runs: the call for which the class was tried, in its own size, with other noise."""
 
     checkpoint: Checkpoint
     own: OwnClass
@@ -47,7 +47,7 @@ class Problem:
 
 
 def problem_of(session: SelfTestSession, model: OwnModel) -> Problem:
-    """With what a trial of the call shows for all of the devices."""
+    """Return the problem, with the results of a trial of the call for all of the devices."""
     call, world = one_entry(model.call), session.world
     proof = trial(model.own, call, model.times, lambda _share: session.poll(), world > 1, world > 1, world)
     own = replace(model.own, blocks=proof.blocks, latent=proof.latent)
@@ -64,7 +64,7 @@ def problem_of(session: SelfTestSession, model: OwnModel) -> Problem:
 
 
 def modes_of(world: int) -> list[Degrees]:
-    """One rank, then the modes of all ranks for one image: exact modes first."""
+    """Return one rank, then the modes of all ranks for one image; exact modes come first."""
     several = [Degrees(ulysses=world), Degrees(ring=world), Degrees(tensor=world), Degrees(pipe=world)]
     return [Degrees(), *(several if world > 1 else [])]
 
@@ -146,7 +146,7 @@ def _on_ranks(session: SelfTestSession, problem: Problem, degrees: Degrees) -> R
 
 
 def _timed(sample: Callable[[int], torch.Tensor], steps: int) -> tuple[torch.Tensor, float]:
-    """The sample of `steps` steps, and its seconds for a step."""
+    """Return the sample after `steps` steps, and its seconds per step."""
     sample(REHEARSAL)
     started = time.perf_counter()
     latent = sample(steps).cpu()  # waits for a GPU that still computes
@@ -154,7 +154,8 @@ def _timed(sample: Callable[[int], torch.Tensor], steps: int) -> tuple[torch.Ten
 
 
 def decibels(sample: torch.Tensor, exact: torch.Tensor) -> float:
-    """Peak signal-to-noise ratio of latents; the peak is the span of `exact`. 200 if they are equal, NaN if one has NaN."""
+    """Return the peak signal-to-noise ratio of latents, with the range of `exact` as peak: 200 if they are equal, NaN if one
+    has NaN."""
     sample, exact = sample.double().cpu(), exact.double().cpu()
     error = (sample - exact).square().mean().item()
     if error == 0:

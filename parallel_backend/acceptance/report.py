@@ -1,7 +1,4 @@
-"""A self-test's results as one JSON, without names of machine and user, and as one page of text.
-
-The JSON's form: acceptance.schema.json.
-"""
+"""Writes a self-test's results as one JSON, without names of machine and user, and as one page of text."""
 
 import contextlib
 import getpass
@@ -22,28 +19,29 @@ from .checks import FAILED, NOT_LOOKED_AT, PASSED, STATUSES, Result
 from .session import Settings
 
 FORMAT, VERSION = "parallel-dit acceptance", 1
-"""The version of the document's form."""
+"""The version of the JSON document's schema."""
 SCHEMA = Path(__file__).with_name("acceptance.schema.json")
 HOMES = re.compile(r"([\\/](?:home|Users)[\\/])[^\\/:;,'\"<>|()\n]+")
-"""The home folder of any user, with the user's name."""
+"""Matches the home folder of any user, with the user's name."""
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_WHY = 4000
-"""Characters; a longer text loses its middle."""
+"""Maximum number of characters of a text in the JSON. A longer text loses its middle."""
 DIGITS = 5
-"""Significant digits of a figure."""
+"""The number of significant digits of a figure."""
 KEPT_PARTS = 2
-"""Folders and files at a path's end that are kept."""
+"""The number of folders and files that are kept at the end of a path."""
 PATH = re.compile(r"(?<![\w.~/:])(?:[A-Za-z]:)?(?:[\\/][^\\/:;,'\"<>|()\n]+){2,}[\\/][\w.+@~-]+")
-"""An absolute path of more than KEPT_PARTS parts. As folders may have spaces, text between two paths may match too."""
+"""Matches an absolute path of more than KEPT_PARTS parts. Because folders may have spaces, text between two paths can match
+too."""
 SHOWN_WHY = 700
-"""Characters of a check's failures on the page; the JSON has more."""
+"""Maximum number of characters of a check's failures on the page. The JSON has more."""
 SHOWN_TEXT = 120
-"""Characters of a figure that is text, such as a rank's error."""
+"""Maximum number of characters of a figure that is text, such as a rank's error."""
 MARKS = {PASSED: "ok     ", FAILED: "FAILED ", NOT_LOOKED_AT: "-      "}
 
 
 def document_of(settings: Settings, results: Sequence[Result], seconds: float) -> dict[str, Any]:
-    """The document of the schema, as json.dumps takes it."""
+    """Return the document as a dict that json.dumps accepts."""
     checks = [asdict(result) | {"left_out": list(result.left_out)} for result in results]
     for check in checks:
         check["why"] = _cut(check["why"])
@@ -61,7 +59,7 @@ def document_of(settings: Settings, results: Sequence[Result], seconds: float) -
 
 
 def impersonal(text: str) -> str:
-    """The text without the names of machine and user, and with paths cut down to their last parts."""
+    """Return the text without the names of machine and user, and with paths shortened to their last parts."""
     known = {str(Path.home()): "~", tempfile.gettempdir(): "TMP", str(ROOT): "PACK", os.getcwd(): "."}
     for folder in sorted(known, key=len, reverse=True):
         if len(folder) > 1:  # not the root
@@ -75,7 +73,7 @@ def impersonal(text: str) -> str:
 
 
 def pack_version() -> str:
-    """From pyproject.toml; from pip's metadata where pip has installed the backend without it."""
+    """Return the pack's version from pyproject.toml, or from pip's metadata if pip has installed only the backend."""
     project = ROOT / "pyproject.toml"
     if not project.exists():
         return importlib.metadata.version("parallel-dit")
@@ -84,13 +82,14 @@ def pack_version() -> str:
 
 
 def dumps(document: dict[str, Any]) -> str:
-    """JSON with lists of numbers on one line."""
+    """Return JSON with each list of numbers on one line."""
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
     return re.sub(r"\[([^\[\]{}\"]*)\]", lambda items: "[" + re.sub(r"\s+", " ", items[1].strip()) + "]", text) + "\n"
 
 
 def _cleaned(value: Any) -> Any:
-    """The value with all texts impersonal and floats rounded; infinities and NaN, which JSON lacks, become text."""
+    """Return the value with impersonal texts and rounded floats. Infinities and NaN, which JSON cannot express, become
+    text."""
     if isinstance(value, dict):
         return {impersonal(key): _cleaned(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -106,7 +105,7 @@ def _cut(text: str) -> str:
 
 
 def _users() -> set[str]:
-    """Names of the user that ComfyUI runs as, and of the owners of this pack and its folder, who often differ."""
+    """Return the names of the user that runs ComfyUI, and of the owners of this pack and its folder, who often differ."""
     names = {os.environ.get(variable, "") for variable in ("SUDO_USER", "LOGNAME", "USER", "USERNAME")}
     with contextlib.suppress(OSError, KeyError, ImportError):  # a user without a name, or Windows without the variable
         names.add(getpass.getuser())
@@ -117,7 +116,7 @@ def _users() -> set[str]:
 
 
 def describe(document: dict[str, Any]) -> str:
-    """The page of text. `document`: as `document_of` makes it."""
+    """Return the page of text. `document`: a document from `document_of`."""
     summary = document["summary"]
     counts = ", ".join(f"{count} {status}" for status, count in summary.items())
     head = f"Parallel DiT {document['pack']} self-test, {document['date']}: {counts}; {document['seconds']:.0f} s"
@@ -132,7 +131,7 @@ def describe(document: dict[str, Any]) -> str:
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """Whether the self-test passed, in a line: "passed, 7 of 8 checks, 1 not looked at"."""
+    """Return one line that says whether the self-test passed, such as "passed, 7 of 8 checks, 1 not looked at"."""
     summary, checks = document["summary"], document["checks"]
     count = f"{summary[PASSED]} of {len(checks)} checks"
     if summary[FAILED]:
@@ -153,7 +152,7 @@ def _check(check: dict[str, Any]) -> list[str]:
 
 
 def _figures(figures: dict[str, Any]) -> list[str]:
-    """A line for each figure that has a value, and for each of several, such as GPUs and runs."""
+    """Return a line for each figure that has a value, and one for each element of lists such as GPUs and runs."""
     lines = []
     for name, value in figures.items():
         several = value if isinstance(value, list) and value and isinstance(value[0], (dict, str)) else [value]

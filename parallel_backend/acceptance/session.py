@@ -28,11 +28,12 @@ from parallel_backend.processes.pool import Poll, Pool, RankError
 from . import tiny_model
 
 Native = Callable[[Checkpoint], AbstractContextManager[Predict]]
-"""checkpoint -> context with the same model in the host itself. NotLookedAt if the host cannot load or call it."""
+"""Function from a checkpoint to a context with the same model in the host itself. Raises NotLookedAt if the host cannot load
+or call it."""
 
 
 class NotLookedAt(Exception):
-    """A check cannot be made here. The text says why, as the end of a sentence."""
+    """A check cannot be run here. The text says why, as the end of a sentence."""
 
 
 class Findings:
@@ -47,7 +48,7 @@ class Findings:
         self.figures[name] = value
 
     def at_most(self, name: str, value: float, limit: float) -> None:
-        """Note a figure, which is wrong above the limit, or if it is NaN."""
+        """Record a figure. It is a failure if it is above the limit or NaN."""
         self.note(name, value)
         self.expect(value <= limit, f"{name} is {value:.3g}, above its limit of {limit:.3g}")
 
@@ -73,7 +74,7 @@ class Findings:
 
 
 def at_least_two(devices: tuple[str, ...]) -> tuple[str, ...]:
-    """The devices, or the only device twice: checks of modes need two ranks."""
+    """Return the devices, or a single device twice, because checks of modes need two ranks."""
     return devices if len(devices) > 1 else 2 * devices
 
 
@@ -94,17 +95,17 @@ class Settings:
 
     devices: tuple[str, ...]
     model: OwnModel | None = None
-    """Which the host, one rank and all ranks sample with. None: no such check."""
+    """The model with which the host, one rank and all ranks sample. None: this check is skipped."""
     steps: int = 8
-    """Sampling steps of that model."""
+    """The number of sampling steps with that model."""
 
     def __post_init__(self):
         if not self.devices or any(map(on_ray, self.devices)):
-            raise ValueError("devices: the self-test looks at this machine alone. Name its own, such as cuda:0,cuda:1.")
+            raise ValueError("devices: the self-test tests only this machine. Name its devices, such as cuda:0,cuda:1.")
 
     @property
     def half(self) -> str | None:
-        """The half precision in which all devices compute. None: old GPUs compute in none."""
+        """The half precision in which all devices compute. None: there is none, as on old GPUs."""
         if not self.on_gpus:
             return "bf16"
         return next((half for half in HALVES if all(half in native_halves(device) for device in self.devices)), None)
@@ -120,9 +121,9 @@ class Host:
 
     name: str = "command line"
     options: tuple[str, ...] = ()
-    """Options of its command line."""
+    """The options on its command line."""
     native: Native | None = None
-    """None: the host cannot run models itself."""
+    """The host's own way to run a model, to compare with. None: the host cannot run models itself."""
 
 
 @dataclass
@@ -157,16 +158,16 @@ class SelfTestSession:
             raise
 
     def ranks(self) -> Pool:
-        """A pool on the devices, started now unless it runs."""
+        """Return a pool on the devices. It is started now if it does not run yet."""
         pool = self._registry.pool_for(self.settings.devices, self.poll, alone=True)
         assert pool is not None  # as devices are named
         return pool.whole
 
     def load(self, degrees: Degrees, dtype: str, path: Path | None = None, own: OwnClass | None = None) -> RemoteTransformer:
-        """A model on the first ranks, cut evenly, which replaces their present one: the file `path` by its class `own`, or
-        the tiny model.
+        """Return a model on the first ranks, cut evenly, which replaces their present one: the file `path` by its class
+        `own`, or the tiny model.
 
-        ValueError if the model does not allow the degrees, or does not fit.
+        Raises ValueError if the model does not allow the degrees, or does not fit.
         """
         devices, own = self.settings.devices[: degrees.world], own or tiny_model.tried(degrees.tensor)
         setup = Setup(path or self.tiny_file, dtype, devices, degrees, "auto", "even", own_class=own)
@@ -181,12 +182,12 @@ class SelfTestSession:
 
     @cached_property
     def folder(self) -> Path:
-        """For the self-test's files."""
+        """Folder for the self-test's temporary files."""
         return Path(tempfile.mkdtemp(prefix="parallel-dit-self-test-"))
 
     @cached_property
     def tiny_model(self) -> torch.nn.Module:
-        """The model of `tiny_file`, on the CPU in fp32."""
+        """The model that is stored in `tiny_file`, on the CPU in fp32."""
         return tiny_model.tiny_model()
 
     @cached_property

@@ -20,7 +20,7 @@ from parallel_backend.own_class.calls.tried_calls import draw_weights
 from parallel_backend.quickstart.model import mini_flux
 
 Call = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
-"""Latent [B, C, H, W], timesteps [B] and conditioning: the arguments of a model call."""
+"""The arguments of a model call: latent [B, C, H, W], timesteps [B] and conditioning."""
 
 TINY = mini_flux(
     context_width=24, pooled_width=12, width=128, axes=(4, 6, 6), double_blocks=3, single_blocks=5, guidance=True
@@ -28,7 +28,7 @@ TINY = mini_flux(
 
 
 def tiny_model() -> torch.nn.Module:
-    """The model on the CPU, with random weights."""
+    """Return the model on the CPU, with random weights."""
     model = build(TINY)
     draw_weights(model, 0)
     return model
@@ -42,13 +42,14 @@ def save(model: torch.nn.Module, path: Path) -> Path:
 
 @functools.cache
 def tried(tensor: int) -> OwnClass:
-    """The class with the proofs of a trial for this number of tensor ranks. ValueError if they cannot share its layers."""
+    """Return the class with the results of a trial for `tensor` tensor-parallel ranks. Raises ValueError if they cannot
+    share layers."""
     x, _, tensors = call()
     return proven(TINY, call_of(x, tensors), Degrees(pipe=2, ulysses=2, tensor=tensor), "the tiny model")
 
 
 def call(batch: int = 2, rows: int = 15, columns: int = 11) -> Call:
-    """A call as the model's forward takes it, of odd sizes."""
+    """Return a call in the form that the model's forward takes, with odd sizes."""
     g = torch.Generator().manual_seed(1)
     tensors = {
         "context": torch.randn(batch, 7, 24, generator=g),
@@ -59,11 +60,11 @@ def call(batch: int = 2, rows: int = 15, columns: int = 11) -> Call:
 
 
 def relative(a: torch.Tensor | Latents, b: torch.Tensor | Latents) -> float:
-    """Relative L2 difference of `a` from `b`."""
+    """Return the relative L2 difference of `a` from `b`."""
     a, b = as_one(a), as_one(b)
     return ((a - b).norm() / b.norm()).item()
 
 
 def as_one(x: torch.Tensor | Latents) -> torch.Tensor:
-    """A model's only latent, or all of them as the one tensor that a sampler has."""
+    """Return a model's only latent, or all its latents as the single tensor that a sampler has."""
     return packed(latents_of(x))

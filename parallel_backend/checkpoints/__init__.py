@@ -1,1 +1,1 @@
-"""Model files: what is in them, in which format, which bounds they must keep, and slices of their tensors."""
+"""Reads model files: their headers, tensor formats and slices of their tensors. Checks files that may be damaged."""

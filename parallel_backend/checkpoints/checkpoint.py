@@ -1,7 +1,7 @@
-"""Checkpoints on disk: where each parameter's values are, and how they are stored.
+"""Checkpoints on disk: where each parameter's values are in the file, and how they are stored.
 
-Supported: single files in ComfyUI's layout, safetensors or GGUF, with or without the `model.diffusion_model.` prefix.
-Opening reads headers only. READABLE lists the storage formats.
+Supported are single files in ComfyUI's layout, safetensors or GGUF, with or without the `model.diffusion_model.` prefix.
+Opening a file reads its header only. READABLE lists the storage formats.
 """
 
 import hashlib
@@ -30,32 +30,32 @@ from .single_file import Contents, contents_of, file_state, refusals
 from .tensor_files import GGUF, Entry
 
 READABLE = {"fp32", "bf16", "fp16", "F64", *FP8_KINDS, *GGUF_BLOCKS, *KEPT}
-"""Storage formats that can be read."""
+"""The storage formats that this version can read."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Samples of a file for its fingerprint, and the bytes of each. Fine-tuned models differ nearly everywhere."""
+"""Number of samples of a file for its fingerprint, and bytes of each. Fine-tuned models differ nearly everywhere."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened file."""
+    """A model file whose header has been read, matched to the parameters of its model class."""
 
     path: Path
     built: BuiltClass
     key_map: dict[str, str]
-    """Parameter of the model -> key in the file, without prefix."""
+    """Parameter of the model -> its key in the file, without prefix."""
     entries: dict[str, Entry] = field(repr=False)
-    """Key in the file, without prefix -> tensor."""
+    """Key in the file, without prefix -> its tensor's description."""
     file_state: str = ""
-    """State of the file when it was opened, see file_state."""
+    """The state of the file when it was opened, see file_state()."""
     unused: Mapping[str, Entry] = field(default_factory=dict, repr=False)
-    """Key -> tensor of the file that no parameter has the values of."""
+    """Key -> tensor of the file that no parameter of the model uses."""
     attention: Mapping[str, str] = field(default_factory=dict)
-    """Attention layer, by its name in the file -> the kernel that the file asks for, see single_file.py."""
+    """Attention layer, by its name in the file -> the attention kernel that the file asks for, see single_file.py."""
     smaller: "Checkpoint | None" = field(default=None, repr=False)
-    """The checkpoint as it is in the file, if a LoRA enlarges tensors."""
+    """If a LoRA enlarges tensors: the checkpoint with the sizes of the file. None: no tensor is enlarged."""
 
     def check_unchanged(self, expected: str = "") -> None:
-        """ValueError if the file is no longer as it was when it was opened, or as `expected`."""
+        """Raise ValueError if the file's state is no longer `expected`; empty: the state when it was opened."""
         if file_state(self.path) == (expected or self.file_state):
             return
         if not self.path.is_file():
@@ -70,13 +70,14 @@ class Checkpoint:
 
     @property
     def has_changed(self) -> bool:
-        """The file is there, and not as it was when it was opened. A file that is away for a moment, as on a network drive,
-        has not changed."""
+        """Whether the file exists and has changed since it was opened. A file that is missing for a moment, for example on a
+        network drive, has not changed."""
         return self.path.is_file() and file_state(self.path) != self.file_state
 
     def fingerprint(self) -> str:
-        """Digest of the file's size and samples, not of its name: whether two machines have the same file, without reading
-        all of it. Models of one kind have equal headers and sizes. ValueError if the file cannot be read."""
+        """Return a digest of the file's size and samples, but not of its name. It shows whether two machines have the same
+        file, without reading all of it; models of one kind have equal headers and sizes. Raises ValueError if it cannot be
+        read."""
         digest = hashlib.blake2b(digest_size=16)
         try:
             size = self.path.stat().st_size
@@ -90,7 +91,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def check_fingerprint(self, expected: str) -> None:
-        """ValueError if the fingerprint of this machine's file is not `expected`."""
+        """Raise ValueError if this machine's file does not have the fingerprint `expected`."""
         if self.fingerprint() != expected:
             raise ValueError(
                 f"model_name: {short(self.path, 300)} differs between this machine and ComfyUI's machine. Copy the file, or "
@@ -99,10 +100,10 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The weight_dtype that keeps most values as they are stored, on CUDA ranks.
+        """The weight_dtype that leaves most values as they are stored, on CUDA ranks.
 
-        Plain fp8 of either kind is fp8_e4m3fn. Quantised files and GGUF are bf16, their compute dtype: they stay packed
-        under every weight_dtype. CPU ranks compute them in fp32, and turn plain fp8 into fp32.
+        It is fp8_e4m3fn for plain fp8 of either kind. It is bf16, the compute dtype, for quantized files and GGUF, which
+        stay packed under every weight_dtype. CPU ranks compute them in fp32, and convert plain fp8 to fp32.
         """
         if (most := self._most).scale is not None or most.dtype in GGUF_BLOCKS or most.dtype in KEPT:
             return "bf16"
@@ -110,7 +111,7 @@ class Checkpoint:
 
     @cached_property
     def _most(self) -> Entry:
-        """An entry of the storage format that most values have."""
+        """An entry with the storage format that most values have."""
         sizes: Counter[tuple[str, bool]] = Counter()
         examples: dict[tuple[str, bool], Entry] = {}
         for entry in self.entries.values():
@@ -121,16 +122,16 @@ class Checkpoint:
 
     @property
     def original_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Key -> shape."""
+        """Key -> shape of its tensor."""
         return {key: entry.shape for key, entry in self.entries.items()}
 
     @cached_property
     def targets(self) -> dict[str, str]:
-        """Key -> the parameter that has its values."""
+        """Key -> the parameter that it is for."""
         return {key: target for target, key in self.key_map.items()}
 
     def check_degrees(self, degrees: Degrees) -> None:
-        """Raise ValueError, naming the widget, for degrees that the model does not allow."""
+        """Raise ValueError, which names the widget, if the model does not allow these degrees."""
         own = self.built.own
         check_model(
             degrees,
@@ -143,7 +144,8 @@ class Checkpoint:
 
     @cached_property
     def tensor_degrees(self) -> frozenset[int] | None:
-        """The tensor degrees that cut no group of a quantised weight's values apart. None: all, as no weight has groups."""
+        """The tensor-parallel degrees that cut no group of a quantized weight's values apart. None: all, because no weight
+        has groups."""
         plan = self.built.tensor_plan
         cuts = {
             (cut, self.shape(target)[1], entry.kept_layer.unit)
@@ -164,18 +166,18 @@ class Checkpoint:
         )
 
     def is_enlarged(self, target: str) -> bool:
-        """Whether the parameter is larger than in the file."""
+        """Return whether a LoRA makes the parameter larger than it is in the file."""
         return self.smaller is not None and self.smaller.shape(target) != self.shape(target)
 
     def shape(self, target: str) -> tuple[int, ...]:
-        """Shape of the whole parameter."""
+        """Return the shape of the complete parameter."""
         return self.entries[self.key_map[target]].shape
 
     def storage(self, target: str, dtype_name: str) -> str | None:
-        """Format in which a rank keeps the weight of a linear layer: of FP8_KINDS, HALF_KINDS, GGUF_BLOCKS or KEPT, or None.
+        """Return the format in which a rank stores a linear layer's weight: from FP8_KINDS, HALF_KINDS, GGUF_BLOCKS or KEPT.
 
-        None: the compute dtype. weight_dtype fp8_e4m3fn rounds all weights to fp8, and int8 the blocks' weights to
-        int8_tensorwise, but never the other weights of a quantised file, whose maker left them in full precision.
+        None: the compute dtype. weight_dtype fp8_e4m3fn rounds all weights to fp8, and int8 rounds the blocks' weights to
+        int8_tensorwise. Neither rounds the other weights of a quantized file, whose author left them in full precision.
         `dtype_name`: see core/dtypes.py.
         """
         entry = self.entries[self.key_map[target]]
@@ -195,7 +197,7 @@ class Checkpoint:
         return kept if fp8 else None
 
     def nbytes(self, target: str, dtype_name: str) -> int:
-        """Bytes of the whole parameter on a rank. Matrices count as weights of linear layers."""
+        """Return the bytes of the complete parameter on a rank. A matrix is assumed to be a linear layer's weight."""
         shape = self.shape(target)
         storage = self.storage(target, dtype_name) if len(shape) == 2 else None
         if storage in GGUF_BLOCKS:
@@ -212,27 +214,28 @@ class Checkpoint:
         )
 
     def compute_dtype(self, target: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a model that computes in `dtype` computes this parameter."""
+        """Return the dtype of this parameter in a model that computes in `dtype`."""
         return torch.float32 if target in self.built.exact else dtype
 
 
 def open_setup(setup: Setup) -> Checkpoint:
-    """The checkpoint of a model that the client has opened. ValueError as `open_own_class`."""
+    """Return the checkpoint of a model that the client has opened. Raises ValueError as `open_own_class` does."""
     return open_own_class(setup.path, setup.own_class, setup.enlarged)
 
 
 def open_own_class(path: Path, own: OwnClass, enlarged: TensorSizes = ()) -> Checkpoint:
-    """The checkpoint of a file. ValueError as `contents_of` and `checkpoint_of`."""
+    """Return the checkpoint of a file. Raises ValueError as `contents_of` and `checkpoint_of` do."""
     with refusals(path):
         return checkpoint_of(contents_of(path).converted(own.conversion), own, enlarged)
 
 
 def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ()) -> Checkpoint:
-    """The checkpoint of a file with these contents. What the class has no use for is left out, as ComfyUI leaves it out.
+    """Return the checkpoint of a file with these contents. Tensors that the class does not use are ignored, as ComfyUI does.
 
-    `enlarged`: by key, sizes of tensors that a LoRA enlarges, with zeros behind the file's values.
-    ValueError, with a text for the user, if the class cannot be built, if the file lacks one of its parameters or has one of
-    another shape or in an unreadable format, and for an unused scale of 8-bit values.
+    `enlarged`: key -> size, for tensors that a LoRA enlarges by adding zeros after the file's values.
+
+    Raises ValueError, with a text for the user, if the class cannot be built, if a parameter is missing in the file or has
+    another shape or an unreadable format there, or if a scale of 8-bit values is unused.
     """
     name = contents.name
     try:
@@ -268,7 +271,7 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
                 "its conversion was stopped. Use another copy."
             )
         if entry.dtype not in READABLE:
-            among = f" Of GGUF's types it can: F32, F16, BF16, {', '.join(GGUF_BLOCKS)}."
+            among = f" It can read these GGUF types: F32, F16, BF16, {', '.join(GGUF_BLOCKS)}."
             raise ValueError(
                 f"model_name: {name} has {short(key)} as {short(entry.dtype)}, which this version cannot read."
                 + among * (contents.path.suffix.lower() in GGUF)
@@ -289,12 +292,12 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
 
 
 def with_class(checkpoint: Checkpoint, own: OwnClass) -> Checkpoint:
-    """The checkpoint for a class with other proofs, such as for layers that tensor ranks share."""
+    """Return the checkpoint with a class that has other test results, for example about layers that tensor ranks share."""
     return replace(checkpoint, built=replace(built_class(own), call=checkpoint.built.call))
 
 
 def _scales_values(key: str, entries: Mapping[str, Entry]) -> bool:
-    """Whether the tensor is a scale beside a weight in 8 bits, whose values mean nothing without it."""
+    """Return whether the tensor is the scale of a weight in 8 bits, whose values mean nothing without it."""
     layer, _, leaf = key.rpartition(".")
     weight = entries.get(f"{layer}.weight")
     return "scale" in leaf and weight is not None and weight.dtype in {*FP8_KINDS, *KEPT}

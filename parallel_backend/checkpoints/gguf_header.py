@@ -1,7 +1,7 @@
-"""The header of a GGUF file: its tensors and their places. Every count and length is checked before it is used.
+"""Reads the header of a GGUF file: its tensors and their offsets. Checks every count and length before using it.
 
-The `gguf` package's reader makes an array of every element of every field and trusts all counts, so that a small file can
-keep it busy for hours. Format: ggml's docs/gguf.md, versions 2 and 3.
+The `gguf` package's reader creates an array for every element of every field and trusts all counts, so that a small file can
+make it run for hours. The format is described in ggml's docs/gguf.md; versions 2 and 3 are read.
 """
 
 import math
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 MAGIC, VERSIONS = 0x46554747, (2, 3)
 ALIGNMENT = "general.alignment"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Type number of a field's value -> its format letter in `struct`."""
+"""The type number of a field's value -> its format letter in `struct`."""
 STRING, ARRAY = 8, 9
 MAX_HEADER_BYTES = 1 << 24
 MAX_TENSORS = 1 << 16
@@ -23,28 +23,28 @@ MAX_FIELDS = 1 << 14
 MAX_NAME = 1 << 12
 MAX_AXES = 8
 MAX_KEPT = 64
-"""Maximum number of elements of an array that is kept: shapes are short, and vocabularies are not needed."""
+"""Maximum number of elements of an array that is stored. Shapes are short, and vocabularies are not needed."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor's place in the file."""
+    """Where a tensor is in the file, and its type and shape."""
 
     kind: int
-    """Number of its type."""
+    """The number of its GGML type."""
     shape: Shape
-    """Slowest axis first."""
+    """Its shape, slowest axis first."""
     start: int
-    """Offset of its bytes in the file."""
+    """The offset of its bytes in the file."""
 
 
 class GgufHeader(NamedTuple):
-    """Tensors and fields by name."""
+    """The tensors and fields of a header, by name."""
 
     tensors: dict[str, StoredTensor]
     arrays: dict[str, Shape]
-    """Fields that are arrays of up to MAX_KEPT integers."""
+    """The fields that are arrays of at most MAX_KEPT integers."""
     texts: dict[str, str]
-    """Fields that are texts, which ComfyUI-GGUF hands on as a safetensors header's."""
+    """The fields that are text. ComfyUI-GGUF uses them like the metadata of a safetensors header."""
 
 
 class _Cursor:
@@ -68,39 +68,37 @@ class _Cursor:
     def name(self) -> str:
         length = self.number("Q")
         if length > MAX_NAME:
-            raise ValueError(f"a name of {length} bytes")
+            raise ValueError(f"a name in its header has {length} bytes")
         return bytes(self.read(length)).decode()
 
     def text(self) -> str:
         return bytes(self.read(self.number("Q"))).decode(errors="replace")
 
     def skip(self, kind: int, count: int) -> None:
-        """Skip `count` values of type `kind`."""
+        """Skip `count` values of the type number `kind`."""
         if kind in SCALARS:
             self.read(count * struct.calcsize(f"<{SCALARS[kind]}"))
         elif kind == STRING:
             self._skip_texts(count)
         else:
-            raise ValueError(f"a field of the type {kind}")
+            raise ValueError(f"a field in its header has the unknown type {kind}")
 
     def _skip_texts(self, count: int) -> None:
-        """Skip texts in one loop: a vocabulary has hundreds of thousands, a malicious header millions."""
+        """Skip `count` strings in one loop: a vocabulary has hundreds of thousands, a malicious header millions."""
         end, length_at = len(self._content), struct.Struct("<Q").unpack_from
         if count > (end - self.at) // 8:
-            raise ValueError(f"a list of {count} texts")
+            raise ValueError(f"a list in its header claims to have {count} strings")
         after = self.at
         for _ in range(count):
             if after + 8 > end:
-                raise ValueError("a list of texts ends too soon")
+                raise ValueError("a list of strings in its header ends too soon")
             after += 8 + length_at(self._content, after)[0]
         self.read(after - self.at)
 
 
 def read_gguf_header(content: memoryview) -> GgufHeader:
-    """The header in `content`, a file's first MAX_HEADER_BYTES.
-
-    ValueError if it is damaged, or has counts or lengths beyond any model's.
-    """
+    """Return the header in `content`, which is a file's first MAX_HEADER_BYTES. Raises ValueError if it is damaged, or has
+    larger counts or lengths than any model."""
     cursor = _Cursor(content)
     magic, version, tensors, fields = cursor.numbers("IIQQ")
     if magic != MAGIC or version not in VERSIONS:
@@ -124,7 +122,7 @@ def read_gguf_header(content: memoryview) -> GgufHeader:
 
 
 def _fields(cursor: _Cursor, count: int) -> tuple[int, dict[str, Shape], dict[str, str]]:
-    """(alignment of the tensors, short arrays by name, texts by name)."""
+    """Read `count` fields. Returns the alignment of the tensors, short arrays by name, and text by name."""
     alignment, names = 32, set()
     arrays: dict[str, Shape] = {}
     texts: dict[str, str] = {}

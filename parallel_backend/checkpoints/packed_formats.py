@@ -1,7 +1,5 @@
-"""Packed weight formats: 8-bit floats with or without a scale, 16-bit floats, and GGUF's blocks.
-
-Packed weights are expanded to compute. ComfyUI's other quantised formats are in quantised_formats.py.
-"""
+"""Packed weight formats: 8-bit floats with or without a scale, 16-bit floats, and GGUF's blocks. Packed weights are expanded
+before computing with them. ComfyUI's other quantized formats are in quantised_formats.py."""
 
 import abc
 import functools
@@ -15,42 +13,42 @@ from parallel_backend.core.spans import Span
 
 
 class Packing(abc.ABC):
-    """The format of a weight [rows, columns] kept as [rows, n] uint8. It can be cut between any rows."""
+    """The format of a weight [rows, columns] that is stored as [rows, n] uint8. It can be cut between any two rows."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `tensors`."""
+        """The bytes that `tensors` take."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors kept with the uint8 values, such as scales, by name."""
+        """The tensors that belong to the uint8 values, such as scales, by name."""
         return {}
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """The same with other `tensors` of these names."""
+        """Return the same packing with other `tensors` of these names."""
         return self
 
     @property
     @abc.abstractmethod
     def group(self) -> tuple[int, int]:
-        """(values, bytes) of a group. A row is whole groups, and can be cut between them."""
+        """The number of values and of bytes of a group. A row has a whole number of groups, and can be cut between them."""
 
     def byte_span(self, columns: Span) -> Span | None:
-        """The bytes of a row that hold these columns. None: they are not whole groups."""
+        """Return which bytes of a row store these columns, or None if the columns are not a whole number of groups."""
         values, size = self.group
         if columns.start % values or columns.stop % values:
             return None
         return Span(columns.start // values * size, columns.stop // values * size)
 
     def columns(self, row_bytes: int) -> int:
-        """Values in `row_bytes` bytes of a row."""
+        """Return the number of values in `row_bytes` bytes of a row."""
         values, size = self.group
         return row_bytes * values // size
 
     @abc.abstractmethod
     def expand(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, n] uint8 -> new [rows, columns] in `dtype`, on the same device. Values are rounded once, at the end."""
+        """Expand [rows, n] uint8 to a new tensor [rows, columns] in `dtype` on the same device. Rounds once, at the end."""
 
 
 FP8_KINDS = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -74,24 +72,24 @@ GGUF_BLOCKS = {
 """GGUF types that can be expanded -> (values per block, bytes per block)."""
 
 TILE = 128, 4
-"""Rows and columns of the scales that nvfp4 and mxfp8 files have in a tile, in the order in which tensor cores read them."""
+"""Rows and columns of a tile of scales in nvfp4 and mxfp8 files. Tensor cores read scales in tiles."""
 CHUNK_VALUES = 1 << 22
-"""Values that are expanded at once. The arithmetic in float32 makes several copies of them."""
+"""The number of values that are expanded at once. The arithmetic in float32 makes several copies of them."""
 
 
 @dataclass(frozen=True)
 class Fp8(Packing):
-    """8-bit floats."""
+    """The packing of 8-bit floats."""
 
     kind: str
-    """Key of FP8_KINDS."""
+    """The kind of fp8, a key of FP8_KINDS."""
     scale: torch.Tensor | None = None
-    """float32 [1, 1], or [rows, 1] for each row, on the weight's device. None: not scaled."""
+    """float32 [1, 1], or [rows, 1] with one scale per row, on the weight's device. None: the values are not scaled."""
     input_scale: torch.Tensor | None = None
-    """float32 [1, 1]: the layer's input is divided by it before the input is rounded to fp8. None: the divisor is one if
-    there is a `scale`, or else maps the input's largest value to fp8's largest."""
+    """float32 [1, 1]: the layer's input is divided by it before the input is rounded to fp8. None: if there is a `scale`,
+    the input is not divided; else its largest value is mapped to fp8's largest."""
     full_precision: bool = False
-    """The layer multiplies the expanded weight with its input in full precision."""
+    """Whether the layer multiplies the expanded weight with its input in full precision."""
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -112,10 +110,10 @@ class Fp8(Packing):
 
 @dataclass(frozen=True)
 class Half(Packing):
-    """16-bit floats, for devices that do not compute in them."""
+    """The packing of 16-bit floats, for devices that do not compute in them."""
 
     kind: str
-    """Key of HALF_KINDS."""
+    """The kind of float, a key of HALF_KINDS."""
 
     @property
     def group(self) -> tuple[int, int]:
@@ -127,10 +125,10 @@ class Half(Packing):
 
 @dataclass(frozen=True)
 class GgufBlocks(Packing):
-    """GGUF's block formats. Every row is a whole number of blocks."""
+    """The packing in GGUF's block formats. Every row has a whole number of blocks."""
 
     kind: str
-    """Key of GGUF_BLOCKS."""
+    """The GGUF type, a key of GGUF_BLOCKS."""
 
     @property
     def group(self) -> tuple[int, int]:
@@ -147,7 +145,7 @@ class GgufBlocks(Packing):
 
 @functools.cache
 def _expand_blocks(kind: str) -> Callable[[torch.Tensor, int, int, torch.dtype], torch.Tensor]:
-    """diffusers' function that expands one type, as in ComfyUI-GGUF: blocks [n, bytes] uint8 -> [n, values]."""
+    """Return diffusers' function that expands one type, as ComfyUI-GGUF does: blocks [n, bytes] uint8 -> [n, values]."""
     import gguf
     from diffusers.quantizers.gguf.utils import dequantize_functions
 
@@ -155,23 +153,20 @@ def _expand_blocks(kind: str) -> Callable[[torch.Tensor, int, int, torch.dtype],
 
 
 def tiled_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Shape of [rows, columns] scales, padded to whole tiles."""
+    """Return the shape of [rows, columns] scales, padded to a whole number of tiles."""
     return -(-rows // TILE[0]) * TILE[0], -(-columns // TILE[1]) * TILE[1]
 
 
 def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Scales in tiles -> [rows, columns].
-
-    A tile of 128 x 4 holds the four scales of row r, then of r + 32, r + 64, r + 96, then those of row r + 1: cuBLAS'
-    layout of block scaling factors (docs.nvidia.com/cuda/cublas).
-    """
+    """Convert scales in tiles to [rows, columns]. A tile of 128 x 4 has the four scales of row r, then of r + 32, r + 64, r
+    + 96, then those of row r + 1: cuBLAS' layout of block scaling factors (docs.nvidia.com/cuda/cublas)."""
     height, width = tiled_shape(rows, columns)
     parts = tiles.view(torch.uint8).reshape(height // 128, width // 4, 32, 4, 4)
     return parts.permute(0, 3, 2, 1, 4).reshape(height, width)[:rows, :columns].contiguous().view(tiles.dtype)
 
 
 def tiled(scales: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] scales -> `tiled_shape`, with zeros at the ends: the inverse of `untiled`."""
+    """Convert [rows, columns] scales to tiles (`tiled_shape`), padded with zeros. It is the inverse of `untiled`."""
     height, width = tiled_shape(*scales.shape)
     padded = torch.zeros(height, width, dtype=torch.uint8, device=scales.device)
     padded[: scales.shape[0], : scales.shape[1]] = scales.view(torch.uint8)

@@ -1,7 +1,7 @@
-"""ComfyUI's quantised formats of a linear layer's weight: the layout of their scales, and the arithmetic that expands them.
+"""ComfyUI's quantized formats of a linear layer's weight: the layout of their scales, and the arithmetic that expands them.
 
-As comfy/quant_ops.py (`QUANT_ALGOS`) and comfy/ops.py (`_load_quantized_module`) have them; the layouts are comfy-kitchen's.
-fp8's scales are here too, while its weights are expanded in packed_formats.py. A weight is [rows, columns], output by input.
+They follow comfy/quant_ops.py (`QUANT_ALGOS`) and comfy/ops.py (`_load_quantized_module`); the layouts are comfy-kitchen's.
+fp8's scales are here too, but its weights are expanded in packed_formats.py. A weight is [rows, columns]: output by input.
 """
 
 import functools
@@ -19,7 +19,7 @@ from .packed_formats import CHUNK_VALUES, TILE, Packing, tiled, tiled_shape, unt
 
 
 class ScalePlace(Enum):
-    """Which values of the weight one scale is for."""
+    """The values of the weight that share one scale."""
 
     WHOLE = "all"
     ROW = "a row's"
@@ -32,7 +32,7 @@ class ScalePlace(Enum):
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """The tensor `<layer>.<name>` of a weight's scales."""
+    """The layout of a tensor `<layer>.<name>` with a weight's scales."""
 
     place: ScalePlace
     dtypes: tuple[str, ...]
@@ -40,11 +40,11 @@ class ScaleLayout:
 
     @property
     def in_bytes(self) -> bool:
-        """A rank keeps each scale in one byte, not in float32."""
+        """Whether a rank stores each scale in one byte instead of float32."""
         return self.place in (ScalePlace.BLOCK, ScalePlace.TILED)
 
     def nbytes(self, dtype: str) -> int:
-        """Bytes of a scale on a rank. `dtype`: in the file."""
+        """Return the bytes of one scale on a rank. `dtype`: the scale's dtype in the file."""
         if self.in_bytes:
             return 1
         return 2 if self.place is ScalePlace.GROUP and dtype != "fp32" else 4
@@ -55,18 +55,19 @@ FLOATS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Format:
-    """A layer's tensors in a file of this format. `stored`: dtype of the weight in the file."""
+    """Which tensors a layer has in a file of this format. `stored`: the weight's dtype in the file."""
 
     stored: str
     scales: Mapping[str, ScaleLayout]
     block: int = 1
-    """Neighbouring values of a row that share a scale; 0 where the layer's settings have it (`group_size`)."""
+    """The number of neighbouring values of a row that share a scale; 0 if the layer's settings state it (`group_size`)."""
     usual_block: int = 0
-    """`block` of a layer whose settings do not have it."""
+    """The value of `block` for a layer whose settings do not state it."""
     bits: int = 8
-    """Bits of a value."""
+    """The number of bits of a value."""
     rotated: bool = False
-    """Groups of a row's values are rotated (ConvRot); the layer's settings have their size (`convrot_groupsize`)."""
+    """Whether groups of a row's values are rotated (ConvRot). The layer's settings state their size
+    (`convrot_groupsize`)."""
 
 
 _FP8_SCALES = {
@@ -129,36 +130,37 @@ FORMATS = {
         bits=4,
     ),
 }
-"""The format's name in files -> the format."""
+"""Name of the format in files -> the format."""
 
 FP8_FORMATS = {name: FORMATS[name].stored for name in ("float8_e4m3fn", "float8_e5m2")}
-"""ComfyUI's name -> the storage format."""
+"""ComfyUI's name of an fp8 format -> the storage format."""
 KEPT = frozenset(FORMATS) - FP8_FORMATS.keys()
-"""Names of the formats that a rank keeps as `Quantised`."""
+"""Names of the formats that a rank stores as `Quantised`."""
 
 GROUPED_INT8 = "asym_w4a8_int8", "w6a8_int8"
 
 ROTATIONS = 4, 16, 64, 256, 1024
-"""Sizes of a rotated group: powers of four."""
+"""Possible sizes of a rotated group: powers of four."""
 CODES = 16
-"""Values of a codebook, which four bits choose from."""
+"""The number of values of a codebook. A code of four bits is an index into it."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """How a layer of a file is quantised."""
+    """How a layer of a file is quantized."""
 
     format: str
     rotation: int = 0
-    """Values of a row that are rotated together. 0: none."""
+    """The number of values of a row that are rotated together. 0: values are not rotated."""
     block: int = 1
-    """Neighbouring values of a row that share a scale."""
+    """The number of neighbouring values of a row that share a scale."""
     full_precision: bool = False
-    """The layer multiplies the expanded weight with its input in full precision."""
+    """Whether the layer multiplies the expanded weight with its input in full precision."""
     linear_dtype: str = "int4"
     """For convrot_w4a4: the dtype to which a rotated input is rounded, int4 or int8."""
     row: int = 0
-    """Of w6a8_int8: columns of a row, whose bytes have the low bits of all values before the high ones. It is not cut."""
+    """For w6a8_int8: the number of columns. A row stores the low bits of all values before the high bits, so it is not
+    cut."""
 
     @property
     def bits(self) -> int:
@@ -166,16 +168,16 @@ class Layer:
 
     @property
     def unit(self) -> int:
-        """Columns come in such groups. They can be cut between two of them."""
+        """The number of columns of a group. Columns can only be cut between two groups."""
         return math.lcm(self.rotation or 1, self.block, math.lcm(self.bits, 8) // self.bits, self.row or 1)
 
 
 @dataclass(frozen=True)
 class Quantised(Packing):
-    """The packing of a weight, or of a rank's part of one, in one of KEPT. `scales`: by name, on the weight's device.
+    """The packing of a weight, or of a rank's part of it, in a format of KEPT. `scales`: by name, on the weight's device.
 
-    Scales are float32 [rows, 1] by row, [1, 1] for all values and [columns] by column; by block they are
-    [rows, columns / block] in one byte each. Tiles and groups, with the values that are added to groups, are as in the file.
+    Scales are float32 [rows, 1] if by row, [1, 1] for all values, and [columns] if by column; by block they are [rows,
+    columns / block] in one byte each. Scales of tiles and groups, and values added to groups, are as in the file.
     """
 
     layer: Layer
@@ -215,7 +217,7 @@ class Quantised(Packing):
         return out
 
     def _codes(self, packed: torch.Tensor) -> torch.Tensor:
-        """[rows, n] uint8 -> float32 [rows, columns]: the values before any scale."""
+        """Unpack [rows, n] uint8 to float32 [rows, columns]: the values before any scale is applied."""
         match self.layer.format:
             case "int8_tensorwise":
                 return packed.view(torch.int8).float()
@@ -236,7 +238,8 @@ class Quantised(Packing):
         raise AssertionError(self.layer.format)
 
     def _scale_factors(self, rows: int, columns: int) -> list[torch.Tensor]:
-        """The factors of the values, applied one after the other: float32 [rows or 1, n] each; n divides the columns."""
+        """Return the factors of the values, to be applied in this order: float32 [rows or 1, n] each; n divides the
+        columns."""
         match self.layer.format:
             case "nvfp4":
                 blocks = untiled(self.scales["weight_scale"].view(torch.float8_e4m3fn), rows, columns // self.layer.block)
@@ -252,19 +255,21 @@ class Quantised(Packing):
 
 
 def _half_bytes(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, n] -> uint8 [rows, 2 n] of 0 to 15: the first of two values is in the low bits."""
+    """Unpack uint8 [rows, n] to uint8 [rows, 2 n] from 0 to 15. The first of two values is in the low bits."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 
 def _six_bits(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, n] -> uint8 [rows, 4 n / 3] of 0 to 63: the low four bits of all values, then the high two."""
+    """Unpack uint8 [rows, n] to uint8 [rows, 4 n / 3] from 0 to 63. The low four bits of all values come before the high
+    two."""
     low, high = packed.split([packed.shape[1] * 2 // 3, packed.shape[1] // 3], dim=1)
     return _half_bytes(low) | torch.stack([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(1) << 4
 
 
 @functools.cache
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
-    """float32 [size, size]: ConvRot's rotation, a symmetric matrix that is its inverse. `size`: one of ROTATIONS."""
+    """Return ConvRot's rotation, float32 [size, size]: a symmetric matrix that is its own inverse. `size`: one of
+    ROTATIONS."""
     four = torch.tensor([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], dtype=torch.float32, device=device)
     matrix = four
     while len(matrix) < size:
@@ -273,7 +278,7 @@ def hadamard(size: int, device: torch.device) -> torch.Tensor:
 
 
 def rotate(values: torch.Tensor, size: int) -> torch.Tensor:
-    """float32 [rows, columns] with each `size` neighbours of a row rotated; twice gives the values again."""
+    """Rotate each `size` neighbours of a row of float32 [rows, columns]. Rotating twice returns the original values."""
     return (values.view(len(values), -1, size) @ hadamard(size, values.device)).view(values.shape)
 
 
@@ -284,12 +289,14 @@ def _fp4_table(device: torch.device) -> torch.Tensor:
 
 
 def int8_layer(columns: int) -> Layer:
-    """For a weight that a rank quantises: rotated in groups of 256, 64 or 16 columns, the largest that divides `columns`."""
+    """Return the format for a weight that a rank quantizes, rotated in the largest groups of 256, 64 or 16 that divide
+    `columns`."""
     return Layer("int8_tensorwise", next((size for size in (256, 64, 16) if columns % size == 0), 0))
 
 
 def quantise_int8(values: torch.Tensor) -> tuple[torch.Tensor, Quantised]:
-    """A weight [rows, columns] -> int8_tensorwise with a scale by row: [rows, columns] uint8, and its packing."""
+    """Quantize a weight [rows, columns] to int8_tensorwise with a scale per row. Returns [rows, columns] uint8 and its
+    packing."""
     layer = int8_layer(values.shape[1])
     packed = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     scale = torch.empty(len(values), 1, device=values.device)
@@ -305,10 +312,10 @@ def quantise_int8(values: torch.Tensor) -> tuple[torch.Tensor, Quantised]:
 def quantised_bytes(
     kind: str, shape: tuple[int, ...], whole: tuple[int, ...], scales: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> int:
-    """Bytes on a rank of a weight of `shape` in one of KEPT, with its scales. Its rows are rows of the file's weight.
+    """Return the bytes on a rank of a weight of `shape` in a format of KEPT, with its scales. It has some or all of the
+    file's rows.
 
-    `whole`: shape of the file's weight. `scales`: shape and dtype in the file; empty for a weight from
-    `quantise_int8`.
+    `whole`: shape of the file's weight. `scales`: shapes and dtypes in the file; empty for a weight from `quantise_int8`.
     """
     size = math.prod(shape) * FORMATS[kind].bits // 8
     for leaf, layout in FORMATS[kind].scales.items():
@@ -322,10 +329,8 @@ def quantised_bytes(
 def cut_scale(
     tensor: torch.Tensor, place: ScalePlace, block: int, size: tuple[int, int], rows: list[Span], columns: list[Span]
 ) -> torch.Tensor:
-    """The scales of these rows and columns, from the scales of a weight of `size` (rows, columns), as Quantised has them.
-
-    `block`: Layer.block. The columns are whole groups (`Layer.unit`).
-    """
+    """Return the scales of these rows and columns, in Quantised's layout, from the scales of a weight of `size` (rows,
+    columns). `block`: see Layer.block. The columns are whole groups (`Layer.unit`)."""
     match place:
         case ScalePlace.WHOLE:
             return tensor.float().view(1, -1)
@@ -350,7 +355,7 @@ def cut_scale(
 
 
 def _whole_tiles(size: tuple[int, int], rows: list[Span], columns: list[Span]) -> list[slice] | None:
-    """The tiles of these rows as slices, if the rows fill whole tiles. None: tiles would have to be split."""
+    """Return the tiles of these rows as slices, or None if tiles would have to be split."""
     edges = [edge for span in rows for edge in (span.start, span.stop)]
     inner = edges[:-1] if edges[-1] == size[0] else edges  # the weight's last row may end within a tile
     if columns != [Span(0, size[1])] or any(edge % TILE[0] for edge in inner):
@@ -359,5 +364,5 @@ def _whole_tiles(size: tuple[int, int], rows: list[Span], columns: list[Span]) -
 
 
 def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The parts one below the other: a single one as it is, without a copy."""
+    """Return the parts joined along the first dimension. A single part is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

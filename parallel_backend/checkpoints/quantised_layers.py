@@ -1,9 +1,9 @@
-"""Attaches the scales in ComfyUI's quantised files to their weights, and checks that all are there and fit.
+"""Attaches the scales in ComfyUI's quantized files to their weights, and checks that all are present and match.
 
 ComfyUI reads two layouts (comfy/utils.py `convert_old_quants`, comfy/ops.py `_load_quantized_module`). The old one, for fp8
 only, has a marker tensor `scaled_fp8`, and `<layer>.scale_weight`. The new one has `<layer>.weight_scale` and others
 (`FORMATS`), and each layer's format as a tensor `<layer>.comfy_quant` of JSON bytes, or in the file's header. Only the new
-layout tells which layers must have a scale.
+layout states which layers must have a scale.
 """
 
 from collections.abc import Mapping
@@ -17,21 +17,22 @@ from .quantised_formats import CODES, FORMATS, FP8_FORMATS, KEPT, ROTATIONS, Lay
 from .tensor_files import Entry, MappedFile
 
 QUANTISATION = "_quantization_metadata"
-"""Entry of a safetensors header in which ComfyUI's files may name the formats of quantised layers (JSON)."""
+"""Entry of a safetensors header, in which ComfyUI's files may name the formats of quantized layers (JSON)."""
 MARKER = "scaled_fp8"
 SETTINGS = ".comfy_quant"
 FULL_PRECISION = "full_precision_matrix_mult"
 OLD_NAMES = {".scale_weight": "weight_scale", ".scale_input": "input_scale"}
 BLOCKS = 4, 8, *range(16, 1025, 16)
-"""Values of group_size, for formats whose settings have it."""
+"""Allowed values of group_size, for formats whose settings have it."""
 SCALE, INPUT_SCALE = "weight_scale", "input_scale"
 
 
 def attach_quantisation(name: str, entries: Mapping[str, Entry], prefix: str, file: MappedFile) -> dict[str, Entry]:
-    """`entries` of a file (key without `prefix` -> entry), with a weight's scales and settings moved into its entry.
+    """Return the `entries` of a file (key without `prefix` -> entry), with each weight's scales and settings in its own
+    entry.
 
-    `name`: the file's, to show. Scales of no weight stay in place, for the caller to use or refuse. ValueError for an
-    unknown format, and for tensors or settings that are missing or do not fit the weight.
+    `name`: the file's name for messages. Scales without a weight remain, for the caller to use or reject. Raises ValueError
+    for an unknown format, and for tensors or settings that are missing or do not match the weight.
     """
     rest = dict(entries)
     layers = [key.removesuffix(SETTINGS) for key in rest if key.endswith(SETTINGS)]
@@ -80,7 +81,7 @@ def attach_quantisation(name: str, entries: Mapping[str, Entry], prefix: str, fi
 
 
 def _kept(name: str, layer: str, settings: Mapping[str, Any], rest: dict[str, Entry]) -> Entry:
-    """The weight's entry with its scales, which are taken out of `rest`."""
+    """Return the weight's entry with its scales, and remove them from `rest`."""
     key, kind = f"{layer}.weight", settings["format"]
     weight, known = rest[key], FORMATS[kind]
     if weight.dtype != known.stored or len(weight.shape) != 2:
@@ -104,7 +105,8 @@ def _kept(name: str, layer: str, settings: Mapping[str, Any], rest: dict[str, En
 
 
 def _layer(name: str, layer: str, settings: Mapping[str, Any], columns: int) -> Layer:
-    """The Layer of these settings, for a format of KEPT. ValueError where they do not fit the weight's columns."""
+    """Return the Layer for these settings and a format of KEPT. Raises ValueError if they do not match the weight's
+    columns."""
     kind, known = settings["format"], FORMATS[settings["format"]]
     params, full_precision = settings.get("params"), bool(settings.get(FULL_PRECISION, False))
     settings = {**(params if isinstance(params, dict) else {}), **settings}
@@ -131,7 +133,7 @@ def _layer(name: str, layer: str, settings: Mapping[str, Any], columns: int) -> 
 
 
 def _checked(name: str, key: str, scale: Entry, weight: Entry, expected: ScaleLayout) -> Entry:
-    """`scale` again. ValueError unless it has the shape and a dtype of the expected layout."""
+    """Return `scale`. Raises ValueError if it does not have the shape and a dtype of the expected layout."""
     rows, columns = weight.shape[0], weight.shape[-1]
     by_row = scale.shape == (rows, 1) or (weight.dtype in KEPT and scale.shape == (rows,))
     blocks = (rows, columns // weight.layer.block) if weight.layer else ()

@@ -1,4 +1,4 @@
-"""Reads a rank's part of the weights from the memory-mapped file: cut, and converted or packed."""
+"""Reads a rank's part of the weights from the memory-mapped file: cuts it, and converts or packs it."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -16,17 +16,17 @@ from .quantised_formats import FLOATS, FORMATS, KEPT, Quantised, cut_scale, quan
 from .tensor_files import Entry, MappedFile, open_file
 
 PLAIN = ("fp32", "bf16", "fp16", "F64", *FP8_KINDS)
-"""Storage formats that torch has as they are."""
+"""Storage formats for which torch has a dtype."""
 MOST_SCALES = 1 << 20
-"""Maximum values of a scale that is checked: of a whole weight, of rows or of columns. Scales by block may have a sixteenth
-of the weight's values, and are not read twice."""
+"""Maximum number of values of a scale that is checked: one for a weight, or one per row or column. Scales per block may have
+a sixteenth of the weight's values, and are not read a second time for checking."""
 
 
 class Reader:
-    """Reads parts of parameters from a checkpoint's file, which is opened when it is first needed.
+    """Reads parts of parameters from a checkpoint's file. The file is opened when it is first needed.
 
-    Every part is copied from the mapped file to its final memory, on a device through a little page-locked memory. An
-    intermediate copy of its own would leave holes in the heap, which the process keeps after the weights are freed.
+    Every part is copied from the mapped file directly to its final memory; to a device through a small page-locked buffer. A
+    separate intermediate copy would leave holes in the heap, which the process keeps after the weights are freed.
     """
 
     def __init__(self, checkpoint: Checkpoint, stack: ExitStack):
@@ -35,17 +35,16 @@ class Reader:
         self._upload = StagedUpload()
 
     def values(self, target: str, dtype: torch.dtype, shard: Shard | None, device: torch.device) -> torch.Tensor:
-        """The part `shard` of a parameter in `dtype`, converted if the file has another format.
-
-        On the meta device nothing is read.
-        """
+        """Return the part `shard` of a parameter in `dtype`. It is converted if the file has another format. On the meta
+        device the result has only a shape, and nothing is read."""
         out = torch.empty(_resized(self.checkpoint.shape(target), shard), dtype=dtype, device=device)
         if device.type != "meta":
             self.read_values(target, shard, out)
         return out
 
     def read_values(self, target: str, shard: Shard | None, out: torch.Tensor) -> None:
-        """The part `shard` of a parameter into `out`, which has its size, on any device, converted to its dtype."""
+        """Copy the part `shard` of a parameter into `out`, which has its size, on any device. It is converted to the dtype
+        of `out`."""
         entry, shape = self._entry(target), self.checkpoint.shape(target)
         out = out.view(_resized(shape, shard))
         if self.checkpoint.is_enlarged(target):
@@ -70,7 +69,7 @@ class Reader:
         out.copy_(values * scale.view(-1, *(1,) * (len(shape) - 1)))
 
     def _enlarged(self, target: str, like: torch.Tensor) -> torch.Tensor:
-        """The whole parameter, with zeros behind the file's values."""
+        """Return the complete enlarged parameter: the file's values, and zeros after them."""
         smaller = self.checkpoint.smaller
         assert smaller is not None
         values = Reader(smaller, self._stack).values(target, like.dtype, None, like.device)
@@ -79,7 +78,7 @@ class Reader:
         return whole
 
     def packable(self, target: str, storage: str, shard: Shard | None) -> bool:
-        """Whether `packed` can give the part `shard`. A part of columns must begin and end at a block's border."""
+        """Return whether `packed` can read the part `shard`. A part of columns must begin and end between two blocks."""
         entry = self._entry(target)
         if shard is None or shard.dim == 0 or entry.dtype != storage:
             return True
@@ -89,10 +88,8 @@ class Reader:
     def packed(
         self, target: str, storage: str, shard: Shard | None, device: torch.device, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Packing]:
-        """The part `shard` of a matrix as [rows, n] uint8, and how to expand it. Rounded if the file has another format.
-
-        `out`: memory for the bytes. None: new memory. On the meta device only scales are read.
-        """
+        """Return the part `shard` of a matrix as [rows, n] uint8, and its packing. It is rounded if the file has another
+        format. `out`: memory for the bytes; None: new memory. On the meta device only scales are read."""
         entry = self._entry(target)
         if entry.dtype != storage or storage in HALF_KINDS:
             return self._rounded(target, storage, shard, device, out)
@@ -110,7 +107,7 @@ class Reader:
     def _rounded(
         self, target: str, storage: str, shard: Shard | None, device: torch.device, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, Packing]:
-        """`packed` for a format that the file does not have."""
+        """Return the same as `packed`, for a format that the file does not have."""
         kinds = HALF_KINDS | FP8_KINDS
         if storage not in kinds:
             assert storage == "int8_tensorwise"
@@ -123,7 +120,7 @@ class Reader:
         return out, packing
 
     def _packing(self, target: str, shard: Shard | None, device: torch.device) -> Packing:
-        """How the file packs the part `shard` of a weight, with its scales."""
+        """Return how the file packs the part `shard` of a weight, with its scales."""
         entry, scales = self._entry(target), self._scales(target, shard, device)
         packing = _stored(entry)
         if isinstance(packing, Fp8):
@@ -134,7 +131,7 @@ class Reader:
         return packing.on(scales)
 
     def _scales(self, target: str, shard: Shard | None, device: torch.device) -> dict[str, torch.Tensor]:
-        """The scales of the part `shard` of a weight by name, as Quantised and Fp8 have them."""
+        """Return the scales of the part `shard` of a weight by name, in the layout of Quantised and Fp8."""
         entry = self._entry(target)
         shape = entry.shape[0], torch.Size(entry.shape[1:]).numel()
         dim, spans, all_rows = self._cut(target, shard)
@@ -148,7 +145,7 @@ class Reader:
         return parts
 
     def _cut(self, target: str, shard: Shard | None) -> tuple[int, list[Span], Span]:
-        """(dim, spans along it, rows of the whole parameter) of the part `shard`, in the file's tensor."""
+        """Return where the part `shard` is in the file's tensor: its dim, spans along it, and all rows of the parameter."""
         whole = Span(0, self.checkpoint.shape(target)[0])
         return (0, [whole], whole) if shard is None else (shard.dim, list(shard.spans), whole)
 
@@ -156,7 +153,8 @@ class Reader:
         return self.checkpoint.entries[self.checkpoint.key_map[target]]
 
     def _copy(self, entry: Entry, dim: int, spans: list[Span], rows: Span, out: torch.Tensor) -> None:
-        """Copy the spans of a stored tensor (see `_cut`) into `out`, in a row along `dim`. If `out` is uint8, as bytes."""
+        """Copy spans of a stored tensor (see `_cut`) into `out`, one after the other along `dim`; as bytes if `out` is
+        uint8."""
         for span, place in zip(spans, out.split([len(span) for span in spans], dim=dim), strict=True):
             parts = self._rows(entry, span if dim == 0 else rows)
             for part, to in zip(parts, place.split([len(part) for part in parts]), strict=True):
@@ -164,7 +162,7 @@ class Reader:
                 self._upload.copy(to, part.view(torch.uint8) if to.dtype == torch.uint8 else part)
 
     def _rows(self, entry: Entry, rows: Span) -> list[torch.Tensor]:
-        """Rows of a stored tensor: of each of its pieces a view."""
+        """Return rows of a stored tensor, as a list with a view of each piece of the tensor."""
         if not entry.pieces:
             return [self.tensor(entry)[rows.slice]]
         parts, start = [], 0
@@ -176,7 +174,8 @@ class Reader:
         return parts
 
     def tensor(self, entry: Entry) -> torch.Tensor:
-        """As stored: a view of the mapped file. The whole file stays open with the view."""
+        """Return a tensor as it is stored: a view of the mapped file. The complete file stays open as long as the view
+        exists."""
         assert not entry.pieces
         if self._file is None:
             self._file = self._stack.enter_context(open_file(self.checkpoint.path))
@@ -185,20 +184,16 @@ class Reader:
 
 @contextmanager
 def reading(checkpoint: Checkpoint) -> Iterator[Reader]:
-    """A Reader whose file is closed at the end of the context.
-
-    ValueError at the end if the file has changed since the checkpoint was opened: the tensors may be of two models.
-    """
+    """Context with a Reader, whose file is closed at the end. Raises ValueError at the end if the file has changed since the
+    checkpoint was opened: tensors may be of two models."""
     with ExitStack() as stack:
         yield Reader(checkpoint, stack)
         checkpoint.check_unchanged()
 
 
 def check_scales(checkpoint: Checkpoint) -> None:
-    """ValueError, naming the file and the scale, for a scale in float that is NaN or infinite.
-
-    It would make a row, or all of a weight, NaN, and the search for NaN in a run would name the rank alone.
-    """
+    """Raise ValueError, which names the file and the scale, if a float scale is NaN or infinite. Such a scale would make a
+    row or all of a weight NaN, and the search for NaN in a run would only name the rank."""
     scales = {scale.key: scale for entry in checkpoint.entries.values() for scale in entry.scales.values()}
     with reading(checkpoint) as reader:
         for key, scale in scales.items():
@@ -211,16 +206,15 @@ def check_scales(checkpoint: Checkpoint) -> None:
 
 
 def values_of(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Tensors of the file by key, float32 on the CPU, whatever their format. KeyError for a key that no parameter has."""
+    """Return tensors of the file by key, float32 on the CPU, in whatever format they are stored. Raises KeyError for unused
+    keys."""
     with reading(checkpoint) as reader:
         return {key: reader.values(checkpoint.targets[key], torch.float32, None, torch.device("cpu")) for key in keys}
 
 
 def stored_value(checkpoint: Checkpoint, key: str) -> torch.Tensor | None:
-    """A view of the mapped file, in the file's dtype. None if the file lacks the key.
-
-    ValueError for a file in another layout (diffusers), and for quantised values or GGUF's blocks.
-    """
+    """Return a view of the mapped file in the file's dtype, or None if the file does not have the key. Raises ValueError for
+    files in another layout (diffusers), for quantized values and for GGUF's blocks."""
     if (entry := checkpoint.entries.get(key)) is None:
         return None
     if entry.dtype in PLAIN and entry.scale is None and not entry.pieces:
@@ -230,7 +224,7 @@ def stored_value(checkpoint: Checkpoint, key: str) -> torch.Tensor | None:
 
 
 def _stored(entry: Entry) -> Packing | None:
-    """How the file packs a weight, without its scales. None: it does not."""
+    """Return how the file packs a weight, without its scales, or None if it does not pack it."""
     if entry.dtype in KEPT:
         return Quantised(entry.kept_layer, {})
     if entry.dtype in FP8_KINDS:
@@ -245,7 +239,7 @@ def _byte_span(packing: Packing, columns: Span) -> Span:
 
 
 def part_of(values: torch.Tensor, shard: Shard | None) -> torch.Tensor:
-    """The part `shard` of a whole parameter's values."""
+    """Return the part `shard` of the complete parameter's values."""
     if shard is None:
         return values
     return torch.cat([values.narrow(shard.dim, span.start, len(span)) for span in shard.spans], shard.dim)

@@ -25,14 +25,14 @@ from .quantised_layers import MARKER, attach_quantisation
 from .tensor_files import GGUF, SAFETENSORS, Entry, open_file
 
 NAMED = "model_name: "
-"""Beginning of a refusal: the widget's name."""
+"""How an error about the file begins: the widget's name."""
 MAX_REFUSAL = 1000
-"""Maximum number of characters of a refusal. The longest show three keys."""
+"""Maximum number of characters of such an error. The longest ones show three keys."""
 PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
-"""In the order in which ComfyUI counts them: each key counts for the first that it begins with."""
+"""Prefixes in the order in which ComfyUI counts them. A key counts for the first prefix that it begins with."""
 OTHER_PREFIX = "model."
 FEWEST = 6
-"""Keys with one of PREFIXES by which ComfyUI takes it for the file's."""
+"""Minimum number of keys with one of PREFIXES for which ComfyUI uses it as the file's prefix."""
 FOREIGN = {
     ".quant_state.bitsandbytes__nf4": "bitsandbytes (NF4)",
     ".quant_state.bitsandbytes__fp4": "bitsandbytes (FP4)",
@@ -40,28 +40,28 @@ FOREIGN = {
     ".wscales": "Nunchaku (SVDQuant)",
     ".qzeros": "GPTQ or AWQ",
 }
-"""Ending of a key -> who quantises weights that way. ComfyUI reads none of them."""
+"""Ending of a key -> the tool that quantizes weights in that format. ComfyUI reads none of these formats."""
 KINDS = (
     ("a LoRA", "Load LoRA", (".lora_up.", ".lora_down.", ".lora_A.", ".lora_B.", ".hada_w", ".lokr_w", "lora_up.weight")),
     ("a ControlNet", "Load ControlNet Model", ("control_model.", "controlnet_", "input_hint_block.", "zero_conv")),
     ("a VAE", "Load VAE", ("decoder.conv_in.", "encoder.conv_in.", "decoder.conv1.", "first_stage_model.", "taesd_decoder")),
     ("a text encoder", "Load CLIP", ("text_model.encoder.", "encoder.block.0.", "token_embd.", "model.layers.0.self_attn.")),
 )
-"""(what a file is, the node that loads it, parts of keys that show it), in the order in which they are looked for."""
+"""Tuples (what a file is, the node that loads it, parts of keys that show it), in the order in which they are searched."""
 SAMPLING = ("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min")
-"""Keys, never with a prefix, by which ComfyUI tells how an SDXL is sampled. It reads the values of some."""
+"""Keys by which ComfyUI recognizes how an SDXL model is sampled; it reads some of their values. They never have a prefix."""
 PREDICTS_V = "output_blocks.11.1.transformer_blocks.0.norm1.bias"
-"""Key of the values by which ComfyUI tells it of an SD 2."""
+"""Key of the values by which ComfyUI recognizes how an SD 2 model is sampled."""
 PREFERENCE = ".comfy_attention.config"
 KERNELS = {"comfy_kitchen_int8": "comfy_kitchen"}
-"""ComfyUI's methods of attention -> kernels of ranks (core/attention_kernels.py)."""
+"""ComfyUI's attention methods -> the ranks' attention kernels (core/attention_kernels.py)."""
 MAX_SETTING = 1 << 20
 MAX_LIST = 1 << 10
 MAX_TEXT = 1 << 10
 MAX_UNSEEN = 1 << 12
-"""Largest number in the configuration that is not the size of a tensor, such as a text length."""
+"""The largest allowed number in the configuration that is not the size of a tensor, such as a text length."""
 COUNTED = "layers", "blocks", "depth"
-"""Words in the names of settings that count modules. Each such module has at least one tensor."""
+"""Parts of names of settings that count modules. Each such module has at least one tensor."""
 
 UNET = "a UNet whose class in ComfyUI does not run on ranks"
 SOUND = "an audio model, which one GPU computes in seconds"
@@ -71,7 +71,8 @@ NOT_RUN = "a diffusion transformer whose class ranks cannot run"
 
 
 class OtherModel(NamedTuple):
-    """A kind of model that ComfyUI loads and ranks do not run, or not all of. A file with all of `keys` is one."""
+    """A kind of model that ComfyUI loads, but ranks cannot run, or not in all variants. A file with all of `keys` is of this
+    kind."""
 
     name: str
     what: str
@@ -99,47 +100,48 @@ OTHERS = (
     OtherModel("SAM 3, which cuts out objects", PICTURE_TOOL, ("detector.transformer.decoder.query_embed.weight",)),
     OtherModel("a Stable Diffusion (1.5, 2, XL, Video, or made from one)", UNET, ("input_blocks.0.0.weight",)),
 )
-"""From ComfyUI 0.33: model_detection.py, supported_models.py. The first row that fits a file counts."""
+"""As in ComfyUI 0.33 and later: model_detection.py, supported_models.py. The first row that matches a file is used."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of the header of a single file."""
+    """What the header of a single file contains."""
 
     path: Path
     entries: dict[str, Entry]
-    """Key, without the prefix -> tensor."""
+    """Key without the prefix -> its tensor's description."""
     stated: dict[str, Any] | None
-    """The model's configuration. None: there is one that cannot be read."""
+    """The model's configuration from the header. Empty: the header has none. None: it cannot be read."""
     attention: dict[str, str]
-    """Attention layer -> the kernel that the file asks for."""
+    """Attention layer -> the attention kernel that the file asks for."""
     file_state: str = ""
-    """See file_state."""
+    """The state of the file when it was read, see file_state()."""
     sampling: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What ComfyUI reads to tell how a UNet is sampled, by key: see SAMPLING."""
+    """Key -> tensor that ComfyUI reads to find out how a UNet is sampled, see SAMPLING."""
     conversion: Conversion = ()
-    """The conversion that gives the entries of a file in diffusers' layout ComfyUI's names."""
+    """The conversion from diffusers' names to ComfyUI's names that was applied to `entries`. Empty: none."""
 
     @property
     def name(self) -> str:
-        """The file's, to show."""
+        """The file's name for messages."""
         return short(self.path.name)
 
     def tensors(self, enlarged: TensorSizes = ()) -> dict[str, torch.Tensor]:
-        """Tensors without values, by key. `enlarged`: other sizes of some tensors."""
+        """Return tensors on the meta device, by key. `enlarged`: other sizes of some tensors."""
         shapes = {key: entry.shape for key, entry in self.entries.items()} | dict(enlarged)
         return {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
 
     @property
     def metadata(self) -> dict[str, str] | None:
-        """`stated` as ComfyUI's detection reads it. None: nothing is stated."""
+        """`stated` in the form that ComfyUI's detection reads. None: the header has no configuration."""
         if self.stated is None:
             return {"config": ""}
         return {"config": json.dumps({"transformer": self.stated})} if self.stated else None
 
     def converted(self, conversion: Conversion) -> "Contents":
-        """With entries under the names of ComfyUI's layout, which may be rows of several tensors. What the conversion leaves
-        out keeps its name. ValueError for rows that do not fit each other, or that are packed with scales."""
+        """Return the contents with entries under the names of ComfyUI's layout, which may combine rows of several tensors.
+        Other entries keep their names. Raises ValueError for rows that do not match each other, or that are packed with
+        scales."""
         used = {each for _, rows in conversion for each, *_ in rows}
         entries = {key: entry for key, entry in self.entries.items() if key not in used}
         for key, rows in conversion:
@@ -148,11 +150,11 @@ class Contents:
 
     @property
     def other(self) -> OtherModel | None:
-        """What the file is, if that is known and no model that ranks usually run."""
+        """The kind of model that the file is, if ranks usually cannot run it. None: it is of no such kind."""
         return next((each for each in OTHERS if all(key in self.entries for key in each.keys)), None)
 
     def refusal(self) -> ValueError:
-        """The error for a file that ranks cannot run: its kind, and advice."""
+        """Return the error for a file that ranks cannot run. It says what the file is, and what to do."""
         if (other := self.other) is not None:
             return ValueError(
                 f"model_name: {self.name} is {other.name}, {other.what}. Load it with ComfyUI's own loader, on one GPU."
@@ -171,10 +173,8 @@ class Contents:
 
 @contextmanager
 def refusals(path: Path) -> Iterator[None]:
-    """Context whose errors become a ValueError that names the file, in a line of at most MAX_REFUSAL characters.
-
-    Their causes are left out: whoever logs an error logs its causes, with all that the file has put into them.
-    """
+    """Context whose errors become a ValueError that names the file, in one line of at most MAX_REFUSAL characters. The
+    original error is not its cause, because logs show causes, with all text that the file has put into them."""
     try:
         yield
     except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
@@ -189,7 +189,7 @@ def refusals(path: Path) -> Iterator[None]:
 
 
 def prefix_of(keys: Iterable[str]) -> str:
-    """The prefix of the transformer's keys, by ComfyUI's rules. Empty if there is none."""
+    """Return the prefix of the transformer's keys by ComfyUI's rules, or an empty string if there is none."""
     keys = list(keys)
     if all(any(key.startswith(part) for key in keys) for part in ("detector.", "tracker.")):  # SAM 3 has two of its own
         return ""
@@ -203,12 +203,12 @@ def prefix_of(keys: Iterable[str]) -> str:
 
 
 def file_state(path: Path) -> str:
-    """Digest of the file's name, size and times of change, or of the fact that it is missing.
+    """Return a digest of the file's name, size and times of change, or of the fact that it is missing.
 
     Ranks read a file after the client has opened it, and streamed blocks again at each use if the host has no room for them.
-    The time of the inode's change (on Windows of the file's making) tells a file from another one of the same size that was
-    given the same time, as copying with times and unpacking do: no program can set it. Inode numbers are left out, as some
-    network drives give a file another one at each opening.
+    The time of the inode's change (on Windows, of the file's creation) distinguishes files of the same size and the same
+    modification time, which copying with times or unpacking can produce: no program can set it. Inode numbers are not used,
+    because some network drives give a file another number at each opening.
     """
     try:
         status = path.stat()
@@ -220,10 +220,8 @@ def file_state(path: Path) -> str:
 
 
 def contents_of(path: Path) -> Contents:
-    """Contents of the file's header.
-
-    ValueError for no file, one of another kind, and for weights that are packed in a way that ComfyUI does not read.
-    """
+    """Read the file's header and return its contents. Raises ValueError if the file is missing or of another kind, or if
+    ComfyUI does not read its way of packing weights."""
     state, name = file_state(path), short(path.name)
     if not path.is_file():  # reading a pipe could block for ever
         raise ValueError(f"model_name: {name} does not exist at {short(path.parent, 300)}.")
@@ -278,10 +276,8 @@ def _joined(name: str, key: str, pieces: list[tuple[Entry, Span]]) -> Entry:
 
 
 def asked_kernel(asker: str, layer: str, wishes: Any) -> str:
-    """The kernel of ranks that `wishes`, read from JSON, ask for in a layer. Empty: all methods are unknown.
-
-    ValueError, which begins with `asker`, unless they are an object or a list of objects.
-    """
+    """Return the ranks' kernel that a layer's `wishes`, read from JSON, ask for; empty if all methods are unknown. Raises
+    ValueError, which begins with `asker`, if they are neither an object nor a list of objects."""
     methods = [_method(asker, layer, wish) for wish in (wishes if isinstance(wishes, list) else [wishes])]
     return next((KERNELS[method] for method in methods if method in KERNELS), "")
 
@@ -297,9 +293,9 @@ def _method(asker: str, layer: str, wish: Any) -> str:
 
 
 def check_own_arguments(name: str, arguments: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> None:
-    """ValueError, naming the argument, for one with which a class would build more than the file `name` has tensors for.
+    """Raise ValueError, which names the argument, if the class would build more than the file `name` has tensors for.
 
-    `arguments`: those of the class that the file's header states, which ComfyUI takes as they are. `shapes`: of its tensors.
+    `arguments`: those of the class in the file's header, which ComfyUI passes on unchecked. `shapes`: shapes of its tensors.
     """
     widest = max((size for shape in shapes for size in shape), default=0)
     for argument, value in arguments.items():

@@ -1,4 +1,4 @@
-"""Tensor files, safetensors and GGUF: their headers, and their tensors as views of the mapped file."""
+"""Opens safetensors and GGUF files: reads their headers, and returns their tensors as views of the mapped file."""
 
 import abc
 import json
@@ -27,14 +27,14 @@ from .quantised_formats import FP8_FORMATS, Layer
 SAFETENSORS, GGUF = (".safetensors", ".sft"), (".gguf",)
 
 MAX_HEADER_BYTES = 1 << 25
-"""Maximum bytes of a safetensors header. Those of the largest models have about a million. The safetensors library takes a
-hundred million, and unfolds them to sixteen times as much memory."""
+"""Maximum bytes of a safetensors header. The headers of the largest models have about a million. The safetensors library
+allows a hundred million, and expands them to sixteen times as much memory."""
 MAX_TENSORS = 1 << 16
-"""Maximum number of tensors of a file. The largest models have some thousand."""
+"""Maximum number of tensors in a file. The largest models have several thousand."""
 MAX_JSON_BYTES = 1 << 16
-"""Maximum number of bytes of a tensor of JSON, which is about one layer."""
+"""Maximum bytes of a tensor that contains JSON, which usually describes one layer."""
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-"""First bytes of torch.save's files: a zip archive, or a bare pickle."""
+"""The first bytes of torch.save's files: a zip archive, or a bare pickle."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -52,69 +52,71 @@ DTYPES = {
 }
 if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on; diffusers takes 2.6
     DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
-"""Safetensors' name -> torch's dtype."""
+"""Name of a dtype in safetensors -> torch's dtype."""
 NAMES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E4M3": "fp8_e4m3fn", "F8_E5M2": "fp8_e5m2"}
-"""Safetensors' or GGUF's name -> Entry.dtype, if it is another one."""
+"""Name of a dtype in safetensors or GGUF -> its name in Entry.dtype, if they differ."""
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
-"""Field of a GGUF file, before a key: the real shape of a tensor stored in another one, as ComfyUI-GGUF writes it."""
+"""Prefix, before a key, of a GGUF field with the real shape of a tensor that is stored in another one, as ComfyUI-GGUF
+does."""
 _LENGTH = struct.Struct("<Q")
-"""A safetensors file begins with the length of its header."""
+"""The format of the length of the header, with which a safetensors file begins."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor on disk, as its file's header describes it."""
+    """A tensor on disk, as described by its file's header."""
 
     key: str
-    """In the file, with its prefix."""
+    """Its key in the file, with the prefix."""
     shape: tuple[int, ...]
-    """Shape of the values, not of the bytes in which they are packed."""
+    """The shape of the values, not of the bytes in which they are packed."""
     dtype: str
-    """fp32, bf16, fp16, fp8_e4m3fn, fp8_e5m2, one of packed_formats.GGUF_BLOCKS or of quantised_formats.KEPT, or
+    """fp32, bf16, fp16, fp8_e4m3fn, fp8_e5m2, one of packed_formats.GGUF_BLOCKS or of quantised_formats.KEPT, or else
     safetensors' own name."""
     layer: Layer | None = None
-    """How the layer of this weight is quantised. None: it is not, or the file does not say it."""
+    """How the layer of this weight is quantized. None: it is not, or the file does not say how."""
     lacks_scale: bool = False
-    """The file says that its values are scaled, and has no scale."""
+    """Whether the file says that its values are scaled, but has no scale."""
     pieces: "tuple[tuple[Entry, Span], ...]" = ()
-    """The tensors of the file, and the rows of each, that make up this one in order. Empty: it is a tensor of the file."""
+    """The file's tensors and a range of rows of each that form this tensor, in order. Empty: it is one tensor of the
+    file."""
     scales: "Mapping[str, Entry]" = field(default_factory=dict)
     """Other tensors of the file that belong to this weight, such as its scales, by name (quantised_layers.py)."""
 
     @property
     def scale(self) -> "Entry | None":
-        """The scale of values in fp8."""
+        """The scale of values in fp8. None: they have none."""
         return self.scales.get("weight_scale")
 
     @property
     def rounded(self) -> str | None:
-        """The kind of fp8 to which the values are rounded before they are scaled: the file says that the layer is of that
-        kind, and stores it in another format. ComfyUI rounds them so. None: they are not rounded."""
+        """The kind of fp8 to which ComfyUI rounds the values before it scales them, because the file says that the layer is
+        of that kind, but stores it in another format. None: they are not rounded."""
         kind = FP8_FORMATS.get(self.layer.format) if self.layer is not None else None
         return kind if kind != self.dtype else None
 
     @property
     def kept_layer(self) -> Layer:
-        """`layer` of a weight in one of quantised_formats.KEPT."""
+        """`layer` of a weight in a format of quantised_formats.KEPT, which always has one."""
         assert self.layer is not None
         return self.layer
 
 
 class MappedFile(abc.ABC):
-    """An opened file. It is mapped for its first tensor, and unmapped once the last one is gone.
+    """An opened file. It is mapped when its first tensor is read, and unmapped once the last tensor is gone.
 
-    Tensors are views of a read-only map. torch and safetensors make private writable maps, which count as memory of the
+    Tensors are views of a read-only map. torch and safetensors create private writable maps, which count as memory of the
     process: Linux refuses them for a file that is larger than the machine's memory, and Windows counts them once for each
     rank.
     """
 
     entries: dict[str, Entry]
-    """The file's tensors, by key."""
+    """The descriptions of the file's tensors, by key."""
     texts: Mapping[str, str]
-    """Fields of its header that are texts, by name."""
+    """The fields of the header that are text, by name."""
 
     def __init__(self, path: Path):
-        """ValueError, naming the file, if it is damaged or incomplete."""
+        """Read the header. Raises ValueError, which names the file, if it is damaged or incomplete."""
         self.path = path
         self._map: memoryview | None = None
 
@@ -126,12 +128,11 @@ class MappedFile(abc.ABC):
 
     @abc.abstractmethod
     def get_tensor(self, key: str) -> torch.Tensor:
-        """A view of the file, of bytes if `Entry.dtype` is one of GGUF_BLOCKS. Writing to it would end the process.
-
-        ValueError for a file that has been cut since its header was read, and for a dtype that torch does not have."""
+        """Return a view of the file; of bytes if `Entry.dtype` is one of GGUF_BLOCKS. Writing to it would crash the process.
+        Raises ValueError if the file was cut after its header was read, or if torch does not have the dtype."""
 
     def objects(self, entries: Mapping[str, Entry]) -> dict[str, Any]:
-        """Name -> what its small tensor of JSON bytes says. ValueError for a tensor that has none."""
+        """Return name -> the parsed JSON of its small tensor of bytes. Raises ValueError for a tensor that has no JSON."""
         with _read(self.path):
             for name, entry in entries.items():
                 if entry.dtype != "U8" or len(entry.shape) != 1 or entry.shape[0] > MAX_JSON_BYTES:
@@ -139,16 +140,17 @@ class MappedFile(abc.ABC):
             return {name: json.loads(bytes(self.get_tensor(entry.key).tolist())) for name, entry in entries.items()}
 
     def stated(self, text: str, inside: str) -> dict[str, Any]:
-        """Object `inside` of the JSON object in one of `texts`. Empty if either is missing. ValueError for another form."""
+        """Return object `inside` of the JSON in header field `text`; empty if either is missing. Raises ValueError for other
+        JSON."""
         with _read(self.path):
             outer = json.loads(self.texts.get(text, "{}"))
             inner = outer.get(inside, {}) if isinstance(outer, dict) else None
             if not isinstance(inner, dict):
-                raise ValueError(f"its header says {text} in an unknown form")
+                raise ValueError(f"its header has an entry {text} in an unknown form")
             return inner
 
     def _bytes(self, start: int, count: int) -> torch.Tensor:
-        """[count] uint8, a view of the map from byte `start` on."""
+        """Return a view of `count` bytes of the map from byte `start` on, as uint8."""
         if self._map is None:
             with self.path.open("rb") as file:
                 self._map = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -162,7 +164,8 @@ class MappedFile(abc.ABC):
 
 
 class SafetensorsFile(MappedFile):
-    """The safetensors package checks the file. Its own tensors for torch would count as the process's memory."""
+    """A safetensors file. The safetensors package checks it, but does not read it: its tensors would be memory of the
+    process."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -177,7 +180,7 @@ class SafetensorsFile(MappedFile):
             # Opening checks that every tensor lies within the file and has as many bytes as its shape needs.
             with safe_open(path, framework="np") as checked:
                 if len(keys := checked.keys()) > MAX_TENSORS:
-                    raise ValueError(f"it says that it has {len(keys)} tensors")
+                    raise ValueError(f"its header lists {len(keys)} tensors, more than any model has")
             header = json.loads(file.read(length))
         self.texts = header.get("__metadata__") or {}
         self._start, self._stored = _LENGTH.size + length, {key: header[key] for key in keys}
@@ -197,8 +200,8 @@ class SafetensorsFile(MappedFile):
 
 
 class GgufFile(MappedFile):
-    """Needs the `gguf` package. A tensor of blocks is [rows, bytes] uint8. If a row is not a whole number of blocks,
-    the tensor is expanded to float32."""
+    """A GGUF file; needs the `gguf` package. A tensor of blocks is [rows, bytes] uint8. If a row is not a whole number of
+    blocks, the tensor is expanded to float32."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -220,7 +223,7 @@ class GgufFile(MappedFile):
                 count = math.prod(tensor.shape)
                 nbytes = count // values * size
                 if (tensor.shape or (1,))[-1] % values or tensor.start + nbytes > length:
-                    raise ValueError(f"{short(name)} is not all there")
+                    raise ValueError(f"the values of {short(name)} are incomplete")
                 self._places[name] = tensor.start, nbytes
         self.texts = header.texts
         self.entries = {}
@@ -241,7 +244,7 @@ class GgufFile(MappedFile):
         return GgufBlocks(kind).expand(stored.view(1, -1), torch.float32).view(entry.shape)
 
     def _dtype(self, key: str, shape: tuple[int, ...]) -> str:
-        """Entry.dtype."""
+        """Return the value for Entry.dtype."""
         kind = self._kinds[key].name
         if kind not in GGUF_BLOCKS:
             return NAMES.get(kind, kind)
@@ -249,7 +252,7 @@ class GgufFile(MappedFile):
 
 
 def open_file(path: Path) -> MappedFile:
-    """The file, whose header is read. ValueError, naming the file, if it is damaged or incomplete."""
+    """Open the file and read its header. Raises ValueError, which names the file, if it is damaged or incomplete."""
     return GgufFile(path) if path.suffix.lower() in GGUF else SafetensorsFile(path)
 
 

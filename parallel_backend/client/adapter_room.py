@@ -1,7 +1,7 @@
-"""Room on the ranks' devices for additions to weights (LoRA), made before they are sent.
+"""Makes room on the ranks' devices for additions to weights (LoRA) before they are sent.
 
-Other models and programs free memory first, then the model's own blocks are streamed. The next
-run without the additions brings the weights back (MemoryGuard).
+First other models and programs free memory, then the model's own blocks are streamed. The next run without the additions
+brings the weights back (MemoryGuard).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,16 @@ from parallel_backend.wire.loading import Adapt
 from .resident_weights import ResidentWeights
 
 AT_ONCE = 1 << 28
-"""At least this many bytes are requested: a LoRA has hundreds of parts, and each move of weights waits for copies."""
+"""At least this many bytes are requested at a time: a LoRA has hundreds of parts, and each move of weights waits for
+copies."""
 WORKING = 4
-"""Bytes of the two float32 values that exist while a value of an addition is scaled."""
+"""Bytes of a value in float32. While a value of an addition is scaled, two float32 copies of it exist."""
 
 
 @dataclass
 class _Room:
-    """`free`: bytes of a device that additions may take; `taken`: by those that were sent. `asks`: more may become free."""
+    """A device's room. `free`: bytes that additions may take. `taken`: bytes of those sent. `asks`: whether more may become
+    free."""
 
     memory: DeviceMemory
     free: int
@@ -30,7 +32,7 @@ class _Room:
 
 
 class AdapterRoom:
-    """For one model's additions, from the first that is sent to the last."""
+    """Makes room for the additions of one model, from the first part that is sent to the last."""
 
     def __init__(
         self,
@@ -40,18 +42,18 @@ class AdapterRoom:
         streams: Callable[[DeviceMemory], bool],
         value_bytes: int,
     ):
-        """`read()`: the devices' memory, asked for once the ranks have dropped earlier additions. `make_room`: see
-        memory_guard.MakeRoom. `streams`: whether weights of these ranks may be streamed. `value_bytes`: of a value in the
+        """`read()`: returns the devices' memory; called after ranks have dropped earlier additions. `make_room`: see
+        memory_guard.MakeRoom. `streams`: whether these ranks may stream weights. `value_bytes`: bytes of a value in the
         compute dtype."""
         self._read, self._make_room, self._resident = read, make_room, resident
         self._streams, self._value_bytes = streams, value_bytes
         self._rooms: dict[int, _Room] = {}
 
     def take(self, rank: int, part: Adapt) -> None:
-        """`part` is about to be sent to the rank: make room for it there. Later messages find the room.
+        """Make room on the rank for `part`, which is about to be sent.
 
-        Under tensor parallelism the whole part counts, although a rank keeps only a shard. If nothing more can give way, the
-        part is sent anyway, because only the device knows exactly what fits.
+        Under tensor parallelism the whole part counts, although a rank keeps only a shard. If no more memory can be freed,
+        the part is sent anyway, because only the device knows exactly what fits.
         """
         if not self._rooms:
             self._rooms = {
@@ -71,7 +73,7 @@ class AdapterRoom:
             room.asks = room.taken + passing <= room.free
 
     def _bytes_of(self, part: Adapt) -> tuple[int, int]:
-        """(bytes that stay, temporary bytes) on a device."""
+        """Return (bytes that stay, temporary bytes) of an addition on a device."""
         values = part.up.numel() + (0 if part.down is None else part.down.numel())
         passing = 2 * WORKING * part.up.numel()
         if part.up.ndim == 1:  # a parameter of its own: as loaded, as changed, and the sum of changes in float32

@@ -1,4 +1,4 @@
-"""The conditionings that the ranks have of a model: each is sent once and identified by its values."""
+"""The conditionings that a model's ranks have. Each is sent once and recognized by its values."""
 
 import itertools
 import weakref
@@ -16,13 +16,13 @@ from .call import Conditioning, ModelCall, TokenLayout
 from .not_finite import check_conditioning
 
 CONDITIONINGS_KEPT = 8
-"""Number of conditionings, those used last, that the ranks keep with their K/V buffers. At most so many calls with different
-ones may be in progress."""
+"""Number of conditionings that the ranks keep, those used last, each with its K/V buffers. At most this number of calls with
+different conditionings may be in progress."""
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """A tensor of an earlier call, and its version then. torch counts versions up at each write."""
+    """A tensor of an earlier call, and its version then. torch increases the version at each write."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -32,12 +32,12 @@ class Seen:
 
 
 def _seen_now(tensors: dict[str, torch.Tensor]) -> dict[str, Seen]:
-    """The tensors that have a version; tensors made in inference mode have none."""
+    """Return the tensors that have a version. Those created in inference mode have none."""
     return {name: Seen(weakref.ref(each), each._version) for name, each in tensors.items() if not each.is_inference()}
 
 
 class ConditioningCache:
-    """Not thread-safe: Posting locks."""
+    """Finds or sends the ranks' copy of a call's conditioning. Not thread-safe: Posting locks."""
 
     def __init__(self, checkpoint: Checkpoint, ranks: ModelRanks, degrees: Degrees):
         self._built, self._ranks, self._degrees = checkpoint.built, ranks, degrees
@@ -49,7 +49,7 @@ class ConditioningCache:
         return len(self._held)
 
     def find(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
-        """The ranks' copy of the call's conditioning, which is sent if the ranks do not have it.
+        """Return the ranks' copy of the call's conditioning. It is sent if the ranks do not have it.
 
         A sampler passes equal values at each step. New tensors are compared by value; tensors of the last call, as bands
         pass them (nodes/sampling/host_sampling.py), only by version.
@@ -75,17 +75,17 @@ class ConditioningCache:
         return conditioning
 
     def clear(self) -> None:
-        """Forget all conditionings, since the ranks have freed them."""
+        """Forget all conditionings, because the ranks have freed them."""
         self._held.clear()
         self._seen.clear()
 
     def _unsure(self, known: Conditioning, tensors: dict[str, torch.Tensor]) -> list[str]:
-        """Names of the tensors that may differ in value from the conditioning's."""
+        """Return the names of the tensors whose values may differ from the conditioning's."""
         seen = self._seen[known.id]
         return [name for name, tensor in tensors.items() if name not in seen or not seen[name].is_still(tensor)]
 
     def _send(self, conditioning: Conditioning) -> None:
-        """To all ranks. Each replica gets its batch entries."""
+        """Send the conditioning to all ranks. Each replica gets its batch entries."""
         layout, degrees = conditioning.layout, self._degrees
         for replica, entries in enumerate(conditioning.shares(degrees.batch)):
             message = PutConditioning(

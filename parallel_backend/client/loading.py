@@ -48,10 +48,12 @@ def load_model(
 ) -> RemoteTransformer:
     """The model of `setup`, whose files are `checkpoint`, on the ranks of `pool`. Returns when every rank has its part.
 
-    `make_room` is asked for memory on the ranks' GPUs, before loading and before runs. `expected`: the run for which the
-    model is cut; the cut stays for runs of other sizes. `keep_others`: other models on the ranks stay. `learnt`: see
-    MemoryGuard. ValueError, naming the widget, if the model cannot be cut so or the scale of a weight is not finite;
-    RankError if a rank fails, NoRoomToLoad if its device has too little memory.
+    `make_room` is asked for memory on the ranks' GPUs, before loading and before runs. `expected`: the run for which stages
+    are balanced; they stay for runs of other sizes. `keep_others`: other models on the ranks stay. `learnt`: see
+    MemoryGuard.
+
+    Raises ValueError, naming the widget, if the model cannot be cut in this way or the scale of a weight is not finite;
+    RankError if a rank fails; NoRoomToLoad if its device has too little memory.
     """
     degrees, built = setup.degrees, checkpoint.built
     check_devices(degrees, pool.devices)
@@ -92,7 +94,7 @@ def load_model(
 
 
 def _size(nbytes: int) -> str:
-    """As text: in GB with one digit after the point, or in MB if that is 0.0."""
+    """Return the size as text, in GB with one decimal, or in MB if that would be 0.0."""
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
 
 

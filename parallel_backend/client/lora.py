@@ -1,4 +1,4 @@
-"""Additions to a checkpoint's tensors (LoRA and similar adapters), and the messages that bring them to the ranks."""
+"""Additions to a checkpoint's tensors (LoRA and similar adapters), and the messages that send them to the ranks."""
 
 import itertools
 import math
@@ -20,10 +20,8 @@ from parallel_backend.wire.loading import Adapt, Adapted, AdaptersSent, DropAdap
 
 @dataclass(frozen=True)
 class Delta:
-    """Adds `scale` * `up` [rows, r] @ `down` [r, columns] to the rows `rows` (None: all) of checkpoint tensor `key`.
-
-    Without `down`, `up` has the shape of those rows. `key` is a name in the file.
-    """
+    """Adds `scale` * `up` [rows, r] @ `down` [r, columns] to the rows `rows` (None: all) of checkpoint tensor `key`. Without
+    `down`, `up` has the shape of these rows. `key` is a name in the file."""
 
     key: str
     up: torch.Tensor
@@ -31,9 +29,9 @@ class Delta:
     scale: float = 1.0
     rows: Span | None = None
     group: int = 0
-    """Group whose strength scales the delta. Group 0 has strength 1."""
+    """The group whose strength scales the delta. Group 0 has strength 1."""
     instead: bool = False
-    """`up` replaces the checkpoint's tensor. Such a delta comes before other deltas of the key."""
+    """Whether `up` replaces the checkpoint's tensor. Such a delta comes before other deltas of the key."""
 
     def has_factors_of(self, other: "Delta") -> bool:
         """Whether both have the same tensors in memory, for the same rows and group. Their scales may differ."""
@@ -44,7 +42,7 @@ class Delta:
 
 
 TakeRoom = Callable[[int, Adapt], None]
-"""(rank, part of a delta)."""
+"""(rank, part of a delta) -> None. Makes room on the rank."""
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -64,9 +62,8 @@ class Deltas:
     def replace(self, deltas: Iterable[Delta], poll: Callable[[], None], room: TakeRoom = lambda rank, part: None) -> None:
         """Replace the ranks' deltas by these. `poll` is called between messages, and may raise.
 
-        `room(rank, part)` is called before a part is sent to a rank, after the message to drop earlier deltas.
-
-        Only the scales are sent if all factors are those of the last time, in the same order and memory. ValueError for a
+        `room(rank, part)` is called before a part is sent to a rank, after the message to drop earlier deltas. Only the
+        scales are sent if all factors are those of the last time, in the same order and memory. Raises ValueError for a
         delta whose key or shape does not fit the checkpoint. After an error the next call sends everything.
         """
         known, self._known = self._known, []
@@ -99,7 +96,8 @@ class Deltas:
         self._known = sent
 
     def addition(self, delta: Delta) -> Adapt:
-        """The addition to the parameter that has the values of the checkpoint tensor."""
+        """Return the message that adds the delta to the parameter of its checkpoint tensor. Raises ValueError if it does not
+        fit."""
         parameter = self._targets.get(delta.key)
         shape = (0,) if parameter is None else self._checkpoint.shape(parameter)
         rows = delta.rows or Span(0, shape[0])
@@ -116,27 +114,27 @@ class Deltas:
 
 
 def _fits(delta: Delta, rows: int, others: tuple[int, ...]) -> bool:
-    """Whether the delta is for this number of rows of a tensor whose other sizes are `others`."""
+    """Whether the delta fits this number of rows of a tensor whose other sizes are `others`."""
     if delta.down is None:
         return tuple(delta.up.shape) == (rows, *others)
     return tuple(delta.up.shape) == (rows, len(delta.down)) and tuple(delta.down.shape[1:]) == (math.prod(others),)
 
 
 def _shown(delta: Delta) -> str:
-    """The shapes of a delta, for an error."""
+    """Return the shapes of a delta, for an error message."""
     return str(list(delta.up.shape)) + ("" if delta.down is None else f" times {list(delta.down.shape)}")
 
 
 class Adaptation:
-    """The additions to one model's weights on the ranks. Thread-safe."""
+    """The additions to one model's weights on its ranks. Thread-safe."""
 
     def __init__(
         self, pool: ModelRanks, checkpoint: Checkpoint, loaded: Sequence[Loaded], answered: Callable[[Future], None]
     ):
-        """`loaded`: the ranks' replies to Load. `answered` is called with the ranks' replies (Adapted), on the pool's
+        """`loaded`: the ranks' replies to Load. `answered`: called with the ranks' replies (Adapted) on the pool's
         thread."""
         self.bytes = [0] * len(loaded)
-        """By rank, bytes of the additions."""
+        """Bytes of the additions, by rank."""
         self._pool, self._answered = pool, answered
         self._deltas = Deltas(checkpoint, [reply.parameters for reply in loaded], pool.send)
         self._name: Hashable | None = None
@@ -149,7 +147,7 @@ class Adaptation:
         return self._name is not None
 
     def has(self, name: Hashable | None, strengths: tuple[float, ...]) -> bool:
-        """Whether the ranks compute with the deltas of this name in these strengths."""
+        """Whether the ranks compute with the deltas of this name at these strengths."""
         return (name, strengths) == (self._name, self._strengths)
 
     def replace(
@@ -161,8 +159,8 @@ class Adaptation:
         poll: Poll,
         room: TakeRoom,
     ) -> None:
-        """Replace the ranks' deltas, see RemoteTransformer.adapt and Deltas.replace. `check` raises if the model is not on
-        its ranks any more."""
+        """Replace the ranks' deltas, see RemoteTransformer.adapt and Deltas.replace. `check` raises if the model is no
+        longer on its ranks."""
         with self._lock:
             check()
             if self.has(name, strengths):
@@ -178,8 +176,8 @@ class Adaptation:
             self._name, self._strengths = name, strengths
 
     def drop(self) -> list[int]:
-        """Free the additions on all ranks, without waiting. The next `replace` sends everything, even under the same name.
-        Bytes that become free, by rank; none while they are being sent."""
+        """Free the additions on all ranks, without waiting. Returns the bytes that become free, by rank; 0 while some are
+        being sent. The next `replace` sends everything, even under the same name."""
         if not self._lock.acquire(blocking=False):
             return [0] * len(self.bytes)
         try:
@@ -193,7 +191,7 @@ class Adaptation:
             self._lock.release()
 
     def _all_in_place(self, poll: Poll) -> list[Adapted]:
-        """The ranks' replies, in rank order, once they have done what they were sent."""
+        """Return the ranks' replies, in rank order, after they have handled everything that was sent."""
         answered = self._pool.ask(AdaptersSent(), Adapted)
         answered.add_done_callback(self._answered)  # in the order of the ranks' replies, unlike what follows
         return wait_for(answered, poll)

@@ -1,4 +1,4 @@
-"""What a sampling run does after its ranks are lost: whether it tries again, and with which degrees on fewer devices."""
+"""Decides what a sampling run does after its ranks are lost: whether it tries again, and with which degrees and devices."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.validate import all_degrees
 
 MOST_TRIES = 2
-"""Further tries of a sampling run."""
+"""Maximum number of further tries of a sampling run."""
 
 
 class FurtherTries:
@@ -21,10 +21,10 @@ class FurtherTries:
         self._lost: Callable[[], object | None] = lambda: None  # weak reference to the model that was lost last
 
     def allows(self, model: object | None, next_try: Callable[[], str]) -> bool:
-        """Whether to try again after `model` lost its ranks. None: the model's next load lost them.
+        """Whether to try again after `model` lost its ranks. None: they were lost when the model was loaded again.
 
-        `next_try` prepares that and returns a line for the user. Empty: no try would end otherwise. Calls in progress fail
-        together: each of them may be tried again, and `next_try` is called for the first of them.
+        `next_try` prepares the next try and returns a line for the user. Empty: it would end in the same way. Calls in
+        progress fail together. Each of them may be tried again, but `next_try` is called only for the first.
         """
         if self._over or (model is not None and self._lost() is model):
             return not self._over
@@ -38,8 +38,8 @@ class FurtherTries:
 
 
 def devices_left(devices: Sequence[str], lost: Sequence[str]) -> tuple[str, ...]:
-    """`devices` without those that are lost: all ranks of a GPU here, but one for each on the CPU or on Ray, whose devices
-    share a name. All, if none would be left."""
+    """`devices` without the lost ones; all of them if none would be left. All ranks of a local GPU are removed, but only one
+    for each lost rank on CPUs and Ray, whose devices share a name."""
     left = list(devices)
     for name in lost:
         if device_kind(name) == "cuda" and not on_ray(name):
@@ -50,10 +50,10 @@ def devices_left(devices: Sequence[str], lost: Sequence[str]) -> tuple[str, ...]
 
 
 def degrees_left(before: Degrees, ranks: int, is_possible: Callable[[Degrees], bool]) -> Degrees:
-    """The degrees in which a run with the degrees `before` can go on with most of so many ranks, on the axes that it used.
+    """The degrees with which a run with degrees `before` can go on with at most `ranks` ranks, on the axes that it used.
 
-    Those with least weights on each rank. Copies and patches do not become more: a call may be too small. Stages may replace
-    tensor ranks, whose number divides the layers.
+    Of several, those with the least weights on each rank. Copies and patches do not increase, because a call may be too
+    small. Stages may replace tensor ranks, whose number must divide the layers.
     """
     used = {axis for axis in AXES if getattr(before, axis) > 1} | ({"pipe"} if before.tensor > 1 else set())
 

@@ -1,4 +1,4 @@
-"""The cut of a model over its ranks: as the user says, evenly, or by measured times of its blocks."""
+"""Cuts a model over its ranks: as the user says, evenly, or by measured times of its blocks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,8 +32,8 @@ def balance(
 ) -> Balance:
     """Cut the model. If `stage_split` is auto and there is a choice, the ranks drop their models and time its blocks.
 
-    `expected`: the run that the model is loaded for. Blocks are timed with its number of tokens, and stages leave memory for
-    its buffers and computation. `copy_rates`: by rank, see spill_seconds.
+    `expected`: the run for which the model is loaded. Blocks are timed with its number of tokens, and stages leave memory
+    for its buffers and computation. `copy_rates`: by rank, see spill_seconds.
     """
     degrees, stage_split, dtype, lists = setup.degrees, setup.stage_split, setup.dtype, block_lists(checkpoint)
     by_hand = check_stage_split(stage_split, degrees.pipe, len(lists))

@@ -16,9 +16,11 @@ Reply = TypeVar("Reply", Probed, LinksProbed)
 
 
 def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple[Probe, tuple[int, int]] | None:
-    """The message that has blocks timed, and the tokens of the longer and the shorter sequence. `rows`: numbers of token
-    rows of the two, or so many as the call has that the class was tried for; 32 rows are an image of 512 x 512. None:
-    there is no call, or it cannot be cut so."""
+    """Return (the message that has blocks timed, numbers of tokens of its longer and shorter sequence). None: no suitable
+    call is known.
+
+    `rows`: numbers of token rows of the two sequences, limited to those of the call with which the class was tried. 32 rows
+    are an image of 512 x 512."""
     built = checkpoint.built
     timed = built.timed_calls(rows, PROBE_COLUMNS, PROBE_TEXT)
     tokens = tuple(math.ceil(counts.states / built.hidden) for _, counts in timed)
@@ -31,10 +33,8 @@ def probe_of(checkpoint: Checkpoint, dtype: str, rows: tuple[int, int]) -> tuple
 
 
 def measured_blocks(pool: SomeRanks, probe: Probe, lists: Iterable[str], poll: Poll) -> list[Probed]:
-    """Seconds of the model's blocks, by rank. The ranks drop their models. `lists`: names of the model's block lists.
-
-    RankError for impossible times.
-    """
+    """Return the seconds of the model's blocks, by rank. The ranks drop their models. `lists`: names of the model's block
+    lists. Raises RankError for impossible times."""
     names = set(lists)
 
     def sound(reply: Probed) -> bool:
@@ -50,10 +50,8 @@ def measured_blocks(pool: SomeRanks, probe: Probe, lists: Iterable[str], poll: P
 
 
 def measured_links(pool: Pool, sizes: Sequence[int], poll: Poll) -> list[LinksProbed]:
-    """Seconds of transfers of `sizes` bytes over each link, by rank. The ranks drop their models. Sets the pool's `links`.
-
-    RankError for impossible figures.
-    """
+    """Return the seconds of transfers of `sizes` bytes over each link, by rank. The ranks drop their models. Sets the pool's
+    `links`. Raises RankError for impossible figures."""
     world = len(pool.devices)
 
     def sound(reply: LinksProbed) -> bool:
@@ -72,7 +70,7 @@ def measured_links(pool: Pool, sizes: Sequence[int], poll: Poll) -> list[LinksPr
 
 
 def figures(links: Links) -> dict[tuple[int, int], tuple[float, float]]:
-    """Bandwidth in bytes a second and latency in seconds by pair of ranks, as Pool.links has them."""
+    """Return pair of ranks -> (bandwidth in bytes a second, latency in seconds), as in Pool.links."""
     return {pair: (link.bandwidth, link.latency) for pair, link in links.between.items()}
 
 

@@ -1,7 +1,5 @@
-"""Asks the ranks for their memory before a model is loaded and once for each sampling run.
-
-If a run does not fit, weights are streamed from host memory; if it still does not fit, it is refused.
-"""
+"""Asks the ranks for their memory before a model is loaded and once for each sampling run. If a run does not fit, weights
+are streamed from host memory. If it still does not fit, it is refused."""
 
 import functools
 import logging
@@ -34,23 +32,23 @@ from .resident_weights import ResidentWeights
 log = logging.getLogger(__name__)
 
 LEAST_SHORT = 1 << 28
-"""If a device ran out of memory, it is assumed to lack at least this many bytes. The failed allocation, or half of the
-run's estimate, counts if it is larger. A guess: no GPU has run out so far."""
+"""If a device ran out of memory, it is assumed to lack at least this many bytes. The failed allocation, or half of the run's
+estimate, counts if it is larger. This is a guess: no GPU has run out so far."""
 
 EXACT = 0
-"""In place of a run's number: calls outside of runs."""
+"""Stands for the number of a run, for calls outside of runs."""
 
 Learnt = dict[Setup, dict[int, int]]
-"""Setup -> by rank, the most bytes of weights that it may keep since it ran out of memory. Shared by a process's models.
+"""Setup -> rank -> most bytes of weights on its device, learned when it ran out of memory. Shared by a process's models.
 Estimates of a run's memory are not measured, so a run that fits by them may still run out."""
 
 MakeRoom = Callable[[str, int], int]
-"""(device of this machine such as cuda:0, bytes that it lacks) -> bytes that have become free. Provided by the program with
-other models on the device; called on the thread that loads or samples."""
+"""(local device such as cuda:0, bytes that it lacks) -> bytes that have become free. Provided by the program that has other
+models on the device. Called on the thread that loads or samples."""
 
 
 def no_room(device: str, missing: int) -> int:
-    """A MakeRoom for a process without other models on the devices."""
+    """Return a MakeRoom for a process without other models on the devices."""
     return 0
 
 
@@ -66,26 +64,27 @@ class MemoryGuard:
         lock: AbstractContextManager | None = None,
         learnt: Learnt | None = None,
     ):
-        """`lock`: see ResidentWeights. `learnt`: see Learnt. None: a new one of this model's own."""
+        """`lock`: see ResidentWeights. `learnt`: see Learnt. None: a new one for this model only."""
         self.ranks, self.memory_check, self.built, self.make_room, self._lock = ranks, memory_check, built, make_room, lock
         self.resident = ResidentWeights(ranks, memory_check.weights(), lock=lock)
         self.copy_rates = [0.0] * len(ranks.devices)
-        """By rank, bytes a second from host memory to its device; 0.0 if no weights are streamed."""
+        """Bytes a second from host memory to each rank's device; 0.0 if no weights are streamed."""
         self._learnt: Learnt = {} if learnt is None else learnt
         self._learned: str | None = None  # see `learn`
         self.has_host = [False] * len(ranks.devices)
-        """By rank, whether the machine has separate host memory to which weights can move."""
+        """For each rank, whether its machine has separate host memory to which weights can move."""
         self._runs: dict[int, _Run] = {}
         self._of_last_run: set[tuple[Request, ...]] = set()
         self._of_this_run: set[tuple[Request, ...]] = set()
         self._since: set[Request] = set()  # whose calls may have run since ranks were last asked for their memory
 
     def make_room_for(self, requests: tuple[Request, ...], poll: Poll) -> None:
-        """Ask for memory for the model and these requests, before blocks are timed and cut by the free memory."""
+        """Ask for memory for the model and these requests, before blocks are timed and balanced by free memory."""
         self._with_room(requests, self._device_memories(poll), None)
 
     def check_weights(self, requests: tuple[Request, ...], poll: Poll) -> None:
-        """Set the limits in `resident` for loading and a run of these requests. ValueError for too large weights."""
+        """Set the limits in `resident` for loading and for a run of these requests. Raises ValueError for too large
+        weights."""
         memories = self._with_room(requests, self._device_memories(poll), None)
         self.memory_check.check_weights(memories)
         limits = self.memory_check.placed(requests, memories, most=self._most)
@@ -93,7 +92,7 @@ class MemoryGuard:
 
     @property
     def _most(self) -> dict[int, int]:
-        """What was learnt of this model's setup, see Learnt."""
+        """The entry of Learnt for this model's setup."""
         return self._learnt.get(self.memory_check.setup, {})
 
     @property
@@ -102,59 +101,58 @@ class MemoryGuard:
         return any(run != EXACT for run in list(self._runs))
 
     def wake(self, poll: Poll) -> None:
-        """Bring the weights that each rank needs to its device, see ResidentWeights.wake, after asking for memory.
-
-        ValueError, before anything moves, if they still have no room.
-        """
+        """Bring the weights that each rank needs to its device, see ResidentWeights.wake, after asking for memory. Raises
+        ValueError, before anything moves, if there is still no room for them."""
         if self.resident.parked:
             memories = self._with_room((), self._device_memories(poll), self.resident.expected())
             self.memory_check.check_weights(memories)
             self.resident.wake()
 
     def adapter_room(self, poll: Poll) -> AdapterRoom:
-        """Room for additions to the weights, for which free memory is asked once they are being sent."""
+        """Makes room for additions to the weights. It reads free memory when the first addition is sent."""
         setup = self.memory_check.setup
         value_bytes = compute_dtype(setup.dtype, torch.device(device_kind(setup.devices[0]))).itemsize
         read = functools.partial(self._device_memories, poll)
         return AdapterRoom(read, self.make_room, self.resident, self.memory_check.streams, value_bytes)
 
     def adapted(self) -> None:
-        """Note that LoRA values were added to the weights or freed.
-
-        The next call asks for free memory, and brings back the weights that fit.
-        """
+        """To be called after LoRA values were added to the weights or freed. The next call reads free memory, and brings
+        back the weights that fit."""
         self._runs.pop(EXACT, None)
 
     def gave_way(self) -> None:
-        """Note that weights have left a device. The next call asks for free memory, and brings back the weights that fit."""
+        """To be called after weights have left a device. The next call reads free memory, and brings back the weights that
+        fit."""
         for run in list(self._runs.values()):  # a copy, since runs begin and end on other threads
             run.free.lose(self.resident.expected())
         self.refresh()
 
     def refresh(self) -> None:
-        """Begin a sampling run: read free memory again, because it may have changed since the last run."""
+        """Begin a sampling run: free memory is read again, because it may have changed since the last run."""
         self._runs.pop(EXACT, None)
         if self._of_this_run:
             self._of_last_run, self._of_this_run = self._of_this_run, set()
 
     def admit(self, conditioning: Conditioning, poll: Poll, timed: bool = False, added: int = 0) -> None:
-        """Check an exact call before it is made. ValueError if it cannot fit. `timed`, `added`: see memory_model.Request.
+        """Check an exact call before it is made. Raises ValueError if it cannot fit. `timed`, `added`: see
+        memory_model.Request.
 
-        Ranks are asked for their memory only before a run's first call, since their answer waits for calls in progress.
+        Asks ranks for their memory only before a run's first call, because their answer waits for calls in progress.
         """
         if EXACT not in self._runs:
             self._runs[EXACT] = _Run(_FreeMemory(self._device_memories(poll), self.resident.expected()), 1, 0)
         self.check(EXACT, conditioning, timed, added)
 
     def watch(self, run: int, bands: int, extrapolate: bool, poll: Poll) -> None:
-        """Begin a run in `bands`. `check` checks its calls."""
+        """Begin a run in `bands` bands. `check` then checks its calls."""
         free = _FreeMemory(self._device_memories(poll), self.resident.expected())
         self._runs[run] = _Run(free, bands, KV_COPIES if extrapolate else 1)
 
     def check(self, run: int, conditioning: Conditioning, timed: bool = False, added: int = 0) -> None:
-        """To be called before a call of a run: ValueError if the run with this conditioning too cannot fit.
+        """Check a call of a run before it is made. Raises ValueError if the run does not fit together with this
+        conditioning.
 
-        `timed`, `added`: see memory_model.Request. Does not wait for ranks, since other calls may be in progress.
+        `timed`, `added`: see memory_model.Request. Does not wait for ranks, because other calls may be in progress.
         """
         known, key = self._runs.get(run), (conditioning.id, timed, added)
         if known is None or (key in known.requests and not self.resident.parked):
@@ -165,7 +163,7 @@ class MemoryGuard:
         known.requests = requests
 
     def copy_seconds(self) -> list[float]:
-        """By rank, the time of copying the streamed weights of a micro-step."""
+        """For each rank, seconds of copying the weights that it streams in a micro-step."""
         held = zip(self.resident.weights, self.resident.limits, self.copy_rates, strict=True)
         return [one.streamed(limit) / rate if rate else 0.0 for one, limit, rate in held]
 
@@ -173,10 +171,8 @@ class MemoryGuard:
         self._runs.pop(run, None)
 
     def explained(self, error: Exception) -> Exception:
-        """The error. If memory ran out, with figures and advice behind its first line.
-
-        The reason why the system ended a process is unknown. The error names memory only if the run needed much of it.
-        """
+        """Return the error. If memory ran out, figures and advice are added after its first line. It is unknown why the
+        system ended a process: that error only mentions memory if the run needed much of it."""
         if KILLED in str(error) and not self.memory_check.is_short():
             return error
         if not isinstance(error, RankError) or not out_of_memory(str(error)) or not (advice := self.memory_check.advice()):
@@ -187,9 +183,11 @@ class MemoryGuard:
         return said
 
     def learn(self, error: DeviceFull) -> str:
-        """A device ran out of memory with this model: have the next one like it stream more of that rank's weights.
+        """Record that a device ran out of memory with this model: the next one with this setup streams more of that rank's
+        weights.
 
-        A line for the user about the next try. Empty: nothing more can be streamed. A second call returns the same.
+        Returns a line for the user about the next try. Empty: nothing more can be streamed. A second call returns the same
+        line.
         """
         if self._learned is None:
             self._learned = self._learn(error)
@@ -214,10 +212,10 @@ class MemoryGuard:
         )
 
     def _fit(self, requests: tuple[Request, ...], free: "_FreeMemory") -> None:
-        """Move weights so that these requests fit, and update `free`. ValueError if they cannot fit.
+        """Move weights so that these requests fit, and update `free`. Raises ValueError if they cannot fit.
 
-        Weights come back to a device with free memory, but not into memory that the last run's requests needed: the next
-        conditioning would make the weights leave again. Ranks move weights before they handle later calls.
+        Weights come back to a device with free memory, but not into memory that the last run's requests needed, because the
+        next conditioning would move them out again. Ranks move weights before they handle later calls.
         """
         self._since.update(requests)
         free.move_to(self.resident.expected())
@@ -238,7 +236,8 @@ class MemoryGuard:
     def _with_room(
         self, requests: tuple[Request, ...], memories: tuple[DeviceMemory, ...], resident: Sequence[int] | None
     ) -> tuple[DeviceMemory, ...]:
-        """Free memory by dropping VAEs, then by `make_room`. `memories` afterwards. `resident`: see MemoryCheck.missing."""
+        """Free memory by dropping VAEs, then by `make_room`. Returns the memory afterwards. `resident`: see
+        MemoryCheck.missing."""
         if any(memory.vae and self.memory_check.missing(requests, memory, resident) for memory in memories):
             self.ranks.tell(DropVAE())  # without waiting: ranks drop them before they handle later messages
             memories = tuple(_with_free(replace(memory, vae=0), memory.vae) for memory in memories)
@@ -263,7 +262,7 @@ class MemoryGuard:
 
 
 def _with_free(memory: DeviceMemory, nbytes: int) -> DeviceMemory:
-    """The memory with this number of bytes more free, unless its free bytes are unknown."""
+    """Return the memory with `nbytes` more free. Unchanged if its free bytes are unknown."""
     return memory if memory.free is None else replace(memory, free=memory.free + nbytes)
 
 
@@ -280,13 +279,13 @@ class _FreeMemory:
         self.memories = tuple(_with_free(memory, sum(moved[rank] for rank in memory.ranks)) for memory in self.memories)
 
     def lose(self, resident: Sequence[int]) -> None:
-        """Weights were freed, and another model or program has their memory."""
+        """Record that weights were freed, and that another model or program has taken their memory."""
         self._resident = resident
 
 
 class _Run:
-    """`free`: memory since the run began. `kept`, `bands`: see memory_model.Request. `requests`: by conditioning, and by
-    `timed` and `added` of its calls."""
+    """A run. `free`: memory since it began. `kept`, `bands`: see memory_model.Request. `requests`: (conditioning, `timed`,
+    `added`) of its calls -> request."""
 
     def __init__(self, free: _FreeMemory, bands: int, kept: int):
         self.free, self.bands, self.kept = free, bands, kept
@@ -296,7 +295,7 @@ class _Run:
 def request_of(
     conditioning: Conditioning, built: BuiltClass, kept: int = 0, bands: int = 1, timed: bool = False, added: int = 0
 ) -> Request:
-    """The memory model's record of calls with this conditioning. Other arguments: see memory_model.Request."""
+    """Return the memory model's record for calls with this conditioning. Other arguments: see memory_model.Request."""
     layout = conditioning.layout
     counted = built.counted(layout.grid, conditioning.text_tokens, conditioning.tensors)
     return Request(

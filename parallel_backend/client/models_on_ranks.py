@@ -1,4 +1,4 @@
-"""The models on ranks, and the order in which they leave the devices for another model: the least recently used first."""
+"""The models on ranks, and the order in which they make room for another model: the least recently used first."""
 
 import itertools
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ class OnRanks:
     setup: Setup
     model: RemoteTransformer
     owner: Any = None
-    """Kept alive with the model: the object that frees the weights must outlive them."""
+    """The object that frees the weights. It is kept alive as long as the model."""
     used: int = 0
     """Number of the last use. Later uses of any model have larger numbers."""
     run: int = -1
     """Number of the sampling run of the last use. -1: the model has not been used."""
     again: bool = False
-    """The last use was not the first one in its run."""
+    """Whether the last use was not the first one in its run."""
 
 
 class ModelsOnRanks:
@@ -41,16 +41,16 @@ class ModelsOnRanks:
         self._uses = itertools.count(1)
 
     def find(self, setup: Setup) -> OnRanks | None:
-        """The model of `setup`, if it is on ranks that work."""
+        """Return the model of `setup`, if it is on ranks that work."""
         each = self._models.get(setup)
         return each if each is not None and each.model.on_ranks else None
 
     def of(self, pool: SomeRanks) -> list[OnRanks]:
-        """The models on the pool that these ranks are of, the least recently used first."""
+        """Return the models on the whole pool that these ranks belong to, the least recently used first."""
         return [each for each in self if each.model.pool.whole is pool.whole]
 
     def __iter__(self) -> Iterator[OnRanks]:
-        """The models on ranks that work, the least recently used first."""
+        """Return the models on ranks that work, the least recently used first."""
         present = [each for each in list(self._models.values()) if each.model.on_ranks]
         return iter(sorted(present, key=lambda each: each.used))
 
@@ -62,13 +62,13 @@ class ModelsOnRanks:
         return added
 
     def use(self, used: OnRanks, owner: Any) -> None:
-        """Note a use of the model by `owner`."""
+        """Record a use of the model by `owner`."""
         self._newest, used.owner, used.used = used, owner, next(self._uses)
         used.again, used.run = used.run == self.run, self.run
 
     def use_again(self, model: RemoteTransformer) -> bool:
-        """Note a use of the newest model, if it is this one and on ranks that work. Whether it is: Registry.model would give
-        it again in the same prompt."""
+        """Record a use of the model, if it was the last one used and is on ranks that work. Returns whether it is: then
+        Registry.model would return it again in the same prompt."""
         newest = self._newest
         if newest is None or newest.model is not model or not model.on_ranks:
             return False
@@ -84,10 +84,10 @@ class ModelsOnRanks:
         self._newest = None
 
     def that_give_way_to(self, setup: Setup, pool: SomeRanks) -> list[OnRanks]:
-        """Models on `pool` that may be asked for memory for the model of `setup`, in this order.
+        """Return the models on `pool` that may be asked for memory for the model of `setup`, in this order.
 
-        Of two models that take turns within a run, each takes memory from the other only at its first use: moving weights at
-        each step would cost more than streaming them.
+        If two models take turns within a run, each takes memory from the other only at its first use: moving weights at each
+        step would cost more than streaming them.
         """
         asks = self._models.get(setup)
         others = [each for each in self.of(pool) if each.setup != setup]

@@ -1,7 +1,5 @@
-"""NaN and infinity: checks of inputs, and the error of an output with such values.
-
-Ranks are then asked for weights and LoRAs that have such values too.
-"""
+"""Checks inputs for NaN and infinity, and explains an output with such values. For the explanation, ranks are asked which
+weights and LoRAs have such values."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -20,11 +18,11 @@ from .lora import Adaptation
 
 
 class NotFiniteError(RuntimeError):
-    """The model's output is not finite. The run ends, and the ranks stay."""
+    """Raised if the model's output has NaN or infinity. The run ends, and the ranks stay."""
 
 
 def check_latent(x: torch.Tensor, timestep: torch.Tensor) -> None:
-    """ValueError for values of a call that are not finite, naming the sampler's inputs."""
+    """Raise ValueError, naming the sampler's input, if values of a call are NaN or infinite."""
     if not all_finite(timestep):
         raise ValueError("sigmas: they have values that are not finite (NaN or infinite). Use another scheduler.")
     if not all_finite(x):
@@ -36,7 +34,7 @@ def check_latent(x: torch.Tensor, timestep: torch.Tensor) -> None:
 
 
 def check_conditioning(tensors: Mapping[str, torch.Tensor]) -> None:
-    """ValueError for values that are not finite. Masks of scores may have such values."""
+    """Raise ValueError if conditioning tensors have NaN or infinity. Masks of scores may have them."""
     for name, tensor in tensors.items():
         if "mask" not in name and not all_finite(tensor):
             raise ValueError(
@@ -48,10 +46,8 @@ def check_conditioning(tensors: Mapping[str, torch.Tensor]) -> None:
 def explanation(
     answers: Sequence[NotFiniteFound], dtype: str, adapted: bool, controlled: bool, in_file: Mapping[str, str]
 ) -> str:
-    """The error's text. `dtype`: see Setup. `adapted`, `controlled`: there was a LoRA, a ControlNet.
-
-    `in_file`: parameter -> its key in the file, by which ComfyUI and LoRA files name it.
-    """
+    """Return the error's text. `dtype`: see Setup. `adapted`, `controlled`: whether there was a LoRA, a ControlNet.
+    `in_file`: parameter -> its key in the file, by which ComfyUI and LoRA files name it."""
     weights, adapters = (
         list(dict.fromkeys(in_file.get(name, name) for names in found for name in names))
         for found in zip(*((answer.weights, answer.adapters) for answer in answers), strict=True)

@@ -1,4 +1,4 @@
-"""The state of ranks and their models for the sidebar's panel, as JSON values. It is read without a message to any rank."""
+"""The state of ranks and their models for the sidebar's panel, as JSON values. Reading it sends no message to any rank."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -12,11 +12,11 @@ N = TypeVar("N", int, float)
 
 
 def overview_of(pool: Pool, models: Sequence[OnRanks]) -> dict[str, Any]:
-    """The ranks on one set of devices. `models`: those on the pool, the least recently used first.
+    """Return the state of a pool. `models`: those on the pool, the least recently used first.
 
-    `ranks`, `models`: see below. `links`: for two ranks, the lower one first, bytes a second and seconds of latency, as
-    measured last. `error`: the first line of the error that ended the ranks; empty if they work. `logs`: folder of their
-    logs; empty if none stays.
+    `ranks`, `models`: see below. `links`: (lower rank, other rank, bytes a second, seconds of latency), as measured last.
+    `error`: the first line of the error that ended the ranks; empty if they work. `logs`: folder of their logs; empty if
+    none.
     """
     found = list(map(_model, models))
     return {
@@ -30,9 +30,9 @@ def overview_of(pool: Pool, models: Sequence[OnRanks]) -> dict[str, Any]:
 
 
 def _rank(pool: Pool, rank: int, weights: int) -> dict[str, Any]:
-    """`state`: "starting", "idle", "waiting" (for another rank), "working", or "failed". `doing`: the rank's work; empty if
-    unknown. Bytes on its device: `weights`, LoRAs included; `run`, keys, values and prompts; `free`, of a CPU's machine;
-    `total`, 0 if not known yet."""
+    """One rank's state: "starting", "idle", "waiting" (for another rank), "working", or "failed". `doing`: its work; empty
+    if unknown. Bytes on its device (a CPU's machine): `weights`, including LoRAs; `run`: keys, values and prompts; `free`;
+    `total`, 0 if unknown."""
     beat = pool.watchdog.beat(rank)
     if pool.error is not None:
         state = "failed"
@@ -49,14 +49,14 @@ def _rank(pool: Pool, rank: int, weights: int) -> dict[str, Any]:
 
 
 def _model(one: OnRanks) -> dict[str, Any]:
-    """`name`: of its file. `parked`: another model has displaced all weights. By rank: `weights`, bytes on the device;
-    `streamed`, bytes that a step copies to the device, or that another model has displaced; `computing`, the share of the
-    last run's time in which it computed instead of waiting, empty if unknown."""
+    """One model. `name`: its file's. `parked`: whether another model has displaced all weights. By rank: `weights`: bytes on
+    the device. `streamed`: bytes that are copied to the device in each step, or displaced. `computing`: fraction of the last
+    run's time in which the rank did not wait; empty if unknown."""
     model = one.model
     pool = model.pool
 
     def by_rank(values: Sequence[N]) -> list[N | int]:
-        """Values of all ranks of the pool: 0 for ranks without the model. Empty: unknown."""
+        """Return the values of all ranks of the pool: 0 for ranks without the model. Empty: unknown."""
         places = map(pool.place, range(len(pool.whole.devices)))
         return [0 if place is None else values[place] for place in places] if values else []
 

@@ -1,6 +1,5 @@
-"""Files of GPUs between which NCCL works only without direct access (P2P), or does not work. Such a link hangs, and the
-self-test of the links needs a minute to notice it: once, not at each start of ComfyUI.
-"""
+"""Stores for which GPUs NCCL only works without direct access (P2P), or does not work at all. Such a link hangs, and the
+self-test of the links needs a minute to notice. So it does once, not at each start of ComfyUI."""
 
 import hashlib
 import logging
@@ -19,25 +18,25 @@ log = logging.getLogger(__name__)
 
 NAME = "without_p2p"
 MACHINE = tuple(map(Path, ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/proc/cmdline")))
-"""The drivers' versions, and the kernel's options, such as for the IOMMU."""
+"""Files with the drivers' versions and the kernel's options, such as for the IOMMU."""
 IOMMU = Path("/sys/class/iommu")
-"""Folder with an entry for each active unit."""
+"""Folder with an entry for each active IOMMU."""
 
 WITH_P2P, WITHOUT_P2P, BY_GLOO = range(3)
-"""How ranks talk."""
+"""Ways in which ranks transfer."""
 FAILED = {WITH_P2P: "", WITHOUT_P2P: "no direct access (P2P)", BY_GLOO: "no NCCL"}
 
 
 class P2PVerdicts:
-    """Not thread-safe. `folder`: of the files; if it returns None, verdicts live as long as the process."""
+    """Not thread-safe. `folder`: returns the folder of the files. None: verdicts last as long as the process."""
 
     def __init__(self, folder: Callable[[], Path | None]):
         self._folder = folder
         self._here: dict[tuple[str, ...], int] = {}
 
     def way(self, devices: tuple[str, ...]) -> int:
-        """How ranks on these devices should transfer, as found by this process or an earlier one with the same GPUs and
-        driver."""
+        """Return how ranks on these devices should transfer, as found by this process or an earlier one with the same GPUs
+        and driver."""
         if devices in self._here:
             return self._here[devices]
         folder = self._folder_for(devices)
@@ -51,33 +50,32 @@ class P2PVerdicts:
         return way
 
     def turn_to(self, devices: tuple[str, ...], way: int) -> None:
-        """For now: it is unknown yet whether this helps."""
+        """Use this way for now. It is unknown yet whether it works."""
         self._here[devices] = way
 
     def keep(self, devices: tuple[str, ...], way: int) -> None:
-        """Note that these devices work in this way. Later starts use it until driver, GPUs, torch, NCCL or the IOMMU
+        """Store that these devices work in this way. Later starts use it until driver, GPUs, torch, NCCL or the IOMMU
         change."""
         self._here[devices] = way
         if (folder := self._folder_for(devices)) is not None:
             keep(folder, _key(devices), NAME, way)
 
     def forget(self, devices: tuple[str, ...]) -> None:
-        """Ranks on these devices try NCCL with P2P again."""
+        """Have ranks on these devices try NCCL with P2P again."""
         self._here.pop(devices, None)
         folder = self._folder_for(devices)
         if folder is not None and kept_path(folder, key := _key(devices), NAME).exists():
             keep(folder, key, NAME, WITH_P2P)
 
     def _folder_for(self, devices: tuple[str, ...]) -> Path | None:
-        """None if nothing is stored: for CPUs and for GPUs of a Ray cluster, which may differ next time."""
+        """Return the folder to use for these devices. None: nothing is stored for CPUs and for GPUs of a Ray cluster, which
+        may differ next time."""
         return self._folder() if all(device_kind(name) == "cuda" and not on_ray(name) for name in devices) else None
 
 
 def _key(devices: tuple[str, ...]) -> dict[str, object]:
-    """`cards`: UUIDs of these GPUs, sorted. `machine`: a digest of the other facts that decide how they can transfer.
-
-    Asks for the GPUs' properties alone, which makes no context on a GPU.
-    """
+    """`cards`: sorted UUIDs of these GPUs. `machine`: a digest of other facts that decide how they can transfer. Only
+    queries the GPUs' properties, which creates no context on a GPU."""
     properties = [torch.cuda.get_device_properties(name) for name in devices]
     cards = sorted(str(getattr(one, "uuid", one.name)) for one in properties)
     facts = [torch.__version__, platform.release(), *(path.read_text() for path in MACHINE if path.is_file())]
@@ -86,7 +84,7 @@ def _key(devices: tuple[str, ...]) -> dict[str, object]:
 
 
 def nccl_version() -> str:
-    """Of the library that torch has loaded, which may be newer than the one torch came with. Empty without NCCL."""
+    """Return the version of the NCCL that torch has loaded, which may be newer than torch's own. Empty without NCCL."""
     if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
         return ""
     version = torch.cuda.nccl.version()

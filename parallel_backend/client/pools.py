@@ -25,9 +25,9 @@ WAYS = {WITH_P2P: "with P2P", WITHOUT_P2P: "without P2P", BY_GLOO: "that use Glo
 class Pools:
     """Keeps pools on different devices at the same time. Not thread-safe: the registry locks.
 
-    Devices that overlap with a pool's are used by a part of that pool. If the pool lacks some of them, it is ended once, and
-    started again on all devices of both. `start` makes a pool. `verdicts`: devices on which P2P or NCCL does not work.
-    `chosen()`: CPU threads of each rank; None: CPU ranks share the cores.
+    Devices that overlap with a pool's are served by a part of that pool. If the pool lacks some of them, it is ended once
+    and started again on the devices of both. `start`: creates a pool. `verdicts`: devices on which P2P or NCCL does not
+    work. `chosen()`: CPU threads of each rank; None: CPU ranks share the cores.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Pools:
         return tuple(pool for pool in self._pools if pool.error is None)
 
     def threads(self, devices: tuple[str, ...], pool: Pool | None = None) -> int | None:
-        """CPU threads of each rank on `devices`, of `pool` or a new one. CPU ranks of all pools share the cores. Ranks of a
-        part of a pool also get the cores of its other ranks, which wait meanwhile. None: the ranks decide."""
+        """CPU threads of each rank on `devices`, in `pool` or in a new one. None: the ranks decide. CPU ranks of all pools
+        share the cores. Ranks of a part of a pool also get the cores of its other ranks, which wait meanwhile."""
         if device_kind(devices[0]) != "cpu":
             return None
         cpu_devices = [name for other in self.working if other is not pool for name in other.devices]
@@ -70,7 +70,7 @@ class Pools:
         return self._part(pool, self._used.get(pool.devices, pool.devices))
 
     def note(self, ranks: SomeRanks) -> None:
-        """Note a use of these ranks by a model that is on them, without `use`."""
+        """Record a use of these ranks by a model that is on them, without `use`."""
         if ranks.whole in self._pools:
             self._used[ranks.whole.devices] = ranks.devices
             self._pools = (*(other for other in self._pools if other is not ranks.whole), ranks.whole)
@@ -80,7 +80,8 @@ class Pools:
         return any(ranks_on(devices, pool.devices) is not None for pool in self.working)
 
     def use(self, devices: tuple[str, ...], action: Callable[[SomeRanks], T], alone: bool = False) -> T:
-        """The result of `action` with the ranks on these devices, started if necessary. `alone`: a pool without others."""
+        """Return the result of `action` with the ranks on these devices, started if necessary. `alone`: no other devices in
+        the pool."""
         self.end_failed()
         where = devices if alone else self._where(devices)
         if where == devices or any(pool.devices == where for pool in self._pools):
@@ -97,7 +98,7 @@ class Pools:
         return self._use(devices, action)
 
     def _where(self, devices: tuple[str, ...]) -> tuple[str, ...]:
-        """The devices of the pool that is to have ranks on `devices`."""
+        """Return the devices of the pool that will have ranks on `devices`."""
         for pool in self._pools:
             if ranks_on(devices, pool.devices) is not None:
                 return pool.devices
@@ -106,7 +107,7 @@ class Pools:
         return devices if together is None or together in self._apart else together
 
     def _part(self, pool: Pool, devices: tuple[str, ...]) -> SomeRanks:
-        """The pool's ranks on these devices."""
+        """Return the pool's ranks on these devices."""
         self._used[pool.devices] = devices
         ranks = ranks_on(devices, pool.devices)
         assert ranks is not None
@@ -115,10 +116,10 @@ class Pools:
         return PoolPart(pool, ranks, self.threads(devices, pool) if self._chosen() is None else None)
 
     def _use(self, devices: tuple[str, ...], action: Callable[[Pool], T]) -> T:
-        """The result of `action` with the pool on these devices, started if necessary.
+        """Return the result of `action` with the pool on these devices, started if necessary.
 
-        If the self-test of NCCL's links fails, `action` is tried once more with new ranks without P2P, since direct access
-        between consumer GPUs is the most frequent cause, and then with Gloo. The way that works stays, see P2PVerdicts.
+        If the self-test of NCCL's links fails, `action` is tried again with new ranks without P2P, because direct access
+        between consumer GPUs is the most frequent cause, and then with Gloo. The way that works is stored, see P2PVerdicts.
         """
         pool = self._on(devices)
         self._begun.discard(devices)
@@ -158,14 +159,15 @@ class Pools:
             self._begun.add(devices)
 
     def end_failed(self) -> None:
-        """Drop pools that have failed, except those whose links have failed and that wait for their first use."""
+        """Drop failed pools, except those whose links failed before their first use."""
         for pool in self._pools:
             waits = pool.devices in self._begun and isinstance(pool.error, LinksDown)
             if pool.error is not None and not waits:
                 self.end(pool.devices)
 
     def end(self, devices: tuple[str, ...], politely: bool = True) -> None:
-        """End the pool with ranks on these devices, if there is one. `politely`: see Pool.close; not if it is starting."""
+        """End the pool with ranks on these devices, if there is one. `politely`: see Pool.close; ignored while it is
+        starting."""
         ended = [pool for pool in self._pools if ranks_on(devices, pool.devices) is not None]
         self._pools = tuple(pool for pool in self._pools if pool not in ended)
         for pool in ended:
@@ -178,14 +180,15 @@ class Pools:
             self.end(pool.devices)
 
     def end_all(self, politely: bool) -> None:
-        """End all ranks that this process started, on a thread that need not have the registry's lock: the pools stay where
-        they are. A process that was forked from the one that started a pool has that pool too."""
+        """End all ranks that this process started. The list of pools does not change, so the caller need not hold the
+        registry's lock. A process forked from the one that started a pool has that pool too, but does not end it."""
         for pool in self._pools:
             if pool.process == os.getpid():
                 _close(pool, politely)
 
     def _on(self, devices: tuple[str, ...]) -> Pool:
-        """The pool on these devices, now the one used last. Ends pools that have failed or share some of the devices."""
+        """Return the pool on these devices, which becomes the one used last. Ends pools that have failed or share some of
+        the devices."""
         self.end_failed()
         for other in self._pools:
             if other.devices != devices and not apart(other.devices, devices):
@@ -199,29 +202,30 @@ class Pools:
 
 
 def self_test_of(way: int) -> SelfTest:
-    """The settings of ranks that transfer in this way, one of WAYS."""
+    """Return the settings of ranks that transfer in this way, one of WAYS."""
     if way == WITH_P2P:
         return SELF_TEST
     return replace(SELF_TEST, p2p=False, gloo=way == BY_GLOO, seconds=WITHOUT_P2P_SECONDS)
 
 
 def way_of(settings: SelfTest) -> int:
-    """The way in which ranks with these settings transfer."""
+    """Return the way in which ranks with these settings transfer."""
     return WITH_P2P if settings.p2p else BY_GLOO if settings.gloo else WITHOUT_P2P
 
 
 def next_way(way: int) -> int | None:
-    """The way to try after NCCL has failed in `way`. None: there is no other."""
+    """Return the way to try after NCCL has failed in `way`. None: there is no other."""
     if way == WITH_P2P and P2P_DISABLE not in os.environ:
         return WITHOUT_P2P
     return None if way == BY_GLOO else BY_GLOO
 
 
 def _close(pool: Pool, politely: bool) -> None:
-    """As Pool.close. Ranks that are still starting read no messages: to ask them would take seconds."""
+    """As Pool.close, but never politely if ranks are still starting: they read no messages, so waiting would take
+    seconds."""
     pool.close(politely and pool.ready.done())
 
 
 def apart(these: tuple[str, ...], others: tuple[str, ...]) -> bool:
-    """Whether no device is in both pools. False for devices on Ray, which may be the same ones."""
+    """Whether the pools share no device. False for devices on Ray, which may be the same ones."""
     return not any(map(on_ray, (*these, *others))) and not {*these} & {*others}

@@ -26,10 +26,10 @@ from .shared_residuals import SharedResiduals
 class Posting:
     """A queue of micro-steps, which are sent to the ranks in order, a window at a time. Thread-safe.
 
-    `patch`: number of values of an output token for each channel. `cut`: of a stage's tokens over its sequence ranks.
-    `shared`: the residuals of micro-steps in progress. `wake()` is called before each micro-step is sent, since weights may
-    have left the devices after its call was posted. `lock` is held while anything is sent for the model, so that all ranks
-    get the messages in one order.
+    `patch`: number of values of an output token for each channel. `cut`: how a stage's tokens are split over sequence ranks.
+    `shared`: the residuals of micro-steps in progress. `wake()` is called before each micro-step is sent, because weights
+    may have left the devices since its call was posted. `lock` is held while anything is sent for the model, so that all
+    ranks get the messages in one order.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Posting:
         self._conditionings, self._causes, self._wake, self.lock = conditionings, causes, wake, lock
         self._error: Exception | None = None
         self.answered = 0
-        """Number of calls with all outputs so far."""
+        """Number of calls so far whose outputs have all arrived."""
         self._newest = 0  # number of the newest micro-step, sent or waiting
         self._window = window(degrees.pipe)
         self._waiting: list[deque[PostedStep]] = [deque() for _ in range(degrees.batch)]
@@ -79,15 +79,16 @@ class Posting:
             raise again(self._error)
 
     def conditioning(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
-        """The ranks' copy of the call's conditioning, see ConditioningCache."""
+        """Return the ranks' copy of the call's conditioning, see ConditioningCache."""
         with self.in_order():
             return self._conditionings.find(call, layout)
 
     def post(self, call: PostedCall) -> None:
         """Queue the call's micro-steps, and send those that the window allows. `call.future` gives tokens [B, n + a, c] on
-        the CPU. If a micro-step cannot be sent, the others are dropped.
+        the CPU.
 
-        ValueError for fewer tokens than sequence ranks.
+        If a micro-step cannot be sent, the others are dropped. Raises ValueError if there are fewer tokens than sequence
+        ranks.
         """
         cut = self._cut_of(call)
         with self.lock:
@@ -113,7 +114,8 @@ class Posting:
             return any(self._waiting) or any(self._in_flight)
 
     def abandon(self, which: Callable[[PostedCall], bool]) -> None:
-        """Forget these calls: waiting micro-steps are not sent, and outputs of those in progress are dropped."""
+        """Drop the calls for which `which` is true: waiting micro-steps are not sent, and outputs of those in progress are
+        ignored."""
         with self.lock:
             for waiting in self._waiting:
                 kept = [step for step in waiting if not which(step.output.call)]
@@ -121,7 +123,7 @@ class Posting:
                 waiting.extend(kept)
 
     def end(self, error: Exception) -> None:
-        """The model has left the ranks: every call, waiting or later, raises `error`."""
+        """Record that the model has left the ranks: every call, waiting or later, raises `error`."""
         with self.lock:
             self._error = error
             self._conditionings.clear()
@@ -135,7 +137,7 @@ class Posting:
             fail(call.future, error)
 
     def on_output(self, output: m.Output) -> None:
-        """Add an output, and complete its call if this was the last one. BadMessage: see `_accept`."""
+        """Add an output, and complete its call if this was the last one. Raises BadMessage, see `_accept`."""
         finite = all_finite(output.value)
         with self.lock:
             accepted = self._accept(output, finite)
@@ -149,10 +151,10 @@ class Posting:
             whole.call.future.set_result(whole.tokens())
 
     def _accept(self, output: m.Output, finite: bool) -> tuple[PartialOutput, bool, bool] | None:
-        """Add a rank's output, and send micro-steps that the window now allows. `finite`: all values of it are finite.
+        """Add a rank's output, and send micro-steps that the window now allows. `finite`: whether all its values are finite.
 
-        (the call's output, whether it is complete now, whether this is its first part that is not finite). None for an
-        output of a cancelled run. BadMessage for an unexpected output, or one of a wrong shape.
+        Returns (the call's output, whether it is complete now, whether this is its first part that is not finite). None for
+        an output of a cancelled run. Raises BadMessage for an unexpected output, or one of a wrong shape.
         """
         at = self._degrees.coordinate(output.rank)
         flying = self._in_flight[at.batch]
@@ -175,14 +177,14 @@ class Posting:
         return whole, complete, nonfinite
 
     def _check_value(self, value: torch.Tensor, entries: int, tokens: int) -> None:
-        """BadMessage unless `value` is [entries, tokens, c] of floats, with the same c for all outputs of the model."""
+        """Raise BadMessage unless `value` is floats [entries, tokens, c], with the same c for all outputs of the model."""
         width = value.shape[-1] if self._width is None and value.ndim == 3 else self._width
         if value.shape != (entries, tokens, width) or not width or width % self._patch or not value.is_floating_point():
             raise m.BadMessage(f"an output of {value.dtype} {list(value.shape)} for {entries} entries and {tokens} tokens")
         self._width = width
 
     def _cut_of(self, call: PostedCall) -> CallCut:
-        """Decided once for all calls of a conditioning with the same tokens."""
+        """Return how the call is cut. Decided once for all calls of a conditioning with the same tokens."""
         known, key = call.conditioning.cuts, (call.tokens, call.companion_tokens)
         if key not in known:
             known[key] = self._new_cut(call)
@@ -205,10 +207,8 @@ class Posting:
         return CallCut(tuple(call.rows(self._cut)), parts)
 
     def _fill(self, replica: int) -> None:
-        """Send waiting micro-steps while fewer than the window are in progress.
-
-        The window keeps every stage busy. It is not larger, because micro-steps that are sent cannot be cancelled.
-        """
+        """Send waiting micro-steps while fewer than the window are in progress. The window keeps every stage busy. It is not
+        larger, because micro-steps that are sent cannot be cancelled."""
         waiting, flying = self._waiting[replica], self._in_flight[replica]
         while waiting and len(flying) < self._window:
             step = waiting.popleft()
@@ -231,7 +231,7 @@ class Posting:
             raise
 
     def _messages(self, replica: int, step: PostedStep) -> list[m.Step]:
-        """The messages to each sequence rank."""
+        """Return the message for each sequence rank."""
         call, entries, shards = step.output.call, step.entries.slice, step.output.shards
         added = self._added(replica, step) if call.residuals else [()] * len(shards)
         numbers = {tensor: number for number, tensor in enumerate(dict.fromkeys(map(id, call.residuals.values())))}
@@ -258,7 +258,8 @@ class Posting:
         return messages
 
     def _added(self, replica: int, step: PostedStep) -> list[tuple[torch.Tensor, ...]]:
-        """By sequence rank, its rows of the call's different residuals. Ranks that need the same rows share one copy."""
+        """For each sequence rank, its rows of the call's different residuals. Ranks that need the same rows share one
+        copy."""
         # A ControlNet with few blocks uses one tensor for several blocks of the model: it is sent once.
         call, entries, shards = step.output.call, step.entries.slice, step.output.shards
         tensors = list({id(tensor): tensor for tensor in call.residuals.values()}.values())

@@ -1,4 +1,5 @@
-"""The model files of the present prompt, as it first saw them: a file that changes later changes none of its results."""
+"""The model files of the present prompt, as it first saw them: later changes of a file do not affect the prompt's
+results."""
 
 from dataclasses import replace
 
@@ -10,23 +11,24 @@ from .models_on_ranks import OnRanks
 
 
 class PromptFiles:
-    """The checkpoints that the present prompt computes with. Used under the registry's lock."""
+    """The checkpoints that the present prompt computes with. To be used under the registry's lock."""
 
     def __init__(self):
         self._prompt: str | None = None
         self._seen: dict[tuple[str, OwnClass, TensorSizes], Checkpoint] = {}
 
     def begin(self, prompt: str | None) -> None:
-        """Forget what another prompt saw. `prompt`: id of the present one. None: unknown, and never the same one."""
+        """Forget the files of other prompts. `prompt`: id of the present one. None: unknown, and different from all
+        others."""
         if prompt is None or prompt != self._prompt:
             self._prompt = prompt
             self._seen.clear()
 
     def of(self, setup: Setup, on_ranks: OnRanks | None, opened: Checkpoint | None) -> Checkpoint:
-        """The checkpoint of `setup`. The prompt's first call decides: that of the model `on_ranks`, or else the one that a
-        node has `opened`, unless its file has changed since; or else the file as it is now.
+        """Return the checkpoint of `setup`, fixed by the prompt's first call.
 
-        ValueError for a file that cannot be opened as this class.
+        That call takes the checkpoint of the model `on_ranks`, or the one that a node has `opened`, unless its file has
+        changed; or otherwise opens the file now. Raises ValueError for a file that cannot be opened as this class.
         """
         own = setup.own_class
         key = str(setup.path), replace(own, blocks=()), setup.enlarged

@@ -1,4 +1,4 @@
-"""A class of core.own_class.PACKAGES for callers without ComfyUI: what a trial of their call proves, and their calls."""
+"""A class of core.own_class.PACKAGES for callers without ComfyUI: proofs by a trial of their call, and their calls."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,13 +14,14 @@ from parallel_backend.own_class.trials.trial import trial
 from .sampling import Prompt
 
 TIMES = 1.0, 0.5, 0.01
-"""The first, a middle and nearly the last time of a run."""
+"""The first, a middle, and nearly the last timestep of a run."""
 
 
 def proven(own: OwnClass, call: Call, degrees: Degrees, name: str) -> OwnClass:
-    """The class with the proofs of a trial for calls like this one. ValueError for a class without proven bands, whose batch
-    entries depend on each other, or whose latents are not filled up in a circle; and, naming the widget, for degrees that
-    are not proven. `name`: of the model, for the refusal."""
+    """Return the class with the proofs of a trial for calls like this one. `name`: the model's name, for the message.
+
+    Raises ValueError if bands are not proven, batch entries depend on each other or latents are not padded circularly; and,
+    naming the widget, for degrees that are not proven."""
     proof = trial(own, call, TIMES, bands=True, tensor=degrees.tensor)
     proof.check(degrees, name)
     if why := proof.batch or proof.bands:
@@ -31,16 +32,16 @@ def proven(own: OwnClass, call: Call, degrees: Degrees, name: str) -> OwnClass:
 
 
 def call_of(x: torch.Tensor, arguments: Mapping[str, torch.Tensor]) -> Call:
-    """The call at time 1 with the latent [B, C, ...] and these arguments of the class, by name."""
+    """Return the call at timestep 1 with the latent [B, C, ...] and these arguments of the class, by name."""
     return Call(x, torch.ones(len(x)), arguments)
 
 
 def tensors_of(arguments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Conditioning tensors of these arguments, by name. The class gets a latent of whole tokens, since the client fills
-    it up in a circle, as `proven` wants."""
+    """Return the conditioning tensors of these arguments, by name. The class gets a latent of whole tokens, because the
+    client pads it circularly, as `proven` requires."""
     return to_tensors(arguments, torch.ones(len(next(iter(arguments.values())))))
 
 
 def prompt_for_class(prompt: Prompt) -> Prompt:
-    """A prompt of the class's arguments, by name, as its calls have them."""
+    """Return a prompt whose tensors are the class's arguments, as conditioning tensors."""
     return dataclasses.replace(prompt, positive=tensors_of(prompt.positive), negative=tensors_of(prompt.negative))

@@ -39,21 +39,19 @@ from .remote_transformer import RemoteTransformer
 log = logging.getLogger(__name__)
 
 Expected = Callable[[], Request | None]
-"""Returns the run for which a model is loaded, if it is known."""
+"""Returns the run for which a model is loaded, or None if it is unknown."""
 BORROWED = "Parallel DiT: the ranks were used for something else, and the model is no longer there"
 
 
 class Registry:
-    """Keeps the pools and the models on them. Thread-safe.
-
-    If a model needs memory, others move to host memory or are unloaded, the least recently used first.
-    """
+    """Keeps the pools and the models on them. Thread-safe. If a model needs memory, others move to host memory or are
+    unloaded, the least recently used first."""
 
     def __init__(self):
         self.logs: Callable[[], Path | None] = lambda: None
         """Returns the folder for the logs of new ranks, see pool.Pool."""
         self.folder: Callable[[], Path | None] = lambda: None
-        """Returns the folder for files that later processes read, see P2PVerdicts. None: nothing is kept."""
+        """Returns the folder for files that later processes read, see P2PVerdicts. None: nothing is stored."""
         self.threads: int | None = None
         """CPU threads of each new rank, see pool.Pool. None: the cores are divided evenly."""
         self.start_of = start_of
@@ -77,8 +75,8 @@ class Registry:
         expected: Expected = lambda: None,
         opened: Checkpoint | None = None,
     ) -> RemoteTransformer:
-        """The model of `setup`. Starts ranks and loads the model if it is not on working ranks, or its files had changed
-        when the prompt began.
+        """Return the model of `setup`. Starts ranks and loads the model if it is not on working ranks, or if its files had
+        changed when the prompt began.
 
         `owner` is kept alive while the model is on ranks, and then until the next use of a model: the object that frees the
         weights must outlive them. `make_room`, `expected()`: for loading, see loading.load_model; other models on the same
@@ -109,7 +107,7 @@ class Registry:
             return entry.model
 
     def checkpoint(self, prompt: str | None, setup: Setup, opened: Checkpoint) -> Checkpoint:
-        """The files of `setup` with which this prompt computes, see PromptFiles. `opened`: as a node opened them."""
+        """Return the files of `setup` with which this prompt computes, see PromptFiles. `opened`: as a node opened them."""
         with self._lock:
             self._files.begin(prompt)
             return self._files.of(setup, self._models.find(setup), opened)
@@ -149,12 +147,13 @@ class Registry:
             return freed + self._make_way(models, device, missing - freed, asking, in_turns=True)
 
     def make_way(self, pool: SomeRanks, device: str, nbytes: int) -> int:
-        """Free `nbytes` of one device by moving the models on these ranks, without waiting. Bytes that become free."""
+        """Free `nbytes` of one device by moving the models on these ranks, without waiting. Returns the bytes that become
+        free."""
         with self._lock:
             return self._make_way(self._models.of(pool), device, nbytes)
 
     def held_on(self, pool: SomeRanks, device: str) -> int:
-        """Bytes of the models on these ranks on one device."""
+        """Return the bytes of all models on these ranks on one device."""
         with self._lock:
             return sum(each.model.bytes_on(device) for each in self._models.of(pool))
 
@@ -162,7 +161,7 @@ class Registry:
         self, models: list[OnRanks], device: str, nbytes: int, asking: OnRanks | None = None, in_turns: bool = False
     ) -> int:
         """As `make_way`, with these models in this order. `asking`: the model that needs the memory, if it is on ranks.
-        `in_turns`: models that are used in turns with the new one in this run keep the minimum that they need."""
+        `in_turns`: models that are used in turns with it in this run keep the least weights that they need to compute."""
         freed = 0
         for each in models:
             held, wanted = each.model.bytes_on(device), nbytes - freed
@@ -181,9 +180,9 @@ class Registry:
         return freed
 
     def _host_has_room(self, kind: str, nbytes: int, asking: OnRanks | None) -> bool:
-        """Whether `nbytes` of weights fit into host memory, from ranks on this kind of device. To make room, models that are
-        in host memory alone are unloaded, the least recently used first, except `asking`, which is about to come back.
-        """
+        """Whether `nbytes` of weights fit into host memory, from ranks on this kind of device. To make room, models whose
+        weights are only in host memory are unloaded, the least recently used first, except `asking`, which is about to come
+        back."""
         if not nbytes:
             return True
         free = room_for_weights(torch.device(kind))
@@ -199,7 +198,7 @@ class Registry:
         return same[-1] if same else None
 
     def begin_run(self) -> None:
-        """A sampling run begins: see RemoteTransformer.begin_timeline."""
+        """Begin a sampling run, see RemoteTransformer.begin_timeline."""
         with self._lock:
             self._models.run += 1
             for each in self._models:
@@ -207,10 +206,8 @@ class Registry:
                     each.model.begin_timeline()
 
     def unload(self, setup: Setup | None = None, poll: Poll = lambda: None) -> None:
-        """Free the ranks' memory of the model of `setup`, or of everything if `setup` is None. The ranks stay.
-
-        Returns when the memory is free. Micro-steps in progress finish first. An exception of `poll` ends only the waiting.
-        """
+        """Free the ranks' memory of the model of `setup`, or of everything if `setup` is None. The ranks stay. Returns when
+        the memory is free. Micro-steps in progress finish first. An exception of `poll` only ends the waiting."""
         with self._lock:
             if setup is not None:
                 if (entry := self._models.find(setup)) is not None:
@@ -222,13 +219,13 @@ class Registry:
                 self._free(pool, poll)
 
     def _unload(self, gone: OnRanks, poll: Poll) -> None:
-        """Free the ranks' memory of one model; with the last one on them everything, a VAE's part too."""
+        """Free the ranks' memory of one model. If it is the last one on its ranks, free everything, also a VAE's part."""
         pool, freed = gone.model.pool.whole, self._let_go(gone)
         if freed is not None or not self._models.of(pool):
             self._free(pool, poll, freed if self._models.of(pool) else None)
 
     def _let_go(self, gone: OnRanks) -> Future | None:
-        """As `_unload`, for this model alone. The future ends when the memory is free. None: the ranks have failed."""
+        """As `_unload`, but only this model. The future ends when the memory is free. None: the ranks have failed."""
         self._models.remove(gone)
         self._former_owners.append(gone.owner)
         try:
@@ -237,7 +234,7 @@ class Registry:
             return None
 
     def _free(self, pool: Pool, poll: Poll, freed: Future | None = None) -> None:
-        """Wait for `freed`. None: have these ranks free everything. Drops ranks that have failed: their memory is free."""
+        """Wait for `freed`. None: have these ranks free everything. Drops failed ranks, whose memory is free already."""
         try:
             wait_for(freed or pool.ask(m.Unload(), m.Unloaded), poll)
         except RankError as error:
@@ -245,8 +242,8 @@ class Registry:
             self._pools.end(pool.devices)
 
     def give_back(self, setup: Setup, device: str, nbytes: float) -> int:
-        """Free `nbytes` of `device` by moving the model of `setup`, see RemoteTransformer.give_way. Bytes that came free.
-        The model stays on the ranks. Waits for micro-steps in progress."""
+        """Free `nbytes` of `device` by moving the model of `setup`, see RemoteTransformer.give_way. Returns the bytes that
+        came free. The model stays on the ranks. Waits for micro-steps in progress."""
         with self._lock:
             model = self._model_of(setup)
             if model is None or model.pool.error is not None:
@@ -258,11 +255,11 @@ class Registry:
                 return 0
 
     def _model_of(self, setup: Setup) -> RemoteTransformer | None:
-        """The model of `setup`, if it is on ranks."""
+        """Return the model of `setup`, or None if it is not on ranks."""
         return None if (entry := self._models.find(setup)) is None else entry.model
 
     def overview(self) -> list[dict[str, Any]]:
-        """An overview of each pool for the user, as JSON values. Never waits."""
+        """Return an overview of each pool for the user, as JSON values. Never waits."""
         return [overview_of(pool, self._models.of(pool)) for pool in self._pools.all]
 
     def runs_on(self, devices: tuple[str, ...]) -> bool:
@@ -270,20 +267,18 @@ class Registry:
         return self._pools.serves(devices)
 
     def bytes_on(self, setup: Setup, device: str) -> int:
-        """Bytes of the model of `setup` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
+        """Return the bytes of the model of `setup` on one device ('cuda:0'). 0 if it is not loaded. Never waits."""
         model = self._model_of(setup)
         return 0 if model is None else model.bytes_on(device)
 
     def wanted_on(self, setup: Setup, device: str) -> int | None:
-        """As `bytes_on`, if no other model needs the memory. None: the model is not loaded."""
+        """As `bytes_on`, but as if no other model needed the memory. None: the model is not loaded."""
         model = self._model_of(setup)
         return None if model is None else model.wanted_on(device)
 
     def begin(self, devices: tuple[str, ...]) -> None:
-        """Begin to start ranks on these devices for a later use, unless there are ranks on any of them.
-
-        Never waits. Does nothing while another thread loads a model, because that model needs the devices first.
-        """
+        """Begin to start ranks on these devices for a later use, unless there are ranks on any of them. Never waits. Does
+        nothing while another thread loads a model, because that model needs the devices first."""
         if self._lock.acquire(blocking=False):
             try:
                 if not self._exiting:
@@ -292,8 +287,8 @@ class Registry:
                 self._lock.release()
 
     def pool_for(self, devices: tuple[str, ...] | None, poll: Poll, alone: bool = False) -> SomeRanks | None:
-        """The ranks on these devices, started if necessary. `devices` None: the ranks used last, or None. `alone`: see
-        Pools.use."""
+        """Return the ranks on these devices, started if necessary. `devices` None: the ranks used last, or None. `alone`:
+        see Pools.use."""
         with self._lock:
             if devices is not None:
                 return self._pools.use(devices, lambda pool: _ready(pool, poll), alone)
@@ -307,16 +302,14 @@ class Registry:
         return working[-1] if working else None
 
     def present(self) -> RemoteTransformer | None:
-        """The model used last, or None if there is none or its ranks have failed. Loads and starts nothing."""
+        """Return the model used last, or None if there is none or its ranks have failed. Loads and starts nothing."""
         models = list(self._models)
         return models[-1].model if models else None
 
     @contextlib.contextmanager
     def borrow(self, devices: tuple[str, ...], poll: Poll = lambda: None) -> Iterator[Pool]:
-        """Context with a pool on exactly these devices, started if necessary, for other purposes than sampling.
-
-        Its models are unloaded. An exception in the context ends the ranks, whose state is then unknown.
-        """
+        """Context with a pool on exactly these devices, started if necessary, for other purposes than sampling. Its models
+        are unloaded. An exception in the context ends the ranks, because their state is then unknown."""
         try:
             with self._lock:
                 pool = self._pools.use(devices, lambda pool: _ready(pool, poll), alone=True).whole
@@ -335,11 +328,8 @@ class Registry:
             self._pools.close()
 
     def exit(self) -> None:
-        """End all ranks, because the process is about to end. From then on none are started.
-
-        Never waits for a load in progress on another thread, whose ranks are killed. A forked process leaves its parent's
-        ranks alone.
-        """
+        """End all ranks, because the process is about to end. No new ranks start afterwards. Never waits for a load in
+        progress on another thread; its ranks are killed. A forked process leaves its parent's ranks alone."""
         self._exiting = True
         idle = self._lock.acquire(blocking=False)
         try:
@@ -362,7 +352,7 @@ def _ready(pool: SomeRanks, poll: Poll) -> SomeRanks:
 
 @functools.cache
 def registry() -> Registry:
-    """The process's registry, whose ranks end with the process."""
+    """Return the process's registry, whose ranks end with the process."""
     one = Registry()
     atexit.register(one.exit)
     return one

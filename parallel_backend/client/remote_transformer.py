@@ -1,7 +1,7 @@
 """A model on the ranks of a pool, as the nodes use it.
 
-A call is cut into micro-steps: batch entries over replicas, entries of an exact call one by one through the pipeline. They
-are posted in order, a small window at a time, and the shards of their outputs are joined (posting.py).
+A call is cut into micro-steps: batch entries over replicas, and entries of an exact call one by one through the pipeline.
+They are posted in order, a small window at a time, and the parts of their outputs are joined (posting.py).
 """
 
 import itertools
@@ -33,10 +33,8 @@ from .step_cache import Forecast, StepCache
 
 
 class RemoteTransformer:
-    """A checkpoint on the ranks of a pool, cut by the degrees of `setup`. Made by loading.load_model. Thread-safe.
-
-    `balance`: the blocks of each stage, and each patch rank's share of the image.
-    """
+    """A checkpoint on the ranks of a pool, cut by the degrees of `setup`. Created by loading.load_model. Thread-safe.
+    `balance`: the blocks of each stage, and each patch rank's share of the image."""
 
     def __init__(
         self,
@@ -57,17 +55,17 @@ class RemoteTransformer:
 
     @property
     def resident(self) -> ResidentWeights:
-        """The places of the model's weights."""
+        """Where the model's weights are."""
         return self._memory.resident
 
     @property
     def weight_bytes(self) -> list[int]:
-        """Bytes of weights on the device of each rank."""
+        """Bytes of weights on each rank's device."""
         return list(self.resident.device_bytes)
 
     @property
     def streamed_bytes(self) -> list[int]:
-        """By rank, bytes of weights that it copies to its device in each step, or that another model has displaced."""
+        """For each rank, bytes of weights that it copies to its device in each step, or that another model has displaced."""
         held = zip(self.resident.weights, self.weight_bytes, strict=True)
         return [max(0, weights.total - on_device) for weights, on_device in held]
 
@@ -82,11 +80,11 @@ class RemoteTransformer:
         return self._adaptation.bytes
 
     def adapt(self, name: Hashable | None, deltas: Iterable[Delta], poll: Poll, strengths: tuple[float, ...] = ()) -> None:
-        """Add `deltas` to the checkpoint's weights. They replace earlier deltas. No call may be in progress.
+        """Add `deltas` to the checkpoint's weights, in place of earlier deltas. No call may be in progress.
 
         `name`: equal deltas have equal names. If the name is that of the last time, `deltas` is not read. None: no deltas.
-        `strengths`: of the deltas' groups 1, 2, ...; to change these alone is cheap. If a device has no room, weights give
-        way to the deltas (adapter_room.py). Returns when every rank has its part, with its size in `adapter_bytes`.
+        `strengths`: of the deltas' groups 1, 2, ...; changing only these is cheap. If a device has no room, weights make way
+        for the deltas (adapter_room.py). Returns when every rank has its part, with its size in `adapter_bytes`. Raises
         ValueError for a delta that does not fit the checkpoint.
         """
         if self._adaptation.has(name, strengths):
@@ -98,7 +96,7 @@ class RemoteTransformer:
         self._memory.adapted()
 
     def stage_costs(self, grid: tuple[int, ...]) -> tuple[StageCost, ...] | None:
-        """Costs by stage for an image with `grid` tokens along its axes. None: the blocks were not timed."""
+        """Return the costs of each stage for an image with `grid` tokens along its axes. None: the blocks were not timed."""
         costs = self.balance.costs(math.prod(grid) / self.degrees.sequence)
         if costs is None:
             return None
@@ -114,18 +112,18 @@ class RemoteTransformer:
         return self._posting.alive and self.pool.error is None  # the pool has its error before `_on_failure` is called
 
     def unload(self) -> Future:
-        """Fail all calls from now on. The ranks finish micro-steps in progress, then free the model's memory, which ends
-        the future. RankError if the pool has failed."""
+        """Fail all calls from now on. The ranks finish micro-steps in progress and free the model's memory; then the future
+        ends. Raises RankError if the pool has failed."""
         self._on_failure(RuntimeError("Parallel DiT: the model has been unloaded from its ranks"))
         self._ranks.leave()
         return self._ranks.ask(m.Unload(), m.Unloaded)
 
     def bytes_on(self, device: str) -> int:
-        """Bytes of weights and adapters on `device`, of all ranks that share it."""
+        """Return the bytes of weights and adapters on `device`, of all ranks that share it."""
         return self._sum_on(device, self.resident.device_bytes)
 
     def wanted_on(self, device: str) -> int:
-        """As `bytes_on`, if no other model needs the memory."""
+        """As `bytes_on`, but as if no other model needed the memory."""
         return self._sum_on(device, self.resident.wanted)
 
     def _sum_on(self, device: str, weights: tuple[int, ...]) -> int:
@@ -139,15 +137,16 @@ class RemoteTransformer:
 
     @property
     def host_lacks(self) -> int:
-        """Bytes of weights without a copy in host memory, which need host memory to leave their devices."""
+        """Bytes of weights that have no copy in host memory, and would need one to leave their devices."""
         sizes = {rank: one.total for rank, one in enumerate(self.resident.weights)}
         whole = shared_bytes(self.degrees, sizes) if SHARED else sum(sizes.values())
         return max(0, whole - sum(self.resident.host_bytes))
 
     def make_way(self, device: str, nbytes: float, working: bool) -> int | None:
-        """Free `nbytes` of `device`, see ResidentWeights.give_way. Bytes that become free. None: the weights cannot move.
+        """Free `nbytes` of `device`, see ResidentWeights.give_way. Returns the bytes that become free. None: weights cannot
+        move.
 
-        If its weights are not enough, a model that is not `working` gives up its adapters too: `adapt` sends them again.
+        If its weights are not enough, a model that is not `working` gives up its adapters too; `adapt` sends them again.
         """
         ranks = [rank for rank, name in enumerate(self.pool.devices) if name == device]
         if not all(self._memory.has_host[rank] for rank in ranks):
@@ -162,7 +161,8 @@ class RemoteTransformer:
         return added
 
     def give_way(self, device: str, nbytes: float, poll: Poll) -> int:
-        """Free `nbytes` of `device` for another program. Bytes that came free. Waits for micro-steps in progress.
+        """Free `nbytes` of `device` for another program. Returns the bytes that came free. Waits for micro-steps in
+        progress.
 
         First the ranks' allocators free unused memory. Adapters stay during a run or a call, whose later micro-steps need
         them.
@@ -185,10 +185,8 @@ class RemoteTransformer:
         cache: StepCache | None = None,
         on_posted: Callable[[], None] = lambda: None,
     ) -> torch.Tensor | Latents:
-        """The model's output for a call with the whole latent, with the shapes and the device of `call.x`.
-
-        Exact, except for naive patches and calls that `cache` forecasts. `on_posted`, once posted, may make other calls.
-        """
+        """The model's output for a call with the whole latent, with the shapes and the device of `call.x`. Exact, except for
+        naive patches and calls that `cache` forecasts. `on_posted` is called after posting, and may make other calls."""
         latents, patching = latents_of(call.x), self.built.patching
         shapes = [tuple(latent.shape) for latent in latents]
         layout = TokenLayout(patching.grid(shapes[0]), companion_tokens=patching.companion_tokens(shapes))
@@ -216,10 +214,8 @@ class RemoteTransformer:
         return like(call.x, outputs)
 
     def post(self, call: PostedCall) -> None:
-        """Queue the call's micro-steps. `call.future` gives the output.
-
-        ValueError for values that are not finite, too little memory for the run, and fewer tokens than sequence ranks.
-        """
+        """Queue the call's micro-steps. `call.future` gives the output. Raises ValueError for NaN or infinite values, too
+        little memory for the run, and fewer tokens than sequence ranks."""
         check_latent(call.x, call.timestep)
         if call.run:
             assert not self.degrees.naive, "naive patches keep nothing from call to call"
@@ -227,7 +223,7 @@ class RemoteTransformer:
         self._posting.post(call)
 
     def conditioning(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
-        """The ranks' copy of the call's conditioning, see ConditioningCache."""
+        """Return the ranks' copy of the call's conditioning, see ConditioningCache."""
         return self._posting.conditioning(call, layout)
 
     def open_run(self, extrapolate: bool = True) -> int:
@@ -239,38 +235,35 @@ class RemoteTransformer:
 
     def watch_memory(self, run: int, bands: int, extrapolate: bool, poll: Poll) -> None:
         """Ask the ranks for their free memory. The run's first call for each conditioning then raises ValueError if its
-        buffers and its computation cannot fit. `bands`, `extrapolate`: of the run.
-        """
+        buffers and computation do not fit. `bands`, `extrapolate`: of the run."""
         self._memory.watch(run, bands, extrapolate, poll)
 
     def close_run(self, run: int, poll: Poll) -> list[m.RunStats]:
-        """Free the run's buffers. The statistics of each rank since the last report, in rank order."""
+        """Free the run's buffers. Returns each rank's statistics since the last report, in rank order."""
         self._memory.forget(run)
         self._posting.check()
         self.last_run = wait_for(self._ranks.ask(m.CloseRun(run), m.RunStats), poll)
         return self.last_run
 
     def abandon(self, run: int) -> None:
-        """Forget the run's calls, see Posting.abandon. The run stays open."""
+        """Drop the run's calls, see Posting.abandon. The run stays open."""
         self._posting.abandon(lambda call: call.run == run)
 
     def discard_run(self, run: int) -> None:
-        """Abandon and close the run, without waiting. The ranks finish micro-steps that were sent, a window at most."""
+        """Abandon and close the run, without waiting. The ranks finish micro-steps that were sent, at most a window."""
         self.abandon(run)
         self._memory.forget(run)
         if self.on_ranks:
             self._ranks.tell(m.CloseRun(run))
 
     def begin_timeline(self) -> None:
-        """A sampling run begins: the ranks drop their recorded spans, and free memory is asked for again."""
+        """Begin a sampling run: the ranks drop their recorded spans, and free memory is read again."""
         self._memory.refresh()
         self._ranks.tell(m.BeginTimeline())
 
     def timeline(self, poll: Poll) -> list[m.Timeline]:
-        """Each rank's spans since the last `begin_timeline`, or since the model was loaded, in rank order.
-
-        RankError, which ends the ranks, for an answer with a wrong shape or values that are not finite.
-        """
+        """Return each rank's spans since the last `begin_timeline`, or since the model was loaded, in rank order. Raises
+        RankError, which ends the ranks, for an answer with a wrong shape or values that are not finite."""
         timelines = wait_for(self._ranks.ask(m.ReadTimeline(), m.Timeline), poll)
         for each in timelines:
             spans = len(each.times)
@@ -280,7 +273,7 @@ class RemoteTransformer:
         return timelines
 
     def learn(self, error: DeviceFull) -> str:
-        """A device ran out of memory with this model, see MemoryGuard.learn."""
+        """Record that a device ran out of memory with this model, see MemoryGuard.learn."""
         return self._memory.learn(error)
 
     def _on_failure(self, error: Exception) -> None:

@@ -1,8 +1,5 @@
-"""The place of the weights of one model: on the ranks' devices, or in host memory.
-
-Weights give way to other programs, models and LoRAs: as many as are asked for, block by block. The next run brings back
-those that fit (MemoryGuard).
-"""
+"""Moves the weights of one model between the ranks' devices and host memory. Weights make way for other programs, models and
+LoRAs, block by block, as many as are needed. The next run brings back those that fit (MemoryGuard)."""
 
 import math
 import threading
@@ -18,10 +15,10 @@ from parallel_backend.wire.loading import Loaded, Residency, SetResident
 
 
 class ResidentWeights:
-    """Limits, and weights on devices, of a model on `ranks`. `weights`: each rank's, by the file's header. Thread-safe.
+    """Where the weights of a model on `ranks` are. `weights`: each rank's, by the file's header. Thread-safe.
 
-    `limits`: by rank, most bytes of weights on its device, as in the last SetResident; ALL: no limit. `wanted`: bytes on the
-    device as long as no other model needs the memory.
+    `limits`: most bytes of weights on each rank's device, as in the last SetResident; ALL: no limit. `wanted`: bytes that
+    would be on each device if no other model needed the memory.
     """
 
     def __init__(
@@ -40,27 +37,27 @@ class ResidentWeights:
 
     @property
     def for_loading(self) -> tuple[int, ...]:
-        """Load.resident."""
+        """The limits as Load.resident has them."""
         return () if all(limit == ALL for limit in self.limits) else self.limits
 
     def loaded(self, replies: Sequence[Loaded]) -> None:
-        """The model is loaded. `replies`: in rank order."""
+        """Record that the model is loaded. `replies`: in rank order."""
         self._held = [Residency(reply.rank, reply.weight_bytes, reply.host_bytes) for reply in replies]
         self.wanted = self.device_bytes
 
     @property
     def device_bytes(self) -> tuple[int, ...]:
-        """Bytes of weights on the device of each rank."""
+        """Bytes of weights on each rank's device."""
         return tuple(held.device_bytes for held in self._held)
 
     @property
     def host_bytes(self) -> tuple[int, ...]:
-        """Bytes of weights of each rank in host memory."""
+        """Bytes of each rank's weights in host memory."""
         return tuple(held.host_bytes for held in self._held)
 
     @property
     def parked(self) -> bool:
-        """Whether a rank lacks weights that it needs even if it streams the most."""
+        """Whether a rank lacks weights that it needs even if it streams as many as possible."""
         return 0 in self.limits
 
     def expected(self, limits: Sequence[int] | None = None) -> list[int]:
@@ -69,7 +66,7 @@ class ResidentWeights:
         return [weights.on_device(limit) if limit else 0 for weights, limit in by_rank]
 
     def tell(self, limits: Sequence[int]) -> Future | None:
-        """Limit the bytes of weights on each rank's device, see loading.SetResident. Without waiting: ranks move weights
+        """Limit the bytes of weights on each rank's device, see loading.SetResident. Does not wait: ranks move weights
         before they handle later messages. None: nothing changes."""
         with self._lock:
             if tuple(limits) == self.limits:
@@ -80,11 +77,10 @@ class ResidentWeights:
             return future
 
     def give_way(self, ranks: Sequence[int], nbytes: float, whole: bool, working: bool) -> int:
-        """Free `nbytes` on `ranks`, all on one device, each in proportion to its bytes. Without waiting, see `tell`. Bytes
-        that become free.
+        """Free `nbytes` on `ranks`, all on one device, each in proportion to its bytes. Returns the bytes that become free.
 
-        `whole`: weights may not be streamed, so all weights of a rank leave. `working`: this model is used again while the
-        other one has the memory, so the least that a rank needs to compute stays.
+        Does not wait, see `tell`. `whole`: weights may not be streamed, so all weights of a rank leave. `working`: this
+        model is used again while the other one has the memory, so each rank keeps the least that it needs to compute.
         """
         before = self.expected()
         held = sum(before[rank] for rank in ranks)
@@ -104,15 +100,13 @@ class ResidentWeights:
             self.tell([max(limit, one.least) for one, limit in zip(self.weights, self.limits, strict=True)])
 
     def adapted(self, answered: Future) -> None:
-        """Note each rank's bytes of host memory after additions to the weights (LoRA) were added or freed.
-
-        `answered`: the ranks' replies, see Adapted. To be called in the order of the replies.
-        """
+        """Record each rank's bytes of host memory after additions to the weights (LoRA) were added or freed. `answered`: the
+        ranks' replies, see Adapted. To be called in the order of the replies."""
         if answered.exception() is None:
             in_host = zip(self._held, answered.result(), strict=True)
             self._held = [replace(held, host_bytes=reply.host_bytes) for held, reply in in_host]
 
     def _note(self, answered: Future) -> None:
-        """Note where the weights are. An error is raised to the next caller that asks the ranks."""
+        """Record where the weights are. An error is raised to the next caller that asks the ranks."""
         if answered.exception() is None:
             self._held = answered.result()

@@ -1,4 +1,4 @@
-"""Euler sampling of flow matching without ComfyUI, whole and in bands: for the quickstart, the benchmarks and tests."""
+"""Euler sampling of flow matching without ComfyUI, whole and in bands. Used by the quickstart, the benchmarks and tests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ Predict = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.
 
 @dataclass(frozen=True)
 class Prompt:
-    """Conditioning tensors, batch first. With `cfg` 1 the negative ones are not used. `timestep`: the model's at sigma 1."""
+    """Conditioning tensors, batch first. If `cfg` is 1, negative ones are not used. `timestep`: the model's timestep at
+    sigma 1."""
 
     positive: dict[str, torch.Tensor]
     negative: dict[str, torch.Tensor]
@@ -30,19 +31,19 @@ class Prompt:
     timestep: float = 1.0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The conditioning of a model call: with guidance [negative, positive] as one batch, in ComfyUI's order."""
+        """Return the conditioning of a model call: with guidance [negative, positive] as one batch, in ComfyUI's order."""
         if self.cfg == 1.0:
             return self.positive
         return {name: torch.cat((self.negative[name], self.positive[name])) for name in self.positive}
 
 
 def linear_sigmas(steps: int) -> torch.Tensor:
-    """1 ... 0, [steps + 1]."""
+    """Return sigmas from 1 to 0, [steps + 1]."""
     return torch.linspace(1, 0, steps + 1)
 
 
 def euler(predict: Predict, x: torch.Tensor, sigmas: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-    """x [B, C, H, W] at sigmas[0] -> the sample."""
+    """Return the sample, from x [B, C, H, W] at sigmas[0]."""
     tensors = prompt.tensors()
     for sigma, following in pairwise(sigmas):
         if prompt.cfg == 1.0:
@@ -56,7 +57,7 @@ def euler(predict: Predict, x: torch.Tensor, sigmas: torch.Tensor, prompt: Promp
 
 
 def may_forecast(timestep: torch.Tensor, sigmas: torch.Tensor) -> bool:
-    """Whether a step cache may answer a call at `timestep` [B]: not in the last step, because no later step corrects its
+    """Whether a step cache may answer a call at `timestep` [B]: not in the last step, because no later step corrects
     errors."""
     return float(timestep[0]) > float(sigmas[-2])
 
@@ -69,7 +70,7 @@ def sample_whole(
     poll: Poll = lambda: None,
     cache: StepCache | None = None,
 ) -> torch.Tensor | Latents:
-    """The sample, with exact calls over the whole latent, except for calls that `cache` forecasts."""
+    """Return the sample, by exact calls with the whole latent, except for calls that `cache` forecasts."""
     shapes = tuple(tuple(latent.shape) for latent in latents_of(noise))
 
     def predict(x, timestep, tensors):
@@ -93,10 +94,8 @@ def sample_in_bands(
     cache: StepCache | None = None,
     along: str = "rows",
 ) -> tuple[torch.Tensor | Latents, list[RunStats]]:
-    """The sample by PipeFusion in `bands` bands, the first `warm_up` steps exact; and each rank's statistics.
-
-    With displaced patches `bands` is 1, since the model's degrees cut the tokens.
-    """
+    """Return (the sample by PipeFusion in `bands` bands, each rank's statistics). The first `warm_up` steps are exact. With
+    displaced patches `bands` is 1, because the model's degrees cut the tokens."""
     patching, latents = model.built.patching.cut(along), latents_of(noise)
     shapes = tuple(tuple(latent.shape) for latent in latents)
     companion_tokens = patching.companion_tokens(shapes)

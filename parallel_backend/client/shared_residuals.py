@@ -1,8 +1,9 @@
-"""A ControlNet's residuals in shared memory (shared_memory.py), since they are too large for a pipe.
+"""Puts a ControlNet's residuals into shared memory (shared_memory.py), because they are too large for a pipe.
 
 A segment has the residuals of one micro-step for all ranks of a replica. Each rank copies its part before the first block,
-and an output needs all ranks' blocks. So the segment is free when the micro-step's outputs have come, without a message.
-Ranks page-lock a segment for their own copies, and this process does if its ControlNet is on a GPU.
+and an output needs all ranks' blocks. So the segment is free when the micro-step's outputs have arrived, without a message.
+
+Ranks page-lock a segment for their own copies; this process does if its ControlNet is on a GPU.
 """
 
 import logging
@@ -23,10 +24,10 @@ log = logging.getLogger(__name__)
 MOST_BYTES = 2 << 30
 """Limit for all segments together. Residuals beyond it are sent over the pipes."""
 LEAST_FREE = 4
-"""A segment is made only if this multiple of its size is free, because the system kills a process that writes beyond free
+"""A segment is created only if this multiple of its size is free, because the system kills a process that writes beyond free
 memory."""
 LEAST_BYTES = 1 << 16
-"""Smaller residuals of a micro-step are equally fast over the pipes."""
+"""A micro-step's residuals below this size are equally fast over the pipes."""
 
 
 class SharedResiduals:
@@ -53,13 +54,13 @@ class SharedResiduals:
         return segment.copies(tensors)
 
     def done(self, seq: int) -> None:
-        """All outputs of that micro-step have come."""
+        """Free the segment of a micro-step. To be called when all its outputs have arrived."""
         if seq in self._used:
             replica, segment = self._used.pop(seq)
             self._free[replica].append(segment)
 
     def close(self) -> None:
-        """The model leaves the ranks, which keep the segments mapped until they unload it, for micro-steps in progress."""
+        """Close the segments, because the model leaves the ranks. Ranks keep them mapped until they unload it."""
         self._possible = False
         free = [(replica, segment) for replica, segments in enumerate(self._free) for segment in segments]
         for replica, segment in (*free, *self._used.values()):
@@ -73,7 +74,7 @@ class SharedResiduals:
         return range(replica * size, (replica + 1) * size)
 
     def _segment(self, replica: int, nbytes: int) -> Segment | None:
-        """A free segment that is large enough, or a new one, which replaces a free one that is too small."""
+        """Return a free segment that is large enough, or a new one, which replaces a free one that is too small."""
         if not self._possible or not all(self._pool.lends_to(rank) for rank in self._ranks(replica)):
             return None
         free = sorted(self._free[replica], key=lambda segment: segment.nbytes)

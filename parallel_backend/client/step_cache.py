@@ -1,7 +1,7 @@
 """A step cache: model calls whose output can be extrapolated from earlier calls are forecast instead of computed.
 
-The client decides before anything is sent, so a forecast call costs the ranks nothing and all modes and models can use
-it. A forecast is the line through two computed outputs of the conditioning at the new call's time (TaylorSeer's first
+The client decides before anything is sent, so a forecast call costs the ranks nothing, and all modes and models can use it.
+A forecast is the line through two computed outputs of the conditioning, taken at the new call's timestep (TaylorSeer's first
 order, arXiv 2503.06923, on the model's output). TeaCache (2411.19108) and EasyCache (2507.02860) reuse the last output. With
 17 of 30 calls computed, the line gives images 53.4 dB from those of all 30 calls, reuse 43.6 dB.
 """
@@ -15,7 +15,7 @@ from parallel_backend.own_class.calls.patching import Latents
 FIRST_COMPUTED = 3
 """First calls of a conditioning, which are always computed: two make a line, and the third shows its error."""
 LONGEST_ROW = 3
-"""Maximum number of forecast calls in a row."""
+"""Maximum number of consecutive forecast calls."""
 BASELINE = 2.0
 """The two calls of a line are at least this many times as far apart as the line is extended, if there are such calls: a
 shorter line follows the noise of its outputs. A line is never extended further than its calls are apart."""
@@ -25,7 +25,7 @@ HISTORY_CALLS = 6
 
 @dataclass(frozen=True)
 class Computed:
-    """A computed call. `time`: the timestep. `outputs`: by band, added as they arrive."""
+    """A computed call. `time`: its timestep. `outputs`: by band, added as they arrive."""
 
     time: float
     outputs: dict[int, Latents] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A forecast call: `terms` are the weights and the computed calls whose weighted sum is the output."""
+    """A forecast call. `terms`: (weight, computed call); the weighted sum of their outputs is the output."""
 
     terms: tuple[tuple[float, Computed], ...]
 
@@ -66,16 +66,17 @@ class _History:
         return self.calls[-1]
 
     def forecast(self, time: float) -> Forecast | None:
-        """None: too few calls, or too close together for an extension to `time`."""
+        """Return a forecast for timestep `time`. None: there are too few calls, or they are too close together to
+        extrapolate that far."""
         if self.count < FIRST_COMPUTED or (forecast := _forecast(self.calls, time)) is None:
             return None
         return forecast if abs(forecast.terms[-1][0]) < 1.001 else None
 
     def expected_error(self, time: float) -> float:
-        """Expected error of a forecast for `time`, relative to the output.
+        """Return the expected error of a forecast for timestep `time`, relative to the output.
 
         With several bands the last call is not measured: which of its bands have arrived depends on timing, and results must
-        repeat. The call before it has arrived in all bands, since ranks answer in order.
+        repeat. The call before it has arrived in all bands, because ranks answer in order.
         """
         if self.forecast(time) is None:
             return float("inf")
@@ -104,7 +105,8 @@ class _History:
 
 
 def _forecast(calls: list[Computed], time: float) -> Forecast | None:
-    """The line through the last of `calls` and an earlier one, at `time`. None: all calls are at one other time."""
+    """Return the line through the last of `calls` and an earlier one, at timestep `time`. None: all calls are at one other
+    timestep."""
     last = calls[-1]
     if time == last.time:
         return Forecast(((1.0, last),))
@@ -123,7 +125,7 @@ class StepCache:
 
     Calls are forecast while the sum of their expected errors, relative to the output, since the last computed call is below
     `threshold`. One decision holds for all conditionings of an evaluation, which are called one after the other. A new
-    evaluation begins with another time, or with a conditioning that the evaluation has already.
+    evaluation begins with another timestep, or with a conditioning that the present evaluation already has.
     """
 
     def __init__(self, threshold: float, bands: int = 1):
@@ -134,10 +136,8 @@ class StepCache:
         self._skip, self._row, self._error = False, 0, 0.0
 
     def call(self, conditioning: int, time: float, allowed: bool) -> Computed | Forecast:
-        """Decide on the next model call of the run. A call that is not `allowed` is computed.
-
-        The caller puts the outputs of a computed call into the returned record.
-        """
+        """Decide on the next model call of the run. A call that is not `allowed` is computed. The caller must put the
+        outputs of a computed call into the returned record."""
         at, members = self._evaluation
         if time != at or conditioning in members:
             self._decide(members or {conditioning}, time)

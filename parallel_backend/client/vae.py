@@ -1,4 +1,5 @@
-"""A VAE's decoder or encoder on ranks, as the nodes use it: latents or pixels go to the ranks in bands, or in tiles."""
+"""A VAE's decoder or encoder on ranks, as the nodes use it: latents or pixels are sent to the ranks in bands, or in
+tiles."""
 
 import contextlib
 from collections import deque
@@ -17,14 +18,12 @@ Part = Literal["decoder", "encoder"]
 IN_FLIGHT = 2
 """Number of clips whose tiles are in progress, so that the next clip's tiles are on the ranks when they finish one."""
 FRAMES_TRIED = {"decoder": 4, "encoder": 24}
-"""Maximum frames of the input with which bands are tried. Some encoders take only multiples of four or eight frames."""
+"""Maximum frames of the input with which bands are tried. Some encoders only take multiples of four or eight frames."""
 
 
 class TooLittleMemory(RuntimeError):
-    """A device has too little memory for its bands. Nothing was computed, and the ranks are as before.
-
-    `missing`: bytes that each device lacks.
-    """
+    """A device has too little memory for its bands. Nothing was computed, and the ranks are as before. `missing`: bytes that
+    each device lacks."""
 
     def __init__(self, text: str, missing: Mapping[str, int]):
         super().__init__(text)
@@ -32,7 +31,7 @@ class TooLittleMemory(RuntimeError):
 
 
 class NotExact(RuntimeError):
-    """Bands are not the whole image, as a trial has shown."""
+    """Raised if a trial has shown that bands give a different result than the whole image."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,11 @@ class RemoteVAE:
     """Name of the weights. Ranks that have weights of this name are not sent them again."""
     part: Part
     made: Callable[[], Made]
-    """Called only if ranks lack the part."""
+    """Returns the part. Called only if ranks lack it."""
     make_room: Callable[[int], None] = lambda nbytes: None
     """Called before weights are sent, with the bytes of one copy and of one rank's band."""
     bytes_sent: list[dict[str, int]] = field(default_factory=list)
-    """By rank and mesh axis, bytes that were sent to other ranks for the last image."""
+    """For each rank, mesh axis -> bytes sent to other ranks for the last image."""
 
     def run(
         self,
@@ -70,8 +69,8 @@ class RemoteVAE:
     ) -> None:
         """Fill `output` [B, C', (frames',) rows', columns'] from x [B, C, (frames,) rows, columns]. Exact up to rounding.
 
-        `unit`: rows of x that must stay together. `bytes_needed`: for one rank's band; TooLittleMemory if a device has less.
-        NotExact if the ranks' trial has shown it. If `poll` raises, the ranks finish the image.
+        `unit`: rows of x that must stay together. `bytes_needed`: for one rank's band. Raises TooLittleMemory if a device
+        has less, NotExact if the ranks' trial has shown it. If `poll` raises, the ranks finish the image.
         """
         columns = cut_along_columns(x)
         dim = x.ndim - 1 if columns else x.ndim - 2
@@ -98,11 +97,11 @@ class RemoteVAE:
                 yield torch.cat([reply.band for reply in parts if reply.band.numel()])
 
     def _sizes(self, x: torch.Tensor, unit: int) -> tuple[int, ...]:
-        """Rows, or columns, of each rank."""
+        """Return the number of rows (or columns) of each rank."""
         return tuple(len(span) * unit for span in bands(x, unit, len(self.pool.devices)))
 
     def _trial(self, x: torch.Tensor, unit: int) -> m.RunVAE:
-        """The smallest corner of x that can be cut into bands of different sizes."""
+        """Return the smallest corner of x that can be cut into bands of different sizes."""
         rows, columns = ((len(self.pool.devices) + 1) * unit, 2 * unit)[:: -1 if cut_along_columns(x) else 1]
         corner = x[..., :rows, :columns]
         corner = corner[:, :, : FRAMES_TRIED[self.part]] if x.ndim == 5 else corner
@@ -110,7 +109,7 @@ class RemoteVAE:
         return m.RunVAE(corner.contiguous(), self._sizes(corner, unit), along_columns)
 
     def _take(self, target: torch.Tensor, reply: m.VAEOutput) -> None:
-        """Copy a rank's band into `target`. RankError for a band of another shape."""
+        """Copy a rank's band into `target`. Raises RankError for a band of another shape."""
         if reply.band.shape != target.shape:
             shapes = f"{list(reply.band.shape)} for {list(target.shape)}"
             raise self.pool.refuse(reply.rank, f"a band of an image of the shape {shapes}")
@@ -159,10 +158,8 @@ class RemoteVAE:
             raise NotExact(f"this VAE cannot be cut: {why}")
 
     def _held_as(self, trial: m.RunVAE | None) -> str:
-        """The name by which ranks know the part. It differs by ranks, direction of bands and number of frames.
-
-        `trial`: the trial of bands; None: the part computes tiles, which need no trial.
-        """
+        """Return the name by which ranks know the part. It depends on ranks, direction of bands and number of frames.
+        `trial`: the trial of bands; None: the part computes tiles, which need no trial."""
         form = "tiles" if trial is None else f"columns {trial.columns}, frames {list(trial.band.shape[2:-2])}"
         return f"{self.part} {self.name} on {self.pool.part_ranks or 'all'}, {form}"
 
@@ -173,7 +170,7 @@ class RemoteVAE:
         return wait_for(self.pool.ask_each(messages, m.VAEBegun), poll)
 
     def _check_room(self, replies: Sequence[m.VAEBegun], bytes_needed: int) -> None:
-        """TooLittleMemory if a device lacks memory."""
+        """Raise TooLittleMemory if a device lacks memory."""
         missing: dict[str, int] = {}
         for device, reply in zip(self.pool.devices, replies, strict=True):
             if reply.missing:
@@ -188,5 +185,5 @@ def cut_along_columns(x: torch.Tensor) -> bool:
 
 
 def bands(x: torch.Tensor, unit: int, ranks: int) -> tuple[Span, ...]:
-    """Each rank's rows of x, or columns, counted in units of `unit` rows that must stay together."""
+    """Return each rank's rows (or columns) of x, counted in units of `unit` rows that must stay together."""
     return split(Span(0, max(x.shape[-2:]) // unit), ranks)

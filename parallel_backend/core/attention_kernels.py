@@ -1,8 +1,8 @@
 """The attention kernels that ranks can use: a row of KERNELS for each module in rank/attention/kernels.
 
-The widget `attention` lists the kernels. A kernel's name alone is required: an error before ranks start if it cannot
-run. `auto/sage` is a preference: if the widget is `auto`, the nodes add the name of ComfyUI's kernel. `auto` alone means
-torch's SDPA.
+The widget `attention` lists the kernels. A kernel's name alone is a demand: an error is raised before ranks start if it
+cannot run. `auto/sage` is a preference: if the widget is `auto`, the nodes add the name of ComfyUI's kernel. `auto` alone
+means torch's SDPA.
 """
 
 import importlib.util
@@ -32,15 +32,15 @@ class AttentionKernel:
     capability: tuple[int, int] = (0, 0)
     """The lowest compute capability of an NVIDIA GPU."""
     dtypes: tuple[str, ...] = HALVES
-    """Dtypes of queries."""
+    """Dtypes of weights with which it can compute."""
     masks: bool = False
-    """The kernel takes key masks. False: calls with a mask go to SDPA."""
+    """Whether the kernel takes key masks. False: calls with a mask go to SDPA."""
     exact: bool = True
-    """False: queries and keys are quantised."""
+    """Whether the kernel is exact. False: it quantizes queries and keys."""
     lse: bool = True
-    """The kernel returns the log-sum-exp. False: calls that need it go to SDPA."""
+    """Whether the kernel returns the log-sum-exp. False: calls that need it go to SDPA."""
     graphs: bool = True
-    """The kernel is launched on torch's present stream, so that a CUDA graph captures it."""
+    """Whether the kernel is launched on torch's current stream, so that a CUDA graph captures it."""
 
     def possible(self, device: str, dtype: str) -> bool:
         """Whether the kernel meets its requirements on `device` with weights of `dtype`. The rank then tries it."""
@@ -93,30 +93,30 @@ SAGE_VARIANTS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "fp8_cuda": ("sageattn_qk_int8_pv_fp8_cuda", {"pv_accum_dtype": "fp32+fp32"}),
     "fp8_cuda++": ("sageattn_qk_int8_pv_fp8_cuda", {"pv_accum_dtype": "fp32+fp16"}),
 }
-"""Ways of SageAttention 2 that a node may choose -> function of the package and its options. Otherwise the package chooses
-by the GPU."""
+"""Kernels of SageAttention 2 that a node may choose -> function of the package and its options. Otherwise the package
+chooses by the GPU."""
 
 ATTENTION = (AUTO, *KERNELS)
 """Values of the widget `attention`."""
 
 
 def as_wish(kernel: str) -> str:
-    """The value of `attention` that prefers this kernel and falls back to SDPA."""
+    """Return the value of `attention` that prefers this kernel and falls back to SDPA."""
     return AUTO if kernel == SDPA else f"{AUTO}/{kernel}"
 
 
 def wanted(attention: str) -> tuple[AttentionKernel, bool]:
-    """The kernel that `attention` names, and whether it is a demand, without a fallback."""
+    """Return (the kernel that `attention` names, whether it is demanded, without a fallback)."""
     if attention == AUTO:
         return KERNELS[SDPA], False
     return KERNELS[attention.removeprefix(f"{AUTO}/").partition(".")[0]], attention in KERNELS
 
 
 def variant_of(attention: str) -> str:
-    """The key of SAGE_VARIANTS in `attention`, or empty."""
+    """Return the key of SAGE_VARIANTS in `attention`, or empty."""
     return attention.partition(".")[2]
 
 
 def known_devices(devices: Iterable[str]) -> list[str]:
-    """The devices whose properties this process can read: all but the GPUs of a Ray cluster."""
+    """Return the devices whose properties this process can read: all but the GPUs of a Ray cluster."""
     return [device for device in devices if not (on_ray(device) and device_kind(device) == "cuda")]

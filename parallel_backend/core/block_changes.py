@@ -1,7 +1,5 @@
-"""Changes that guidance methods make inside the blocks for one model call.
-
-They are sent with the call's conditioning. The stage that owns a block applies the changes of that block.
-"""
+"""Changes that guidance methods make inside the blocks for one model call. They are sent with the call's conditioning. The
+stage that has a block applies its changes."""
 
 from dataclasses import dataclass
 
@@ -15,31 +13,32 @@ class NormalizedGuidance:
     negative batch entries' output towards the positive ones', and beyond. Both sets of entries get the result."""
 
     scale: float
-    """Factor on the way from the negative output to the positive one; 1 gives the positive output."""
+    """Factor of the way from the negative output to the positive one; 1 gives the positive output."""
     tau: float
-    """Limit of the growth of a token's L1 norm, as a factor."""
+    """Largest growth of a token's L1 norm, as a factor."""
     alpha: float
     """Share of the guided output in the result. The rest is the positive output."""
     positive: Span
-    """Batch entries of the call."""
+    """Batch entries of the call with the positive prompt."""
     negative: Span
-    """As many batch entries."""
+    """Batch entries with the negative prompt, equally many."""
 
 
 @dataclass(frozen=True)
 class BlockChanges:
-    """The default changes nothing. Calls with different changes are different conditionings, with separate K/V buffers."""
+    """Changes of one call; by default none. Calls with different changes are different conditionings with separate K/V
+    buffers."""
 
     skipped: tuple[str, ...] = ()
     """Blocks "<list>.<index>" that return their input (skip layer guidance)."""
     guidance: NormalizedGuidance | None = None
     attention: str = ""
-    """The kernel of all layers: a key of attention_kernels.KERNELS, or `sage.` and one of SAGE_VARIANTS. A rank that cannot
-    run it takes torch's. Empty: the kernel that the model was loaded with."""
+    """The kernel of all layers: a key of attention_kernels.KERNELS, or `sage.` and a key of SAGE_VARIANTS. A rank that
+    cannot run it uses torch's. Empty: the kernel with which the model was loaded."""
     sparse: SparseAttention | None = None
-    """Layers see a part of the keys. None: all keys."""
+    """Settings with which layers only see a part of the keys. None: they see all keys."""
     one_batch: bool = False
-    """The model combines batch entries by itself."""
+    """Whether the model itself combines batch entries."""
 
     @property
     def together(self) -> bool:

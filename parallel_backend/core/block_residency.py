@@ -1,20 +1,19 @@
-"""Which of a rank's blocks stay on its device, and which are streamed from host memory each time they are computed.
-
-Ranks place weights by these functions, and the client predicts memory and seconds by them.
-"""
+"""Decides which of a rank's blocks stay on its device, and which are streamed from host memory each time they are computed.
+Ranks place weights by these functions, and the client predicts memory and seconds by them."""
 
 from collections.abc import Collection, Sequence
 
 SLOTS = 2
-"""Buffers on the device for streamed blocks, each as large as the largest: one is computed while the next arrives."""
+"""Number of buffers on the device for streamed blocks, each as large as the largest: one block computes while the next
+arrives."""
 
 
 def streamed_blocks(sizes: Sequence[int], room: int) -> tuple[int, ...]:
-    """Indices of the blocks to stream; the others stay. Empty if all blocks fit, or if streaming saves nothing.
+    """Return the indices of the blocks to stream; the others stay. Empty if all blocks fit, or if streaming saves nothing.
 
-    `sizes`: bytes of a rank's blocks, in the order in which they run. `room`: bytes for them on the device, slots included.
-    As few blocks as possible are streamed; all of them if `room` is too small even so. They are spread evenly, so that each
-    copy is hidden behind the compute of the blocks before it.
+    `sizes`: bytes of a rank's blocks, in the order in which they run. `room`: bytes for them on the device, including slots.
+    As few blocks as possible are streamed; all of them if `room` is too small even then. They are spread evenly, so that
+    each copy is hidden behind the computation of the blocks before it.
     """
     if sum(sizes) <= room or least_bytes(sizes) == sum(sizes):
         return ()
@@ -23,10 +22,8 @@ def streamed_blocks(sizes: Sequence[int], room: int) -> tuple[int, ...]:
 
 
 def nearest_streamed(sizes: Sequence[int], room: int, now: Sequence[int]) -> tuple[int, ...]:
-    """As `streamed_blocks`, while the blocks at the indices `now` are streamed: a subset or a superset of `now`.
-
-    As few blocks as possible move, so the streamed ones may be spread less evenly.
-    """
+    """As `streamed_blocks`, if the blocks at the indices `now` are streamed at present: a subset or a superset of `now`. As
+    few blocks as possible move, so the streamed ones may be spread less evenly."""
     fresh = streamed_blocks(sizes, room)
     if not 0 < len(fresh) < len(sizes) or not 0 < len(now) < len(sizes):
         return fresh
@@ -45,18 +42,18 @@ def nearest_streamed(sizes: Sequence[int], room: int, now: Sequence[int]) -> tup
 
 
 def _nearest(index: int, chosen: Collection[int], total: int) -> int:
-    """Distance in blocks from `index` to the nearest chosen block, around the circle of all blocks."""
+    """Return the distance in blocks from `index` to the nearest chosen block, around the circle of all blocks."""
     return min(min((index - other) % total, (other - index) % total) for other in chosen)
 
 
 def device_bytes(sizes: Sequence[int], streamed: Sequence[int]) -> int:
-    """Bytes of the blocks on the device, slots included, if the blocks at the indices `streamed` are streamed."""
+    """Bytes of the blocks on the device, including slots, if the blocks at the indices `streamed` are streamed."""
     slot = max((sizes[index] for index in streamed), default=0)
     return sum(sizes) - sum(sizes[index] for index in streamed) + min(SLOTS, len(streamed)) * slot
 
 
 def least_bytes(sizes: Sequence[int]) -> int:
-    """The fewest bytes of device memory with which these blocks run: those of the slots."""
+    """Return the fewest bytes of device memory with which these blocks run: those of the slots."""
     return min(sum(sizes), SLOTS * max(sizes, default=0))
 
 

@@ -5,14 +5,15 @@ from pathlib import Path
 
 MEMBERSHIP = Path("/proc/self/cgroup")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
-"""Where groups are mounted. In a container this is often the container's group, even if MEMBERSHIP names another path."""
+"""The folder in which groups are mounted. In a container it is often the container's group, even if MEMBERSHIP names another
+path."""
 
 
 def groups(membership: str, root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """(folder, whether it is of version 2) of each group with the process in it: its own first, then those around it.
+    """(folder, whether it is of version 2) of each group that contains the process: its own first, then those around it.
 
-    Folders may not exist. `membership`: text of MEMBERSHIP. `root`: as CONTROL_GROUPS. `controller`: such as memory, for
-    version 1, which has a hierarchy for each.
+    Folders may not exist. `membership`: text of MEMBERSHIP. `root`: as CONTROL_GROUPS. `controller`: such as memory; version
+    1 has a hierarchy for each.
     """
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""CPU cores that this process may use: of the machine, or of its share of them, as in a container."""
+"""Number of CPU cores that this process may use: the machine's, or its share of them, as in a container."""
 
 import os
 import sys
@@ -9,10 +9,8 @@ from .control_groups import CONTROL_GROUPS, MEMBERSHIP, groups
 
 
 def usable_cores() -> int:
-    """At least 1. On Linux no more than taskset or a container's set of cores allows, nor than its quota of CPU time.
-
-    More threads than that would stop each other: with a quota all of them are halted once it is used up.
-    """
+    """Return the number of usable cores, at least 1. On Linux at most as many as taskset, a container's core set or its CPU
+    quota allow. More threads would stop each other: all of them are halted once a quota is used up."""
     if sys.platform != "linux":
         return os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0))
@@ -21,7 +19,7 @@ def usable_cores() -> int:
 
 
 def quotas_of(membership: str, root: Path) -> Iterator[float]:
-    """For every group with a limit, its CPU time in cores. Arguments: see control_groups.groups."""
+    """CPU time in cores, for every group with a limit. Arguments: see control_groups.groups."""
     for group, second in groups(membership, root, "cpu"):
         names = ("cpu.max",) if second else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         try:

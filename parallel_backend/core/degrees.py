@@ -7,7 +7,7 @@ AXES = ("batch", "pipe", "patch", "ring", "ulysses", "tensor")
 """Mesh axes, outer to inner. Rank numbers count along the last axis first."""
 
 SEQUENCE_AXES = ("patch", "ring", "ulysses")
-"""Axes that cut the tokens of a stage. They are adjacent in AXES, so the sequence ranks of a stage are consecutive."""
+"""Axes that split the tokens of a stage. They are adjacent in AXES, so the sequence ranks of a stage are consecutive."""
 
 WIDGETS = {
     "batch": "split_batch_degree",
@@ -20,21 +20,20 @@ WIDGETS = {
 """Axis -> widget that sets its degree."""
 
 PATCH_MODES = ("none", "displaced", "naive")
-"""Keys of other patches that attention uses. naive: none. displaced: the last step's (DistriFusion, arXiv 2402.19481)."""
+"""Keys of other patches that attention uses. naive: none. displaced: those of the last step (DistriFusion, arXiv
+2402.19481)."""
 
 TRANSFER_DTYPES = ("full", "int8", "fp8", "residual")
 """Encoding of transfers. full: the compute dtype. int8, fp8: one byte a value under Ulysses (transfer_codec.py). residual:
-displaced patches send the change since the last call (change_codec.py), and Ulysses int8."""
+displaced patches send the change since the last call (change_codec.py), and Ulysses uses int8."""
 
 DTYPES = ("default", "fp32", "bf16", "fp16", "fp8_e4m3fn", "int8")
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks on each mesh axis. The product is the number of ranks, one for each device.
-
-    ValueError for degrees that do not combine. validate.check_model refuses degrees by which a model cannot be cut.
-    """
+    """Number of ranks on each mesh axis. The product is the number of ranks, one for each device. Raises ValueError for
+    degrees that do not combine. validate.check_model refuses degrees by which a model cannot be cut."""
 
     batch: int = 1
     pipe: int = 1
@@ -85,7 +84,7 @@ class Degrees:
         return self.patch > 1 and self.patch_mode == "naive"
 
     def coordinate(self, rank: int) -> "Coordinate":
-        """Position of `rank` on each axis."""
+        """Return the position of `rank` on each axis."""
         index, values = rank, {}
         for axis in reversed(AXES):
             index, values[axis] = divmod(index, getattr(self, axis))
@@ -97,13 +96,13 @@ class Degrees:
         return range(first, first + self.tensor)
 
     def same_weights(self, rank: int) -> tuple[int, ...]:
-        """Ranks that hold the same weights as `rank`, itself included: those with its stage and tensor index."""
+        """Return the ranks with the same weights as `rank`, which is included: those with its stage and tensor index."""
         places = map(self.coordinate, range(self.world))
         parts = [(at.pipe, at.tensor) for at in places]
         return tuple(other for other, its in enumerate(parts) if its == parts[rank])
 
     def sequence_index(self, at: "Coordinate") -> int:
-        """Index of the rank at `at` among the sequence ranks of its stage."""
+        """Return the index of the rank at `at` among the sequence ranks of its stage."""
         index = 0
         for axis in SEQUENCE_AXES:
             index = index * getattr(self, axis) + getattr(at, axis)

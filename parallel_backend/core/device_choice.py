@@ -19,7 +19,7 @@ OTHER_KINDS = {
     "mlu": "a Cambricon MLU",
     "privateuseone": "DirectML",
 }
-"""Device types, by torch's names, that ComfyUI supports and ranks do not."""
+"""Device types, by torch's names, that ComfyUI supports and ranks do not -> name for the user."""
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -28,11 +28,11 @@ class Host:
     """ComfyUI's device, and its options about GPUs."""
 
     kind: str = "cuda"
-    """Torch's name for the type of the device, `cpu` under --cpu."""
+    """Torch's name for the type of the device; `cpu` under --cpu."""
     cuda_device: str | None = None
     """Value of --cuda-device. None: the option is not set."""
     takes_all: bool = True
-    """This version has `--cuda-device all`. Without that option it shows only the first GPU on Windows."""
+    """Whether this version has `--cuda-device all`. Without it, it only shows the first GPU on Windows."""
 
 
 def is_auto(text: str) -> bool:
@@ -41,21 +41,20 @@ def is_auto(text: str) -> bool:
 
 
 def all_gpus() -> tuple[str, ...]:
-    """The GPUs, of NVIDIA (CUDA) or AMD (ROCm), that this process sees."""
+    """Return the GPUs that this process sees, of NVIDIA (CUDA) or AMD (ROCm)."""
     return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
 
 
 def gpus_of(host: Host) -> tuple[str, ...]:
-    """The GPUs that `auto` stands for: none if ComfyUI runs on another type of device."""
+    """Return the GPUs for `auto`: none if ComfyUI runs on another type of device."""
     return all_gpus() if host.kind == "cuda" else ()
 
 
 def choose_devices(text: str, degrees: Degrees, host: Host, all_known: bool = True) -> tuple[str, ...]:
-    """The device of each rank. `auto`: the first GPUs, or the CPU if ComfyUI runs on the CPU.
+    """Return the device of each rank. `auto`: the first GPUs, or the CPU if ComfyUI runs on the CPU.
 
-    `all_known`: as in check_devices.
-
-    ValueError, naming the widget, for too few or unknown devices, and if ComfyUI runs on a device without ranks.
+    `all_known`: as in check_devices. Raises ValueError, naming the widget, for too few or unknown devices, and if ComfyUI
+    runs on a device that cannot have ranks.
     """
     check_ranks(degrees)
     if is_auto(text):
@@ -75,10 +74,8 @@ def choose_devices(text: str, degrees: Degrees, host: Host, all_known: bool = Tr
 
 
 def possible_devices(text: str, host: Host) -> tuple[str, ...]:
-    """Devices among which degrees `auto` choose. With `devices` auto: every GPU, or one CPU rank, which has all cores.
-
-    ValueError for a mixture of GPUs and CPUs.
-    """
+    """Return the devices among which degrees `auto` choose. With `devices` auto: every GPU, or one CPU rank, which has all
+    cores. Raises ValueError for a mixture of GPUs and CPUs."""
     if not is_auto(text):
         devices = named_devices(text, host)
         check_one_kind(devices)
@@ -87,7 +84,8 @@ def possible_devices(text: str, host: Host) -> tuple[str, ...]:
 
 
 def named_devices(text: str, host: Host) -> tuple[str, ...]:
-    """The devices of a list such as cuda:0,cuda:1 or ray:cuda,cuda. ValueError for a device that does not exist here."""
+    """Return the devices of a list such as cuda:0,cuda:1 or ray:cuda,cuda. Raises ValueError for a device that does not
+    exist here."""
     if names_ray(text):
         return ray_devices(text)
     devices = tuple(part.strip() for part in text.split(","))
@@ -106,10 +104,8 @@ def named_devices(text: str, host: Host) -> tuple[str, ...]:
 
 
 def why_hidden(host: Host, environment: Mapping[str, str] = os.environ) -> str:
-    """A sentence, with a leading space, on how to have ComfyUI show hidden GPUs. Empty if no option hides GPUs.
-
-    Whether hidden GPUs exist is unknown: this process cannot see them.
-    """
+    """Return a sentence, with a leading space, that says how to have ComfyUI show hidden GPUs. Empty if no option hides
+    GPUs. It is unknown whether there are hidden GPUs, because this process cannot see them."""
     if host.kind != "cuda":
         return ""
     options = "--cuda-device all" if host.takes_all else "no --cuda-device"
@@ -130,7 +126,7 @@ def why_hidden(host: Host, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def _auto_gpus(host: Host) -> tuple[str, ...] | None:
-    """GPUs for `auto`. None: ComfyUI runs on the CPU. ValueError if ComfyUI runs on a device without ranks."""
+    """GPUs for `auto`. None: ComfyUI runs on the CPU. Raises ValueError if ComfyUI's device cannot have ranks."""
     if host.kind == "cpu":
         return None
     if host.kind != "cuda":

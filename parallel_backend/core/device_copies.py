@@ -10,21 +10,19 @@ import torch
 log = logging.getLogger(__name__)
 
 STAGING_BYTES, STAGING_PIECES = 16 << 20, 2
-"""Size and number of the pieces of page-locked memory through which a device gets weights from a file."""
+"""Bytes and number of the pieces of page-locked memory through which a device gets weights from a file."""
 ALIGNMENT = 16
-"""Bytes to which a tensor's start there is rounded."""
+"""A tensor's start in a piece is rounded up to a multiple of this many bytes."""
 
 
 def page_locked(device: torch.device) -> bool:
-    """Whether copies to and from `device` use page-locked memory.
-
-    Not on Windows: such copies fail there once a process has used a second GPU (ComfyUI's issue 15255).
-    """
+    """Whether copies to and from `device` use page-locked memory. Not on Windows: such copies fail there once a process has
+    used a second GPU (ComfyUI's issue 15255)."""
     return device.type == "cuda" and sys.platform != "win32"
 
 
 def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialised tensor on the host, for copies from and to `device`: page-locked if possible."""
+    """Return an uninitialized tensor on the host for copies from and to `device`, page-locked if possible."""
 
     def empty(locked: bool) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=locked)
@@ -33,10 +31,8 @@ def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 def _or_pageable(locked: Callable[[], torch.Tensor], pageable: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """`locked()`, or `pageable()` where the driver has no page-locked memory left.
-
-    Copies are then slower, and as safe: CUDA has read pageable memory when an asynchronous copy returns, and has written it.
-    """
+    """`locked()`, or `pageable()` if the driver has no page-locked memory left. Copies are then slower but equally safe:
+    when an asynchronous copy returns, CUDA has read or written pageable memory."""
     try:
         return locked()
     except RuntimeError as error:
@@ -52,7 +48,7 @@ def _tell_of_refusal(error: str) -> None:
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors on the CPU; a CPU tensor is not copied. The host waits once for all copies of a CUDA device."""
+    """Return the tensors on the CPU; a CPU tensor is not copied. The host waits once for all copies of a CUDA device."""
     on_gpu = [page_locked(tensor.device) for tensor in tensors]
     copies = [
         host_buffer(tensor.shape, tensor.dtype, tensor.device) if locked else tensor.cpu()
@@ -63,10 +59,8 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def copy_to_host(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy tensors of any device into tensors of equal shapes on the CPU: (into, from).
-
-    The host waits once for all copies of a CUDA device, if what they are copied into is page-locked and contiguous.
-    """
+    """Copy tensors of any device into tensors of equal shapes on the CPU. Each pair is (target, source). The host waits once
+    for all copies of a CUDA device, if the targets are page-locked and contiguous."""
     devices = set()
     for into, tensor in pairs:
         locked = page_locked(tensor.device)
@@ -85,11 +79,12 @@ def in_graph(device: torch.device) -> bool:
 def to_device(
     tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None, copy: bool = False
 ) -> torch.Tensor:
-    """The tensor on the device, without a wait of the host. A tensor on the device is returned itself, unless `copy`.
+    """Return the tensor on the device, without a wait of the host. A tensor on the device is returned itself, unless `copy`.
 
     CUDA may make the host wait for copies from memory that is not page-locked (driver API, "API synchronization behavior"),
-    so the tensor is first copied into page-locked memory. The caller may not write to a tensor that was page-locked already,
-    such as one in shared memory, before the device has copied it. RuntimeError while a CUDA graph is captured.
+    so the tensor is first copied into page-locked memory. The caller must not write to a tensor that was page-locked
+    already, such as one in shared memory, before the device has copied it. Raises RuntimeError while a CUDA graph is
+    captured.
     """
     if in_graph(device) and tensor.device.type == "cpu":
         raise RuntimeError("a copy from the host cannot be in a CUDA graph, which would repeat it when its source is gone")
@@ -101,10 +96,10 @@ def to_device(
 
 
 class StagedUpload:
-    """Copies from pageable memory, such as a mapped file, to a CUDA device, while the host reads on.
+    """Copies from pageable memory, such as a mapped file, to a CUDA device, while the host continues to read.
 
-    A copy from pageable memory keeps the host waiting until it is over. Here the host fills one piece of page-locked memory
-    while the device reads the other one. To other devices a tensor is copied at once.
+    The host would wait for a copy from pageable memory. Here it fills one piece of page-locked memory while the device reads
+    the other one. To other devices a tensor is copied at once.
     """
 
     def __init__(self) -> None:
@@ -112,10 +107,8 @@ class StagedUpload:
         self._filled = STAGING_BYTES
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`target.copy_(source)`: equal shapes, any dtypes and strides. `source`: on the CPU; it may change afterwards.
-
-        On one device, and from one of its streams.
-        """
+        """`target.copy_(source)`, with equal shapes and any dtypes and strides. `source`: on the CPU; it may change
+        afterwards. All calls must be for one device and one of its streams."""
         if not page_locked(target.device):
             target.copy_(source)
             return
@@ -135,7 +128,7 @@ class StagedUpload:
                 into.copy_(staged.to(target.device, non_blocking=True))
 
     def _room(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory of this number of bytes, page-locked if possible. No copy reads it any more."""
+        """Return this many bytes of memory, page-locked if possible. No copy reads it any more."""
         if self._filled + nbytes > STAGING_BYTES:
             if self._pieces:
                 self._pieces[-1][1].record()  # behind the copies from it

@@ -1,7 +1,5 @@
-"""Names of devices: cpu, cpu:1 and cuda:0 on this machine, ray:cpu and ray:cuda for any device of a Ray cluster.
-
-CPU names with different numbers are different devices: pools on cpu:0,cpu:1 and on cpu:2,cpu:3 run at the same time.
-"""
+"""Names of devices: cpu, cpu:1 and cuda:0 on this machine, ray:cpu and ray:cuda for any device of a Ray cluster. CPU names
+with different numbers are different devices: pools on cpu:0,cpu:1 and on cpu:2,cpu:3 run at the same time."""
 
 import importlib.util
 import sys
@@ -11,7 +9,7 @@ from .short_text import short
 RAY = "ray"
 PREFIX = "ray:"
 IN_AN_ACTOR = {"ray:cuda": "cuda:0", "ray:cpu": "cpu"}
-"""Device of a Ray rank, by torch's name in its process: Ray shows an actor only the GPU that the actor has."""
+"""Device of a Ray rank -> torch's name in its process: Ray shows an actor only its own GPU."""
 
 
 def on_ray(device: str) -> bool:
@@ -19,7 +17,7 @@ def on_ray(device: str) -> bool:
 
 
 def device_kind(device: str) -> str:
-    """Type of the device: cuda or cpu."""
+    """Return the type of the device: cuda or cpu."""
     return device.removeprefix(PREFIX).partition(":")[0]
 
 
@@ -36,17 +34,17 @@ def names_ray(text: str) -> bool:
 
 
 def ray_devices(text: str, world: int | None = None) -> tuple[str, ...]:
-    """The devices of a list such as ray:cuda,cuda. `ray` alone stands for a GPU for each of `world` ranks.
+    """Return the devices of a list such as ray:cuda,cuda. `ray` alone means one GPU for each of `world` ranks.
 
-    ValueError for other names, for `ray` alone without `world`, and if the ray package is missing. Whether the cluster has
-    the devices is found out when ranks start.
+    Raises ValueError for other names, for `ray` alone without `world`, and if the ray package is missing. Whether the
+    cluster has the devices is found out when ranks start.
     """
     if importlib.util.find_spec(RAY) is None:
         raise ValueError(f"devices: {short(text.strip())} needs the ray package: pip install ray, in ComfyUI's environment.")
     text = text.strip().lower()
     if text == RAY:
         if world is None:
-            raise ValueError("devices: ray alone does not say how many. Name them, such as ray:cuda,cuda.")
+            raise ValueError("devices: 'ray' does not say how many devices. Name them, such as ray:cuda,cuda.")
         return ("ray:cuda",) * world
     names = tuple(part.strip().removeprefix(PREFIX) for part in text.split(","))
     for name in names:

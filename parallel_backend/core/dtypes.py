@@ -1,8 +1,5 @@
-"""Dtypes of weights by name.
-
-A name is the dtype in which weights are stored, such as `bf16`. `bf16/fp32` are stored in bf16 and computed in fp32.
-`fp8_e4m3fn` and `int8` alone are computed in bf16 on GPUs and in fp32 on CPUs.
-"""
+"""Dtypes of weights by name. A name is the dtype in which weights are stored, such as `bf16`. `bf16/fp32` are stored in bf16
+and computed in fp32. `fp8_e4m3fn` and `int8` alone are computed in bf16 on GPUs and in fp32 on CPUs."""
 
 from collections.abc import Collection, Sequence
 
@@ -17,9 +14,9 @@ TORCH_DTYPES = {
     "fp8_e4m3fn": torch.float8_e4m3fn,
 }
 STORED_ONLY = ("fp8_e4m3fn", "int8")
-"""Dtypes in which weights are stored and never computed."""
+"""Dtypes in which weights are stored but never computed."""
 HALVES = ("bf16", "fp16")
-"""Dtypes of 16 bits, which GPUs compute fastest."""
+"""Dtypes with 16 bits, in which GPUs compute fastest."""
 
 BF16_CAPABILITY = (8, 0)
 """CUDA devices from Ampere on compute bf16 in hardware. Older ones emulate bf16, slowly."""
@@ -32,12 +29,12 @@ NO_BF16_ARCHITECTURES = ("gfx8", "gfx900", "gfx906", "gfx101", "gfx103")
 
 
 def storage_name(name: str) -> str:
-    """The dtype in which weights are stored."""
+    """Return the dtype in which weights are stored."""
     return name.partition("/")[0]
 
 
 def compute_name(name: str, kind: str = "cuda") -> str:
-    """The dtype in which weights are computed on devices of this kind, cuda or cpu."""
+    """Return the dtype in which weights are computed on devices of this kind, cuda or cpu."""
     storage, _, compute = name.partition("/")
     if compute:
         return compute
@@ -47,15 +44,13 @@ def compute_name(name: str, kind: str = "cuda") -> str:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype in which weights of dtype `name` are computed on `device`."""
+    """Return the dtype in which weights of dtype `name` are computed on `device`."""
     return TORCH_DTYPES[compute_name(name, device.type)]
 
 
 def native_halves(device: str) -> tuple[str, ...]:
-    """The dtypes of HALVES in which the GPU `device`, such as cuda:0, computes. Both for a GPU of a Ray cluster.
-
-    The nodes ask ComfyUI instead, since ComfyUI's options can change them.
-    """
+    """Return the dtypes of HALVES in which the GPU `device`, such as cuda:0, computes. Both for a GPU of a Ray cluster. The
+    nodes ask ComfyUI instead, because ComfyUI's options can change them."""
     if on_ray(device):
         return HALVES
     properties = torch.cuda.get_device_properties(device)
@@ -71,11 +66,11 @@ def native_halves(device: str) -> tuple[str, ...]:
 def resolve_dtype(
     name: str, stored: str, devices: Sequence[str], allowed: Sequence[str] = HALVES, native: Collection[str] | None = None
 ) -> str:
-    """The dtype for weight_dtype `name`, the same on all devices.
+    """Return the dtype for weight_dtype `name`, the same on all devices.
 
     `default` is fp32 on CPU ranks. On GPUs it is the file's dtype `stored`, or fp32 if `stored` is not in TORCH_DTYPES. If
-    the GPUs do not compute in that dtype, weights are computed in the first dtype of `allowed` (OwnClass.halves)
-    that the GPUs support, else in fp32 with the weights stored unchanged, as in ComfyUI. An explicit `name` need not be in
+    the GPUs do not compute in that dtype, weights are computed in the first dtype of `allowed` (OwnClass.halves) that the
+    GPUs support, otherwise in fp32 with the weights stored unchanged, as in ComfyUI. An explicit `name` need not be in
     `allowed`. `native`: the dtypes of HALVES in which all GPUs compute. None: torch is asked.
     """
     on_gpus = [device for device in devices if device_kind(device) == "cuda"]

@@ -1,4 +1,4 @@
-"""A linear layer that takes an activation of its input and a residual, as ComfyUI's layers do from its version 0.39 on."""
+"""A linear layer that takes an activation for its input and a residual, as ComfyUI's layers do from version 0.39 on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,8 @@ def fused(
     residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`residual + residual_scale * product(act(x))`, as ComfyUI's layers compute it. ValueError: unknown activation."""
+    """`residual + residual_scale * product(act(x))`, as ComfyUI's layers compute it. Raises ValueError for an unknown
+    activation."""
     out = product(_activated(x, input_act, act_weight, act_eps))
     if residual is None:
         return out
@@ -42,8 +43,9 @@ def _activated(x: torch.Tensor, name: str | None, weight: torch.Tensor | None, e
 
 
 class FusedLinear(nn.Linear):
-    """A layer that is called so. Its forward, and hooks such as those that add up over ranks, get the product alone."""
+    """A linear layer that can be called in this way. Its forward and hooks, such as sums over ranks, only get the
+    product."""
 
     def __call__(self, input: torch.Tensor, **more: Any) -> torch.Tensor:
-        """[..., in] -> [..., out]. `more`: see `fused`."""
+        """The layer's output, [..., in] -> [..., out]. `more`: see `fused`."""
         return fused(super().__call__, input, **more) if more else super().__call__(input)

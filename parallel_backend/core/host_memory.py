@@ -12,26 +12,26 @@ from .device_copies import page_locked
 
 MEMINFO = Path("/proc/meminfo")
 UNLIMITED = 1 << 60
-"""Version 1 of control groups writes a number above this for no limit."""
+"""Version 1 of control groups writes a number above this if there is no limit."""
 LEFT_FREE = 1 << 29
 """Bytes that weights leave free in host memory: the system kills a process that takes all of it."""
 LOCKED_LEFT_FREE = 1 << 32
-"""Bytes that page-locked weights leave free at least; LOCKED_SHARE of the memory if that is more. ComfyUI leaves as much."""
+"""Minimum bytes that page-locked weights leave free, or LOCKED_SHARE of the memory if that is more. ComfyUI leaves as
+much."""
 LOCKED_SHARE = 0.1
 
 
 def host_memory() -> tuple[int, int]:
-    """(free, total) bytes of this machine's memory, or of the container's if that has less. Free memory includes swap on
-    Linux; other systems do not say how much of it is in use.
-    """
+    """Return (free, total) bytes of this machine's memory, or of the container's if that has less. Free memory includes swap
+    on Linux; other systems do not say how much of it is in use."""
     return min(_memories(swap=True))
 
 
 def room_for_weights(device: torch.device) -> int:
-    """Bytes of host memory that weights of ranks on `device` may still take. Below 0: more is taken than should be.
+    """Bytes of host memory that weights of ranks on `device` may still take. Negative if too much is taken already.
 
-    Page-locked memory cannot be swapped out, so that the system has to swap out everything else, and hangs, long before
-    memory and swap are full. Memory that other programs have page-locked, ComfyUI's too, is not among what the system calls
+    Page-locked memory cannot be swapped out. The system then swaps out everything else, and hangs long before memory and
+    swap are full. Memory that other programs have page-locked, also ComfyUI's, is not part of what the system reports as
     available.
     """
     if not page_locked(device):
@@ -40,7 +40,7 @@ def room_for_weights(device: torch.device) -> int:
 
 
 def _memories(swap: bool) -> list[tuple[int, int]]:
-    """(free, total) bytes of the machine, and of each control group of this process that has a limit."""
+    """Return (free, total) bytes of the machine, and of each control group of this process that has a limit."""
     if sys.platform != "linux":
         memory = psutil.virtual_memory()
         return [(memory.available, memory.total)]
@@ -63,7 +63,7 @@ def group_limits(membership: str, root: Path) -> Iterable[tuple[int, int]]:
 
 
 def _limit(group: Path, limit: str, used: str, cached: str) -> tuple[int, int] | None:
-    """(free, limit) of one group. Unused file pages count as free, since the kernel reclaims them."""
+    """Return (free, limit) of one group in bytes. Unused file pages count as free, because the kernel reclaims them."""
     try:
         text = (group / limit).read_text().strip()
         if text == "max" or int(text) > UNLIMITED:

@@ -8,10 +8,8 @@ from typing import Any
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Atomically: a concurrent reader sees the old file or the new one. OSError if it cannot be written.
-
-    ValueError for NaN and infinity, which are not JSON.
-    """
+    """Write the file atomically: a concurrent reader sees either the old file or the new one. Raises OSError if it cannot be
+    written, ValueError for NaN and infinity, which are not JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:

@@ -1,4 +1,4 @@
-"""Results that later processes read again: JSON files with a key that says what a result is valid for, and a digest."""
+"""Results that later processes read again: JSON files with a digest, and a key that says for what the result is valid."""
 
 import hashlib
 import json
@@ -13,14 +13,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_BYTES = 1 << 20
-"""Maximum number of bytes of a file. The calibration of eight devices has about ten thousand."""
+"""Maximum bytes of a file. The calibration of eight devices has about ten thousand."""
 
 
 def read_kept(path: Path, key: dict[str, object], name: str) -> Any | None:
-    """The content, called `name` in the file. None if there is no such file, or it has another key.
-
-    OSError, ValueError, LookupError, TypeError or RecursionError for a file that is damaged, too long, or was changed.
-    """
+    """Return the content of the file, stored there as `name`. None if there is no file, or it has another key. Raises
+    OSError, ValueError, LookupError, TypeError or RecursionError for a file that is damaged, too long, or was changed."""
     if not path.exists():
         return None
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
@@ -34,17 +32,16 @@ def read_kept(path: Path, key: dict[str, object], name: str) -> Any | None:
 
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""Errors of `read_kept`, and those that readers of its content may raise."""
+"""Errors of `read_kept`, and errors that readers of its content may raise."""
 
 
 def write_kept(path: Path, key: dict[str, object], name: str, content: object) -> None:
-    """Atomically, see write_json. OSError if it cannot be written."""
+    """Write the file atomically, see write_json. Raises OSError if it cannot be written."""
     write_json(path, {"key": key, name: content, "digest": digest(content)})
 
 
 def find_kept(folder: Path, key: dict[str, object], name: str, read: Callable[[Any], T]) -> T | None:
-    """`read(content)` of the key's file in `folder`. None if there is no such file; or none that can be used, and the log
-    says why."""
+    """`read(content)` of the key's file in `folder`. None if there is no usable file; the log says why it is unusable."""
     path = kept_path(folder, key, name)
     try:
         content = read_kept(path, key, name)
@@ -55,7 +52,7 @@ def find_kept(folder: Path, key: dict[str, object], name: str, read: Callable[[A
 
 
 def keep(folder: Path, key: dict[str, object], name: str, content: object) -> None:
-    """Write the key's file in `folder`. If that fails, the log says so, and later processes find it out again."""
+    """Write the key's file in `folder`. If that fails, it is only logged, and later processes compute the result again."""
     path = kept_path(folder, key, name)
     try:
         write_kept(path, key, name, content)
@@ -64,12 +61,12 @@ def keep(folder: Path, key: dict[str, object], name: str, content: object) -> No
 
 
 def kept_path(folder: Path, key: dict[str, object], name: str) -> Path:
-    """The file of a key."""
+    """Return the file of a key."""
     return folder / f"{name}-{digest(key)[:16]}.json"
 
 
 def digest(content: object) -> str:
-    """Digest of JSON values."""
+    """Return the digest of JSON values."""
     return hashlib.sha256(_text(content).encode()).hexdigest()
 
 

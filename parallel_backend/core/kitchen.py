@@ -19,7 +19,7 @@ Fused = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Kitchen:
-    """The package's module `tensor`, or None. `word`: the reason why all or some of the package cannot be used."""
+    """The package's module `tensor`, or None. `word`: why all or some of the package cannot be used; empty if it can."""
 
     tensors: ModuleType | None
     word: str
@@ -54,13 +54,14 @@ def fused_kernel(name: str) -> Fused | None:
 
 
 class DirectCall:
-    """comfy-kitchen's operation `name`, without torch's and its own dispatch, which cost more of the host than the launch.
+    """Calls comfy-kitchen's operation `name` without torch's and its own dispatch, which take the host longer than the
+    launch.
 
-    The package chooses its implementation by the shapes of each call. Here it is asked once for each form.
+    The package chooses an implementation by the shapes of each call. Here that is done once for each form of the arguments.
     """
 
     FORMS = 64
-    """Forms of arguments whose implementations are kept. A run has a few for each operation."""
+    """Maximum number of forms of arguments whose implementations are cached. A run has a few for each operation."""
 
     def __init__(self, name: str):
         import comfy_kitchen

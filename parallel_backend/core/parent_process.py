@@ -1,4 +1,4 @@
-"""The process that started this one, and whether it lives. This module needs the standard library alone."""
+"""The process that started this one, and whether it is alive. This module only needs the standard library."""
 
 import os
 from multiprocessing.connection import wait
@@ -6,11 +6,8 @@ from multiprocessing.process import BaseProcess
 
 
 class ParentProcess:
-    """`process`: multiprocessing.parent_process().
-
-    It is known by its id, not by the pipes that it has open: a process that was forked from it, such as a worker of another
-    node pack, keeps them open and may outlive it.
-    """
+    """`process`: multiprocessing.parent_process(). It is recognized by its id, not by its open pipes: a process forked from
+    it, such as a worker of another node pack, keeps them open and may outlive it."""
 
     def __init__(self, process: BaseProcess):
         assert process.pid is not None, "a parent has been started"
@@ -25,7 +22,7 @@ class ParentProcess:
             self._handle = None
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """Whether it has ended, once that is so or after `seconds`."""
+        """Whether it has ended. Returns as soon as it has, or after `seconds`."""
         if self._handle is not None:
             return bool(wait([self._handle], seconds))
         # An orphan gets another parent. On Windows it keeps the number, but there the sentinel is the process itself.

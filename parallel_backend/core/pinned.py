@@ -16,10 +16,10 @@ PORTABLE = 1
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None:
-    """Pins a tensor's memory for a CUDA device. Returns a function that unpins it. None: the driver refused.
+    """Pin a tensor's memory for a CUDA device. Returns a function that unpins it. None: the driver refused.
 
-    Nothing is done for other devices, nor on Windows (see page_locked). The function that unpins waits for the device,
-    so only the thread that computes on it may call it: CUDA forbids synchronising while another thread captures a graph.
+    Does nothing for other devices and on Windows (see page_locked). The returned function waits for the device, so only the
+    thread that computes on it may call it: CUDA forbids synchronizing while another thread captures a graph.
     """
     if not memory.nbytes or not page_locked(device):
         return _nothing
@@ -42,7 +42,7 @@ def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None
 
 
 def pinning(device: torch.device) -> Callable[[torch.Tensor], Callable[[], None]]:
-    """`pin` for one device, for memory that works without it too."""
+    """`pin` for one device, for memory that also works unpinned."""
     return functools.partial(_pin_or_leave, device)
 
 
@@ -51,14 +51,12 @@ def _pin_or_leave(device: torch.device, memory: torch.Tensor) -> Callable[[], No
 
 
 def _nothing() -> None:
-    """Unpins memory that was not pinned."""
+    """The function that unpins memory which was not pinned."""
 
 
 def _forget_error(device: torch.device) -> None:
-    """Clears CUDA's last error, which torch would raise at the next kernel, by launching one here.
-
-    Waits for this thread's stream only: another thread may be capturing a graph.
-    """
+    """Clear CUDA's last error, which torch would raise at the next kernel, by launching one here. Waits only for this
+    thread's stream, because another thread may be capturing a graph."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)
         torch.cuda.current_stream(device).synchronize()

@@ -1,14 +1,12 @@
-"""What files and callers say, as errors repeat it: in one line, without signs that act on a terminal, and clipped."""
+"""Text from files and callers for error messages: in one line, clipped, and without control characters."""
 
 MOST = 80
-"""Characters of a name or a value. The longest keys of known models have about as many."""
+"""Maximum characters of a name or a value. The longest keys of known models have about as many."""
 
 
 def short(value: object, most: int = MOST) -> str:
-    """`value` as text of one line, cut to `most` characters.
-
-    Escaped is what Python does not count as printable: control signs, line ends, marks that turn the direction of text.
-    """
+    """`value` as text of one line, cut to `most` characters. Characters that Python does not count as printable are escaped:
+    control characters, line ends, marks of text direction."""
     text = str(value)
     clean = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text[: most + 1])
     return clean if len(clean) <= most else f"{clean[:most]}..."

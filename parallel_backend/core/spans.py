@@ -1,4 +1,4 @@
-"""Spans of tokens, rows, blocks or batch entries, and the functions by which client and ranks cut them."""
+"""Spans of tokens, rows, blocks or batch entries, and the functions by which client and ranks split them."""
 
 import math
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ class Span:
         return slice(self.start, self.stop)
 
     def before(self, end: int) -> "Span":
-        """The part of the span below `end`."""
+        """Return the part of the span below `end`."""
         return Span(min(self.start, end), min(self.stop, end))
 
     def after(self, start: int) -> "Span":
-        """The part of the span from `start` on, counted from there."""
+        """Return the part of the span from `start` on, counted from `start`."""
         return Span(max(self.start, start), max(self.stop, start)).shift(-start)
 
     def common(self, other: "Span") -> "Span":
-        """The part that both spans have. Empty if there is none."""
+        """Return the part that both spans have. Empty if there is none."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
@@ -46,7 +46,7 @@ class Shard:
 
 
 def split(span: Span, parts: int) -> tuple[Span, ...]:
-    """Cut `span` into `parts` consecutive spans, longer ones first. Lengths differ by at most one, and may be 0."""
+    """Split `span` into `parts` consecutive spans, longer ones first. Lengths differ by at most one, and may be 0."""
     size, extra = divmod(len(span), parts)
     edges = [span.start]
     for index in range(parts):
@@ -55,16 +55,17 @@ def split(span: Span, parts: int) -> tuple[Span, ...]:
 
 
 def split_units(span: Span, parts: int, units: int) -> tuple[Span, ...]:
-    """Like `split`, but for this number of equal units, which stay whole."""
+    """As `split`, for this number of equal units, which stay whole."""
     size, rest = divmod(len(span), units)
     assert not rest, f"{len(span)} has no {units} equal units"
     return tuple(Span(each.start * size, each.stop * size).shift(span.start) for each in split(Span(0, units), parts))
 
 
 def split_carrying(span: Span, parts: int, carried: float) -> tuple[Span, ...]:
-    """As `split`, if the first part also carries the load `carried`: the cut with the smallest largest load.
+    """As `split`, if the first part also carries the load `carried`: the split whose largest load is smallest.
 
-    Among such cuts, the loads differ least, and then the first part is shortest. It is at least half as long as in `split`.
+    Among such splits, the one whose loads differ least, and then the one whose first part is shortest. It is at least half
+    as long as in `split`.
     """
     if parts == 1 or not carried:
         return split(span, parts)
@@ -80,7 +81,7 @@ def split_carrying(span: Span, parts: int, carried: float) -> tuple[Span, ...]:
 
 
 def split_by_share(span: Span, shares: Sequence[float]) -> tuple[Span, ...]:
-    """Cut `span` into consecutive spans whose lengths are `shares` of its length, rounded. `shares` sum to 1."""
+    """Split `span` into consecutive spans whose lengths are `shares` of its length, rounded. `shares` sum to 1."""
     edges, total = [span.start], 0.0
     for share in shares[:-1]:
         total += share
@@ -90,7 +91,7 @@ def split_by_share(span: Span, shares: Sequence[float]) -> tuple[Span, ...]:
 
 
 def in_proportion(sizes: Sequence[int], length: int) -> tuple[Span, ...]:
-    """Cut `length` into consecutive spans in the proportion of `sizes`, which must divide it without remainder."""
+    """Split `length` into consecutive spans in the proportion of `sizes`, which must divide it without remainder."""
     total, edges = sum(sizes), [0]
     for size in sizes:
         edges.append(edges[-1] + size)

@@ -1,7 +1,7 @@
-"""Settings of block-sparse attention in a model call, as ComfyUI's node *Model Sparse Attention* has them.
+"""Settings of block-sparse attention in a model call, as in ComfyUI's node *Model Sparse Attention*.
 
-A query block of 64 tokens sees some blocks of keys token by token, and of the others one summary each, or nothing. Three
-ways to choose them: by a threshold (Sol-Attn, arXiv 2607.24027), a number of the best blocks (SLA), or a number of the best
+A query block of 64 tokens sees some blocks of keys token by token, and of the others one summary each, or nothing. There are
+three ways to choose: by a threshold (Sol-Attn, arXiv 2607.24027), a number of the best blocks (SLA), or a number of the best
 cubes of a video with a learned share of the summaries (VSA of FastVideo). comfy-kitchen's `sol_attn` computes all three.
 """
 
@@ -14,7 +14,8 @@ KEYS, KEYS_AND_ROWS = "exact_kv", "exact_kv_and_rows"
 VIDEO, SOUND, REST = "video", "sound", "rest"
 """Kinds of segments: the latent's own video, its own audio, and everything else."""
 Runs = tuple[tuple[int, str], ...]
-"""(tokens, kind) of each segment of a sequence, in order: tokens in a row, all of one image, video, audio or text."""
+"""(tokens, kind) of each segment of a sequence, in order. A segment is consecutive tokens of one image, video, audio or
+text."""
 
 
 @dataclass(frozen=True)
@@ -22,24 +23,24 @@ class SparseAttention:
     """How the layers of one model call attend."""
 
     tau: float = 1.3
-    """A block is seen exactly if its score is more than this number of standard deviations above the mean."""
+    """A block of keys is seen exactly if its score is more than this number of standard deviations above the mean."""
     kept: float = 0.0
-    """Share of the blocks of keys that are seen exactly, from 0 to 1. 0: `tau` decides."""
+    """Fraction of the blocks of keys that are seen exactly, from 0 to 1. 0: `tau` decides."""
     extra_tokens: int = 0
-    """Further tokens that each query block sees exactly."""
+    """Number of additional tokens that each query block sees exactly."""
     least_tokens: int = 0
-    """Shorter sequences attend in full."""
+    """Shorter sequences have dense attention."""
     full: tuple[str, ...] = ()
-    """Blocks "<list>.<index>" that attend in full."""
+    """Blocks "<list>.<index>" whose attention is dense."""
     sinks: str = ""
-    """KEYS: all queries see the tokens in front of the video exactly. KEYS_AND_ROWS: those of the video's own audio also see
-    all keys. Empty: neither."""
+    """KEYS: all queries see the tokens before the video exactly. KEYS_AND_ROWS: also, those of the video's own audio see all
+    keys. Empty: neither."""
     cubes: bool = False
-    """Blocks are cubes of the video (VSA)."""
+    """Whether blocks are cubes of the video (VSA)."""
     segments: Runs = ()
     """Segments of the joint sequence of ComfyUI's own class. Empty: unknown."""
     grid: tuple[int, ...] = ()
-    """With `segments`: the video's tokens by axis."""
+    """Number of the video's tokens along each axis, if there are `segments`."""
 
     @property
     def title(self) -> str:

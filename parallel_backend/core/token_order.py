@@ -14,10 +14,8 @@ from .spans import Span, split
 
 
 def class_order(grid: tuple[int, ...], along: str) -> torch.Tensor | None:
-    """[N]: place in this order -> place in the order of classes (frames, rows, columns). None: both are equal.
-
-    `grid`: (frames,) rows, columns. `along`: see TokenOrder.
-    """
+    """[N]: position in this order -> position in the order of classes (frames, rows, columns). None: both are equal. `grid`:
+    (frames,) rows, columns. `along`: see TokenOrder."""
     if len(grid) == 2 or along == "frames" or grid[0] == 1:
         return None
     return torch.arange(torch.Size(grid).numel()).view(grid).transpose(0, 1).flatten()
@@ -25,7 +23,7 @@ def class_order(grid: tuple[int, ...], along: str) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """Places, from 0, of the image tokens of a call."""
+    """Positions, from 0, of the image tokens of a call."""
 
     image: int
     """Number of image tokens."""
@@ -46,17 +44,17 @@ class TokenOrder:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Place of each row's first token; last, `tokens`."""
+        """Position of each row's first token; the last item is `tokens`."""
         rows = self.image // self.row
         shares = split(Span(0, self.references), rows)
         return [index * self.row + share.start for index, share in enumerate(shares)] + [self.tokens]
 
     def of_rows(self, rows: Span) -> Span:
-        """Places of the tokens of `rows`, the reference tokens behind each row included."""
+        """Return the positions of the tokens of `rows`, including the reference tokens after each row."""
         return Span(self._starts[rows.start], self._starts[rows.stop])
 
     def images(self, span: Span) -> Span:
-        """The image tokens in `span`, numbered without reference tokens."""
+        """Return the image tokens in `span`, counted without reference tokens."""
         return Span(self._images_before(span.start), self._images_before(span.stop))
 
     def _images_before(self, place: int) -> int:
@@ -66,7 +64,7 @@ class TokenOrder:
         return row * self.row + min(place - self._starts[row], self.row)
 
     def places(self, span: Span) -> torch.Tensor:
-        """[n] int64: for each place in `span` the image token's number, or `image` + the reference token's number."""
+        """[n] int64: for each position in `span` the image token's number, or `image` + the reference token's number."""
         index = torch.arange(span.start, span.stop)
         starts = torch.tensor(self._starts[:-1])
         row = torch.searchsorted(starts, index, right=True) - 1
@@ -82,5 +80,5 @@ class TokenOrder:
         return torch.where(of_picture, order[places.where(of_picture, 0)], places)
 
     def picture_rows(self, span: Span) -> torch.Tensor:
-        """[m]: indices in `span`, from its start, of the image tokens."""
+        """[m]: indices of the image tokens in `span`, relative to its start."""
         return (self.places(span) < self.image).nonzero()[:, 0]

@@ -1,7 +1,7 @@
-"""torch's settings of a process that change how fast or how exactly it computes, for ranks to compute as ComfyUI does.
+"""torch's settings of a process that change how fast or how exactly it computes, so that ranks compute as ComfyUI does.
 
-ComfyUI sets them by its start options (--fast, --deterministic), other nodes by hand. A rank is a process of its own, which
-would have torch's defaults.
+ComfyUI sets them by its start options (--fast, --deterministic); other nodes set them directly. A rank is a process of its
+own and would have torch's defaults.
 """
 
 import logging
@@ -28,7 +28,7 @@ ATTRIBUTES = (
     "backends.cudnn.deterministic",
     "backends.cudnn.enabled",
 )
-"""The older name of a setting comes before the newer one: once one has written it, the other has the value too."""
+"""The older name of a setting comes before the newer one: after one was written, the other has the value too."""
 FUNCTIONS = {
     "get_float32_matmul_precision": "set_float32_matmul_precision",
     "backends.cuda.flash_sdp_enabled": "backends.cuda.enable_flash_sdp",
@@ -54,7 +54,7 @@ def read_settings() -> Settings:
 
 
 def write_settings(wanted: Mapping[str, bool | str]) -> None:
-    """Set what differs in this process. A setting that this torch does not take is logged."""
+    """Set the settings that differ in this process. A setting that this torch does not accept is logged."""
     for name, value in wanted.items():
         if name not in (DETERMINISTIC, WARN_ONLY) and read_settings().get(name) != value:
             try:

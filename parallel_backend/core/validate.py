@@ -40,10 +40,9 @@ def check_ranks(degrees: Degrees) -> None:
 def check_devices(degrees: Degrees, devices: tuple[str, ...], all_known: bool = True) -> None:
     """Raise ValueError unless there is one device per rank, and under Ulysses all are of one type.
 
-    `all_known`: False if further degrees, not known yet, multiply these.
-
-    Under Ulysses a GPU rank exchanges heads in more parts than a CPU rank (HEAD_GROUPS), so mixed ranks would deadlock. No
-    other transfer's order or size depends on the device.
+    `all_known`: False if these degrees will be multiplied by others that are unknown yet. Under Ulysses a GPU rank exchanges
+    heads in more parts than a CPU rank (HEAD_GROUPS), so mixed ranks would deadlock. No other transfer's order or size
+    depends on the device.
     """
     if len(devices) % degrees.world or (all_known and len(devices) != degrees.world):
         needed = degrees.world if all_known else f"a multiple of {degrees.world}"
@@ -84,8 +83,8 @@ def check_model(
     """Raise ValueError, naming the widget, if a model with these numbers of attention heads and blocks cannot be cut by
     `degrees`.
 
-    `key_heads`: None: as many as `heads`. `tensor_degrees`: those by which quantised weights can be cut. None: all. `file`:
-    the model's, for errors that lie in it.
+    `key_heads`: None: as many as `heads`. `tensor_degrees`: those by which quantized weights can be cut. None: all. `file`:
+    the model's file, for errors caused by it.
     """
     if degrees.pipe > max(blocks, 1):
         raise ValueError(
@@ -115,7 +114,7 @@ def check_model(
 
 
 def check_attention(attention: str, devices: Sequence[str], dtype: str) -> None:
-    """Raise ValueError for a kernel that cannot run on these devices; those of a Ray cluster are not checked."""
+    """Raise ValueError for a kernel that cannot run on these devices. Those of a Ray cluster are not checked."""
     if attention != AUTO and attention.removeprefix(f"{AUTO}/") not in KERNELS:
         raise ValueError(f"attention is '{attention}'; it is one of {', '.join(ATTENTION)}.")
     kernel, demanded = wanted(attention)

@@ -1,1 +1,1 @@
-"""Which rank gets which blocks, and whether that fits its memory."""
+"""Decides which rank gets which blocks, and whether they fit its memory."""

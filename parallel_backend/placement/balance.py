@@ -18,11 +18,11 @@ from .pipeline_model import StageCost
 log = logging.getLogger(__name__)
 
 ROUNDING = 1e-9
-"""Sums of seconds count as equal if they differ by less than this part: the order of adding moves the last digits."""
+"""Sums of seconds count as equal if they differ by less than this fraction: the order of adding changes the last digits."""
 ALIKE = 1.2
 """Devices whose times differ by less than this factor count as equally fast: the difference is noise."""
 QUARTER = 0.25
-"""The shorter of the two timed sequences, as a part of the longer one."""
+"""Length of the shorter timed sequence, as a fraction of the longer one."""
 CPU_ROWS = 32
 """Rows of image tokens with which CPU ranks time blocks. More rows of a large model would take minutes."""
 GPU_ROWS = 32, 512
@@ -35,8 +35,9 @@ def cut_blocks(
     """Cut the blocks into consecutive non-empty spans, one per stage, so that the slowest stage is as fast as possible.
 
     `costs[stage][block]`: seconds of the block on that stage's device. `sizes`: bytes of each block. `capacities`: bytes for
-    each stage's blocks (None: no limit). None is returned where no cut fits. With `spill`, by stage, blocks may exceed the
-    capacity: each further byte then costs this number of seconds for its copy from host memory, while the stage computes.
+    each stage's blocks (None: no limit). Returns None if no cut fits. With `spill`, by stage, blocks may exceed the
+    capacity: each byte above it costs this number of seconds for its copy from host memory, which overlaps the stage's
+    computation.
     """
     stages, count = len(costs), len(sizes)
     assert 1 <= stages <= count
@@ -67,7 +68,7 @@ def cut_blocks(
 
 
 def cut_without_limits(costs: Sequence[Sequence[float]], sizes: Sequence[int]) -> tuple[Span, ...]:
-    """`cut_blocks` for stages of any size. A model with unknown blocks is one stage without blocks."""
+    """`cut_blocks` without limits of memory. A model with unknown blocks is one stage without blocks."""
     if not sizes:
         assert len(costs) == 1
         return (Span(0, 0),)
@@ -77,7 +78,7 @@ def cut_without_limits(costs: Sequence[Sequence[float]], sizes: Sequence[int]) -
 
 
 def equally_full(limits: Sequence[float | None], sizes: Sequence[int]) -> tuple[Span, ...]:
-    """The cut whose fullest stage is the least full. `limits`: bytes of each stage's device (None: no limit)."""
+    """Return the cut whose fullest stage is the least full. `limits`: bytes of each stage's device (None: no limit)."""
     fullness = [[0.0 if limit is None else size / max(1, limit) for size in sizes] for limit in limits]
     return cut_without_limits(fullness, sizes)
 
@@ -89,24 +90,22 @@ class Balance:
     stage_blocks: tuple[Span, ...]
     """Blocks of each stage, numbered through all block lists."""
     patch_shares: tuple[float, ...]
-    """Each patch rank's share of the image. Their sum is 1."""
+    """Each patch rank's share of the image. They sum to 1."""
     stage_costs: tuple[StageCost, ...] | None
     """Cost of each stage, for `timed_tokens`. None: nothing was measured."""
     timed_tokens: int = 1
     """Image tokens of the longer timed sequence, on each rank."""
 
     def costs(self, tokens: float) -> tuple[StageCost, ...] | None:
-        """Cost of each stage, for an image with `tokens` tokens on each rank."""
+        """Return the cost of each stage, for an image with `tokens` tokens on each rank."""
         if self.stage_costs is None:
             return None
         return tuple(cost.scaled(tokens / self.timed_tokens) for cost in self.stage_costs)
 
 
 def check_stage_split(stage_split: str, stages: int, blocks: int | None) -> tuple[Span, ...] | None:
-    """The stages that the widget's text names, such as '30,27'. None for 'auto' and 'even'. ValueError for other texts.
-
-    `blocks`: the model's. None: not known yet, and any sum is taken.
-    """
+    """Return the stages that the widget's text names, such as '30,27'. None for 'auto' and 'even'. Raises ValueError for
+    other texts. `blocks`: the model's number. None: it is unknown yet, and any sum is accepted."""
     if stage_split.strip().lower() in ("auto", "even"):
         return None
     try:
@@ -123,7 +122,8 @@ def check_stage_split(stage_split: str, stages: int, blocks: int | None) -> tupl
 
 
 def timed_rows(expected: Request | None, degrees: Degrees, on_gpus: bool) -> tuple[int, int]:
-    """Rows of image tokens in the two timed sequences: the rows of a rank's whole call, within limits, and a quarter."""
+    """Return the rows of image tokens in the two timed sequences: the rows of a rank's whole call, within limits, and a
+    quarter of them."""
     rows = CPU_ROWS
     if on_gpus:
         fewest, most = GPU_ROWS
@@ -133,17 +133,17 @@ def timed_rows(expected: Request | None, degrees: Degrees, on_gpus: bool) -> tup
 
 
 def even_stages(blocks: int, stages: int) -> tuple[Span, ...]:
-    """Stages of equal numbers of blocks, as far as they divide: about the cut that equal devices' measurements give."""
+    """Stages with equal numbers of blocks, as far as possible: about the cut that measurements of equal devices give."""
     return stages_by_size([1] * blocks, stages)
 
 
 def stages_by_size(sizes: Sequence[int], stages: int) -> tuple[Span, ...]:
-    """The cut whose largest stage is as small as possible: `stage_split` auto where memory is short."""
+    """Return the cut whose largest stage is as small as possible: `stage_split` auto if memory is short."""
     return cut_without_limits([sizes] * stages, sizes)
 
 
 def stage_ranks(degrees: Degrees) -> list[list[int]]:
-    """The ranks of each stage."""
+    """Return the ranks of each stage."""
     stage_of = [degrees.coordinate(rank).pipe for rank in range(degrees.world)]
     return [[rank for rank, its_stage in enumerate(stage_of) if its_stage == stage] for stage in range(degrees.pipe)]
 
@@ -157,11 +157,11 @@ def divide(
     other_bytes: int | None = None,
     spill: Sequence[float] = (),
 ) -> Balance:
-    """The cut by the ranks' measurements, `probes` in the order of ranks.
+    """Return the cut by the ranks' measurements, `probes` in the order of ranks.
 
     `lists`: each block's list. `sizes`: bytes of each block on a rank. `other_bytes`: bytes of a rank outside its blocks;
-    None where no run is known, so that blocks may have WEIGHTS_SHARE of the free memory. `spill`: see spill_seconds.
-    `imagined`: only a prediction, so no warning is logged.
+    None if no run is known: blocks may then have WEIGHTS_SHARE of the free memory. `spill`: see spill_seconds. `imagined`:
+    only a prediction, so no warning is logged.
     """
     probes = without_noise(lists, probes)
 
@@ -192,9 +192,10 @@ def divide(
 
 
 def spill_seconds(rates: Sequence[float], request: Request | None) -> list[float]:
-    """By rank, seconds that a streamed byte of weights adds to a whole image's computing. Empty: no byte can be streamed.
+    """Return for each rank seconds that a streamed byte of weights adds to a whole image's computation. Empty: no byte
+    can be streamed.
 
-    `rates`: bytes a second from host memory to each rank's device, 0 where weights cannot come from there. A run in bands
+    `rates`: bytes a second from host memory to each rank's device, 0 if weights cannot come from there. A run in bands
     streams a stage's weights once for each band, with all batch entries; an exact call once for each entry.
     """
     if not rates or not all(rates):
@@ -204,7 +205,8 @@ def spill_seconds(rates: Sequence[float], request: Request | None) -> list[float
 
 
 def _room_for_blocks(free: Sequence[int | None], other_bytes: int | None) -> int | None:
-    """Bytes for a stage's blocks. `free`: bytes free on its ranks' devices. None: no limit, as a device's is not known."""
+    """Return the bytes for a stage's blocks. `free`: bytes free on its ranks' devices. None: no limit, because a device's is
+    unknown."""
     known = [size for size in free if size is not None]
     if len(known) < len(free):
         return None
@@ -216,7 +218,7 @@ def _whole_model(lists: list[str], probed: m.Probed) -> float:
 
 
 def without_noise(lists: list[str], probes: Sequence[m.Probed]) -> list[m.Probed]:
-    """The probes, averaged over ranks if these are about equally fast, so that equal devices get equal parts."""
+    """Return the probes, averaged over ranks if these are about equally fast, so that equal devices get equal parts."""
     totals = [_whole_model(lists, p) for p in probes]
     if max(totals) > ALIKE * min(totals):
         return list(probes)

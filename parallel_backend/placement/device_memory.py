@@ -8,12 +8,12 @@ from parallel_backend.wire.diagnosis import DeviceMemoryReport
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """One memory that `ranks` share, on `device`; all figures are bytes.
+    """One memory that `ranks` share, on `device`. All figures are bytes.
 
-    `free`: free to these ranks, None where unknown. `held`: taken by their model. `total`: None where unknown. `host`,
-    `host_free`: name of the machine whose memory is beside the device's, and the bytes of it that weights may take. Empty
-    and None if the device computes in the machine's memory. `copy_rate`: bytes a second from the machine's memory to the
-    device, 0 where unknown. `vae`: taken by parts of VAEs, which make way for a model.
+    `free`: free for these ranks, None if unknown. `held`: taken by their model. `total`: None if unknown. `host`,
+    `host_free`: name of the machine whose memory is beside the device's, and its bytes that weights may take; empty and None
+    if the device computes in the machine's memory. `copy_rate`: bytes a second from the machine's memory to the device, 0 if
+    unknown. `vae`: taken by parts of VAEs, which make room for a model.
     """
 
     device: str
@@ -32,7 +32,7 @@ class DeviceMemory:
 
     @property
     def streams(self) -> bool:
-        """Weights can be kept in host memory and copied here when they are needed."""
+        """Whether weights can be kept in host memory and copied here when they are needed."""
         return bool(self.host) and self.free is not None
 
     @property
@@ -44,7 +44,8 @@ class DeviceMemory:
 
 
 def device_memories(devices: Sequence[str], reports: Sequence[DeviceMemoryReport]) -> tuple[DeviceMemory, ...]:
-    """`reports`: by rank. Ranks of equal places share one DeviceMemory."""
+    """Return the memories of the ranks' devices. `reports`: by rank. Ranks whose reports have equal places share one
+    DeviceMemory."""
     places: dict[str, list[DeviceMemoryReport]] = {}
     for report in reports:
         places.setdefault(report.place, []).append(report)

@@ -8,11 +8,11 @@ from .memory_model import Request
 def expected_request(
     checkpoint: Checkpoint, shape: tuple[int, ...], entries: int, prompt: int, kept: int = 0, bands: int = 1
 ) -> Request:
-    """`shape`: of the latent, with as many axes as the model takes. `entries`: batch entries of a model call, images times
-    prompts. `prompt`: tokens of the longest prompt. `kept`, `bands`: see Request.
+    """Return the memory request of a run. `shape`: of the latent, with as many axes as the model takes. `entries`: batch
+    entries of a model call, images times prompts. `prompt`: tokens of the longest prompt. `kept`, `bands`: see Request.
 
-    Reference images are not counted, as only a model call has their tokens. A companion latent is as long as ComfyUI's
-    empty latents have it.
+    Reference images are not counted, because only a model call has their tokens. A companion latent is assumed to be as long
+    as ComfyUI's empty latents have it.
     """
     built = checkpoint.built
     image_grid = built.patching.grid(shape)

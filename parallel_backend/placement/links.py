@@ -1,4 +1,4 @@
-"""Links between devices: seconds of a transfer, of a pair alone and of all devices at once."""
+"""Links between devices: seconds of a transfer, of one pair alone and of all devices at once."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ SIZES = (1 << 10, 1 << 23)
 
 @dataclass(frozen=True)
 class Link:
-    """One way between two devices: a transfer of b bytes takes `latency` + b / `bandwidth` seconds."""
+    """A link in one direction between two devices: a transfer of b bytes takes `latency` + b / `bandwidth` seconds."""
 
     latency: float
     bandwidth: float
@@ -31,12 +31,12 @@ class Links:
     """How many times slower links are while all devices send."""
 
     def link(self, one: int, two: int) -> Link:
-        """The link while all devices send."""
+        """Return the link while all devices send."""
         quiet = self.between[min(one, two), max(one, two)]
         return Link(quiet.latency, quiet.bandwidth / self.crowding)
 
     def send(self, one: int, two: int, size: float) -> float:
-        """Seconds of a transfer of one pair."""
+        """Return the seconds of a transfer of one pair."""
         return self.link(one, two).seconds(size)
 
     def exchange(self, groups: Iterable[Sequence[int]], size: float) -> float:
@@ -56,21 +56,19 @@ class Links:
         return max(self.link(*pair).seconds(size) for ring in rings for pair in pairwise(ring))
 
     def all_reduce(self, groups: Sequence[Sequence[int]], size: float) -> float:
-        """Seconds of an all-reduce in every group at once, of one tensor of `size` bytes on each device."""
+        """Return the seconds of an all-reduce in every group at once, of one tensor of `size` bytes on each device."""
         count = len(groups[0])
         return 2 * (count - 1) * self.shift(groups, size / count)
 
 
 def alike(devices: int, link: Link) -> dict[tuple[int, int], Link]:
-    """Equal links between all devices."""
+    """Return equal links between all devices."""
     return {(one, two): link for one in range(devices) for two in range(one + 1, devices)}
 
 
 def links_of(probes: Sequence[LinksProbed]) -> Links:
-    """The links as the ranks timed them, by rank.
-
-    Their crowding is the seconds of an exchange of all devices, divided by the seconds that quiet links would take for it.
-    """
+    """Return the links as the ranks timed them. `probes`: by rank. Their crowding is the seconds of an exchange between all
+    devices, divided by the seconds that idle links would take for it."""
     between = {(probe.rank, other): fit(times) for probe in probes for other, times in probe.links.items()}
     if not between:
         return Links({})
@@ -80,10 +78,8 @@ def links_of(probes: Sequence[LinksProbed]) -> Links:
 
 
 def fit(times: Sequence[tuple[int, float]]) -> Link:
-    """The line through the shortest and the longest transfer, of (bytes, seconds).
-
-    The latency lies between 0 and the seconds of the shortest transfer. The bandwidth is finite.
-    """
+    """Return the line through the shortest and the longest transfer. `times`: (bytes, seconds). The latency lies between 0
+    and the seconds of the shortest transfer. The bandwidth is finite."""
     (small, quickest), (large, slowest) = min(times), max(times)
     slope = (slowest - quickest) / (large - small)
     if slope <= 0:  # noise

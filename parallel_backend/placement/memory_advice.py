@@ -1,4 +1,4 @@
-"""Changes of one widget that make a run fit, by the memory model that says that it does not."""
+"""Changes of one widget that make a run fit, found by the same memory model that refused it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,8 +22,8 @@ WAYS = 2
 class Capacity:
     """Bytes that ranks may fill, weights included.
 
-    `by_rank`: on each rank's device, in their order. Further devices count as the smallest of them. `together`: all ranks
-    share one memory, and `by_rank` are equal shares of it. `streams`: blocks may be streamed from host memory.
+    `by_rank`: on each rank's device. Additional devices count as the smallest of them. `together`: all ranks share one
+    memory, and `by_rank` are equal shares of it. `streams`: blocks may be streamed from host memory.
     """
 
     by_rank: tuple[float, ...]
@@ -47,10 +47,8 @@ def changes(
     capacity: Capacity,
     devices: int,
 ) -> list[str]:
-    """Each change, as the widget's name and value; empty if no single change helps.
-
-    `spans`: the blocks of each stage at present. `devices`: number of devices of this machine.
-    """
+    """Return each change, as the widget's name and value. Empty if no single change helps. `spans`: the blocks of each stage
+    at present. `devices`: number of devices of this machine."""
     if not capacity.by_rank:
         return []
     degrees = setup.degrees
@@ -90,7 +88,7 @@ def changes(
 def fits(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], requests: tuple[Request, ...], capacity: Capacity
 ) -> bool:
-    """Whether all ranks fit, with these stages."""
+    """Whether all ranks fit with these stages."""
     needs = [need.total for need in memory_by_rank(sizes, degrees, spans, requests)]
     if capacity.streams:
         weights = weights_by_rank(sizes, degrees, spans)
@@ -124,7 +122,7 @@ def _degrees(
 def _stages_that_fit(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], requests: tuple[Request, ...], capacity: Capacity
 ) -> tuple[Span, ...] | None:
-    """Other stages of the same degrees, each as full as the others. None if they do not fit either."""
+    """Return other stages with the same degrees, all equally full. None if they do not fit either."""
     if capacity.together or degrees.pipe == 1 or len(capacity.by_rank) != degrees.world:
         return None
     limits = [min(capacity.by_rank[rank] for rank in ranks) for ranks in stage_ranks(degrees)]
@@ -133,7 +131,7 @@ def _stages_that_fit(
 
 
 def _largest(below: int, fits: Callable[[int], bool]) -> int:
-    """The largest number under `below` that fits, if all smaller ones do too; 0 if none does."""
+    """Return the largest number below `below` that fits, if all smaller ones fit too; 0 if none does."""
     low, high = 0, below - 1
     while low < high:
         middle = (low + high + 1) // 2

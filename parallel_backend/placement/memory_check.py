@@ -1,7 +1,7 @@
-"""Whether a model, or a run of it, fits its ranks' devices, checked before anything is allocated.
+"""Checks whether a model, or a run of it, fits its ranks' devices, before anything is allocated.
 
-Weights, keys and values, and the hidden states that every block has are certain: a run without room for them is refused,
-and the error names the widgets that help. The whole estimate may be off by half: a run that exceeds it gets a warning.
+Weights, keys and values, and the hidden states that every block has are certain: a run without room for them is refused, and
+the error names the widgets that help. The whole estimate may be off by half: a run that exceeds it gets a warning.
 """
 
 import logging
@@ -26,16 +26,16 @@ from .residency import ALL, AUTO, GB, share_out, shared_bytes
 log = logging.getLogger(__name__)
 
 SHARED = hasattr(os, "memfd_create")
-"""Ranks on CPUs that have the same weights share one copy of them (rank/host_memory/arena.py)."""
+"""Whether CPU ranks with the same weights share one copy of them (rank/host_memory/arena.py)."""
 TARGET_SHARE = 0.75
-"""After a run has run out of memory, the advice is for changes that need this part of the run's estimate."""
+"""After a run has run out of memory, the advice is for changes that need this fraction of the run's estimate."""
 
 
 class MemoryCheck:
     """Checks whether one model and its runs fit in the memory of its ranks' devices.
 
-    `device_count`: devices of this machine. `spans`: the blocks of each stage. They may be set again after blocks are
-    measured. `last`: requests and memories of the last check, for the advice after a later error.
+    `device_count`: devices of this machine. `spans`: the blocks of each stage, which may be set again after blocks are
+    measured. `last`: requests and memories of the last check, for advice after a later error.
     """
 
     def __init__(self, checkpoint: Checkpoint, setup: Setup, spans: tuple[Span, ...], device_count: int):
@@ -46,29 +46,29 @@ class MemoryCheck:
         self._warned: tuple[Request, ...] | None = None
 
     def memory(self, requests: tuple[Request, ...]) -> list[MemoryNeed]:
-        """Memory that each rank needs for these requests."""
+        """Return the memory that each rank needs for these requests."""
         return memory_by_rank(self.sizes, self.degrees, self.spans, requests)
 
     def learn(self, requests: tuple[Request, ...], taken: Sequence[int]) -> None:
-        """Correct later estimates: by rank, micro-steps of these requests took `taken` bytes beyond those that stay."""
+        """Correct later estimates by a measurement. `taken`: by rank, bytes that micro-steps of these requests allocated
+        temporarily."""
         needs = memory_by_rank(replace(self.sizes, measured=1.0), self.degrees, self.spans, requests)
         shares = [nbytes / need.activations for nbytes, need in zip(taken, needs, strict=True) if need.activations]
         self.sizes = replace(self.sizes, measured=max(shares, default=1.0))
 
     def weights(self) -> list[RankWeights]:
-        """Weights of each rank."""
+        """Return weights of each rank."""
         return weights_by_rank(self.sizes, self.degrees, self.spans)
 
     def streams(self, memory: DeviceMemory) -> bool:
-        """Whether weights that do not fit there may be streamed from host memory."""
+        """Whether weights that do not fit in this memory may be streamed from host memory."""
         return self.offload.streams and memory.streams
 
     def missing(self, requests: tuple[Request, ...], memory: DeviceMemory, resident: Sequence[int] | None) -> int:
         """Bytes that a device lacks for all weights of its ranks and the whole estimate, with `offload`'s bytes left free.
 
-        0 if it lacks none, or if its free bytes are unknown.
-        `resident`: bytes of weights that each rank has on its device now. None: the model is not loaded, and takes the place
-        of the weights that ranks hold.
+        0 if it lacks none, or if its free bytes are unknown. `resident`: bytes of weights that each rank has on its device
+        now. None: the model is not loaded, and takes the place of the ranks' present weights.
         """
         if memory.free is None:
             return 0
@@ -82,15 +82,13 @@ class MemoryCheck:
         return max(0, math.ceil(size / USABLE_MEMORY) - free)
 
     def _together(self, memory: DeviceMemory, sizes: Mapping[int, int]) -> int:
-        """Bytes that weights of these `sizes`, by rank, take in `memory`."""
+        """Return the bytes that weights of these `sizes`, by rank, take in `memory`."""
         shared = not memory.of_gpu and not memory.host and SHARED
         return shared_bytes(self.degrees, sizes) if shared else sum(sizes.values())
 
     def check_weights(self, memories: Sequence[DeviceMemory]) -> None:
-        """Check before loading, if the model replaces the weights that ranks hold.
-
-        ValueError if the weights have no room, even with every block streamed that may be.
-        """
+        """Check before loading, if the model replaces the ranks' present weights. Raises ValueError if the weights have no
+        room, even if every block is streamed that may be."""
         self.last = (), tuple(memories)
         weights = self.weights()
         for memory in memories:
@@ -115,10 +113,11 @@ class MemoryCheck:
         resident: Sequence[int] | None = None,
         most: Mapping[int, int] = MappingProxyType({}),
     ) -> tuple[int, ...]:
-        """By rank, bytes of its device that its weights may take beside these requests. ALL: all weights may stay there.
+        """For each rank, bytes of its device that its weights may take beside these requests. ALL: all weights may stay
+        there.
 
-        `resident`: see `missing`; resident weights move only if the whole estimate says that they must. Limits go down to
-        RankWeights.least. Ranks with the same weights get the same limit, since all wait for the slowest. `most`: by rank,
+        `resident`: see `missing`; resident weights move only if the whole estimate requires it. Limits go down to
+        RankWeights.least. Ranks with the same weights get the same limit, because all wait for the slowest. `most`: by rank,
         limits that hold even if more memory is free.
         """
         weights, needs = self.weights(), self.memory(requests)
@@ -144,10 +143,8 @@ class MemoryCheck:
     def check(
         self, requests: tuple[Request, ...], memories: tuple[DeviceMemory, ...], resident: Sequence[int] | None = None
     ) -> None:
-        """Before a run, once the model is loaded. ValueError if the run cannot fit. One warning if it probably does not.
-
-        `resident`: bytes of weights that each rank has on its device. They can leave the device if they are streamed.
-        """
+        """Check a run of a loaded model. Raises ValueError if the run cannot fit. Logs one warning if it probably does not.
+        `resident`: bytes of weights that each rank has on its device. They can leave the device if they are streamed."""
         self.last = requests, memories
         needs, weights = self.memory(requests), self.weights()
         for memory in memories:
@@ -167,7 +164,7 @@ class MemoryCheck:
             log.warning("Parallel DiT: %s", text)
 
     def said_of_streaming(self, limits: Sequence[int]) -> str:
-        """The streamed bytes under these limits (see `placed`), as text. Empty if nothing is streamed."""
+        """Return the streamed bytes under these limits (see `placed`), as text. Empty if nothing is streamed."""
         streamed = [
             f"{one.streamed(limit) / 1e9:.1f} of {one.total / 1e9:.1f} GB on rank {rank}"
             for rank, (one, limit) in enumerate(zip(self.weights(), limits, strict=True))
@@ -187,10 +184,8 @@ class MemoryCheck:
         )
 
     def advice(self) -> str:
-        """For a run that ran out of memory although its check passed: its estimate, and changes that need a quarter less.
-
-        Empty before the first check.
-        """
+        """Advice for a run that ran out of memory although its check passed: its estimate, and changes that need a quarter
+        less. Empty before the first check."""
         if self.last is None:
             return ""
         requests, memories = self.last
@@ -210,7 +205,7 @@ class MemoryCheck:
         return f"The run was expected to take: {each}. {instead}"
 
     def _shortage(self, needs: Sequence[MemoryNeed], memory: DeviceMemory, free: int) -> str:
-        """`free`: with the bytes that streamed weights can give up there. Below 0 where not even weights fit."""
+        """Text about the memory that a run lacks. `free`: includes bytes that streamed weights can free; may be negative."""
         weights = sum(need.weights for need in needs)
         free_text = (
             "is free with weights streamed" if self.streams(memory) else f"is free beside {_size(weights)} of weights"
@@ -221,7 +216,7 @@ class MemoryCheck:
         )
 
     def _parts(self, needs: Sequence[MemoryNeed], loaded: bool = False) -> str:
-        """Sizes as text. `loaded`: with the weights."""
+        """Return sizes as text. `loaded`: include the weights."""
         sizes = {
             "of weights": sum(need.weights for need in needs) if loaded else 0,
             "for keys and values": sum(need.buffers + need.arriving for need in needs),
@@ -230,7 +225,7 @@ class MemoryCheck:
         return ", ".join(f"{_size(size)} {purpose}" for purpose, size in sizes.items() if size)
 
     def _instead(self, requests: tuple[Request, ...], limits: Sequence[tuple[DeviceMemory, float]]) -> str:
-        """The changes that would fit, as a sentence. `limits`: bytes that the ranks of each memory may take."""
+        """Return the changes that would fit, as a sentence. `limits`: bytes that the ranks of each memory may take."""
         shares = tuple(limit / len(memory.ranks) for memory, limit in limits for _ in memory.ranks)
         memories = [memory for memory, _ in limits]
         capacity = Capacity(shares, len(memories) == 1 and not memories[0].of_gpu, all(map(self.streams, memories)))
@@ -249,7 +244,7 @@ def _usable(memories: Sequence[DeviceMemory]) -> list[tuple[DeviceMemory, float]
 
 
 def devices_for(used: tuple[str, ...]) -> int:
-    """How many devices other degrees could use: all GPUs of this machine if all ranks are on GPUs, else those in use."""
+    """Number of devices that other degrees could use: all local GPUs if all ranks are on GPUs, otherwise those in use."""
     local = all(device.startswith("cuda") for device in used)
     return max(len(used), torch.cuda.device_count() if local else 0)
 
@@ -259,5 +254,5 @@ def _of_total(memory: DeviceMemory) -> str:
 
 
 def _size(size: float) -> str:
-    """1.2 GB, or 34 MB."""
+    """Return the size as text: 1.2 GB, or 34 MB."""
     return f"{size / 1e9:.1f} GB" if size >= 0.95e9 else f"{size / 1e6:.3g} MB"

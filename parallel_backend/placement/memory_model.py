@@ -1,8 +1,8 @@
-"""The one memory model: bytes of weights, keys and values, and activations on a rank.
+"""The only memory model: bytes of weights, keys and values, and activations on a rank.
 
-The planner and Parallel Doctor use it, and so does the check before a model is loaded and before a run (memory_check.py).
-Weights and K/V buffers are counted exactly. Activations are an estimate until a GPU has measured a run's steps. What a GPU's
-libraries take is not counted: they have most of it when free memory is asked for before a run.
+The planner, Parallel Doctor and the check before a model is loaded and before a run (memory_check.py) use it. Weights and
+K/V buffers are counted exactly. Activations are an estimate until a GPU has measured a run's steps. Memory of a GPU's
+libraries is not counted: they have most of it when free memory is read before a run.
 """
 
 import math
@@ -17,37 +17,39 @@ from parallel_backend.own_class.built.built_class import WHOLE_STATES, StreamKey
 from .model_sizes import ModelSizes, rank_weights, weights_of_blocks
 
 USABLE_MEMORY = 0.95
-"""Share of free memory that an estimate may fill. The rest is the allocator's slack: torch's rounds large sizes up to 2 MB
-(CUDACachingAllocator), and gaps stay between tensors. How much that is on a GPU is not measured."""
+"""Fraction of free memory that an estimate may fill. The rest is the allocator's slack: torch's rounds large sizes up to 2
+MB (CUDACachingAllocator), and gaps stay between tensors. It has not been measured on a GPU."""
 WEIGHTS_SHARE = 0.85
-"""Part of a device's free memory that weights may take where no run is known. The rest is for a run."""
+"""Fraction of a device's free memory that weights may take if no run is known. The rest is for a run."""
 KV_COPIES = 2
-"""Sets of K/V buffers where keys of the last two steps are kept, to extrapolate this step's along the line through them."""
+"""Sets of K/V buffers if keys of the last two steps are stored, from which this step's are extrapolated linearly."""
 ACTIVATIONS = {True: 20, False: 16}
-"""Hidden states of a micro-step's tokens that are in memory at once on one rank, at the peak of a block, until a device has
-measured runs (ModelSizes.measured). True: text runs through the blocks with the image. They are the input, normed and as
-queries, keys and values, attention's result, 4 hidden sizes of the feed-forward twice, rotary tables, norms in float32.
-Measured, 1,024 to 1,152 wide, fp32 and bf16, a whole call and a band: Flux 15 to 18, Qwen-Image 15 to 16, SD3 13 to 14,
-Z-Image 17 to 21, Lumina 2 19 to 20 (in bf16 28 to 30, as its rotary embedding is complex); PixArt 12 to 13, Wan 13 to 15,
-LTX-Video 12 to 17."""
+"""Number of hidden states of a micro-step's tokens that are in memory at once on one rank, at the peak of a block, until a
+device has measured runs (ModelSizes.measured). True: text runs through the blocks with the image. They are the input,
+normalized and as queries, keys and values, attention's result, 4 hidden sizes of the feed-forward twice, rotary tables,
+norms in float32. Measured, 1,024 to 1,152 wide, fp32 and bf16, a whole call and a band: Flux 15 to 18, Qwen-Image 15 to 16,
+SD3 13 to 14, Z-Image 17 to 21, Lumina 2 19 to 20 (in bf16 28 to 30, as its rotary embedding is complex); PixArt 12 to 13,
+Wan 13 to 15, LTX-Video 12 to 17."""
 WHOLE_ON_TENSOR_RANKS, MORE_ON_SEQUENCE_RANKS = 0.35, 0.085
-"""Part of the hidden states at the peak that tensor ranks do not share, and what each further sequence rank adds. The ratios
-are within a fifth of the medians of eleven models that were traced with real sizes (benchmarks/sizes/states.py)."""
+"""Fraction of the hidden states at the peak that tensor ranks do not share, and the fraction that each additional sequence
+rank adds. The ratios are within a fifth of the medians of eleven models that were traced with real sizes
+(benchmarks/sizes/states.py)."""
 TIMED = {True: 3, False: 18}
-"""Further hidden states where each token has a timestep, as with a given first frame: the modulation of each token.
+"""Additional hidden states if each token has a timestep, as with a given first frame: the modulation of each token.
 Measured, fp32 and bf16: Cosmos Predict2 11 and 11, LTX-Video 13 and 13, Wan 19 and 27; LTX-2, whose text runs through the
 blocks (True), 3 and 3."""
 LEAST = 1.0, 3.0
-"""Hidden states that every block certainly has at once: its input, and queries, keys and values of the rank's heads."""
+"""Number of hidden states that every block certainly has at once: its input; queries, keys and values of the rank's
+heads."""
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes on one rank."""
+    """Bytes that one rank needs."""
 
     weights: int
     buffers: int
-    """Keys and values that are kept from call to call."""
+    """Keys and values that are stored from call to call."""
     activations: int
     """Other tensors at the peak of a micro-step."""
     arriving: int = 0
@@ -61,7 +63,7 @@ class MemoryNeed:
 
     @property
     def run(self) -> int:
-        """Further bytes at the peak of a run."""
+        """Bytes at the peak of a run in addition to the weights."""
         return self.buffers + self.arriving + self.activations
 
     @property
@@ -72,10 +74,10 @@ class MemoryNeed:
 
 @dataclass(frozen=True)
 class Request:
-    """Model calls for one conditioning, as far as memory goes."""
+    """The properties of model calls for one conditioning that determine their memory."""
 
     grid: tuple[int, ...]
-    """The image's tokens along its axes."""
+    """Number of the image's tokens along each axis."""
     references: int
     """Tokens of reference images."""
     text: int
@@ -83,29 +85,29 @@ class Request:
     entries: int
     """Batch entries of a call."""
     first_replica: int = 0
-    """Replica that gets the first entries."""
+    """The replica that gets the first entries."""
     kept: int = 0
-    """Sets of keys and values that a run keeps from call to call; 0 for exact calls."""
+    """Number of sets of keys and values that a run stores from call to call; 0 for exact calls."""
     bands: int = 1
     band_dim: int = -2
-    """Axis of `grid` that bands cut."""
+    """The axis of `grid` that bands cut."""
     timed: bool = False
-    """Each token has a timestep."""
+    """Whether each token has its own timestep."""
     together: bool = False
-    """All entries are the first replica's."""
+    """Whether all entries are on the first replica."""
     added: int = 0
-    """Tensors of hidden states that controls add behind blocks."""
+    """Number of tensors of hidden states that controls add after blocks."""
     streams: tuple[tuple[int, int], ...] = ()
     """See Counted."""
     picture: tuple[int, ...] = ()
-    """The grid of the latent, the same for each conditioning: `grid` may have other tokens too (BuiltClass.counted)."""
+    """The grid of the latent, the same for each conditioning. `grid` may also have other tokens (BuiltClass.counted)."""
 
     @property
     def image(self) -> int:
         return math.prod(self.grid) + self.references
 
     def entries_on(self, degrees: Degrees, at: Coordinate) -> int:
-        """Batch entries of the rank at these coordinates, as call.Conditioning.shares has them."""
+        """Return the batch entries of the rank at these coordinates, as in call.Conditioning.shares."""
         number = (at.batch - self.first_replica) % degrees.batch
         if self.together:
             return 0 if number else self.entries
@@ -113,10 +115,8 @@ class Request:
 
 
 def step_tokens(image: int, rows: int, text: int, entries: int, stages: int, bands: int) -> tuple[int, int]:
-    """Tokens, over all entries, of a whole call's micro-step and of the largest band's, see banded_run.cut_rows.
-
-    `rows`: token rows of the image, or frames, that bands cut. A whole call's entries go through a pipeline one by one.
-    """
+    """Return tokens, over all entries, of a whole call's micro-step and of the largest band's, see banded_run.cut_rows.
+    `rows`: token rows of the image, or frames, that bands cut. A whole call's entries go through a pipeline one by one."""
     whole = (entries if stages == 1 else 1) * (image + text)
     if bands == 1:
         return whole, whole
@@ -128,7 +128,7 @@ def step_tokens(image: int, rows: int, text: int, entries: int, stages: int, ban
 def memory_of(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], rank: int, requests: tuple[Request, ...]
 ) -> MemoryNeed:
-    """Bytes on one rank. `spans`: the blocks of each stage. The buffers of all requests are in memory at once."""
+    """Return the bytes on one rank. `spans`: the blocks of each stage. The buffers of all requests are in memory at once."""
     at = degrees.coordinate(rank)
     span = spans[at.pipe]
     computing = [_computing(sizes, degrees, at, request) for request in requests]
@@ -153,7 +153,7 @@ def memory_by_rank(
 
 
 def bytes_by_block(sizes: ModelSizes, degrees: Degrees, requests: tuple[Request, ...]) -> list[int]:
-    """Bytes of each block's weights and of the keys and values that these requests keep for it, on the rank with most."""
+    """Bytes of each block's weights and of the keys and values that these requests store for it, on the rank with most."""
     coordinates = (degrees.coordinate(rank) for rank in range(degrees.world))
     places = {replace(at, pipe=0, patch=0, ring=0) for at in coordinates}  # along these axes all ranks keep as much
 
@@ -168,15 +168,15 @@ def bytes_by_block(sizes: ModelSizes, degrees: Degrees, requests: tuple[Request,
 
 
 def bytes_outside_blocks(sizes: ModelSizes, degrees: Degrees, request: Request) -> int:
-    """Bytes of a run beside the blocks' weights, keys and values, on a rank with all weights outside the blocks."""
+    """Bytes of a run in addition to the blocks' weights, keys and values, on a rank with all weights outside the blocks."""
     uncut = (Span(0, len(sizes.block_bytes)),) * degrees.pipe
     needs = memory_by_rank(sizes, degrees, uncut, (request,))
     return sizes.ends + max(need.activations for need in needs)
 
 
 def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """Bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates; for exact calls those of
-    steady words (attention/words.py)."""
+    """Return the bytes that kv_buffer.py allocates for the blocks `span`, on the rank at these coordinates. For exact calls,
+    bytes of the stored keys of steady text (attention/words.py)."""
     layers = [keys for block in sizes.attention[span.slice] for keys in block]
     image, copies = (request.image, request.kept) if request.kept or degrees.naive or not sizes.steady else (0, 1)
     values = head_values(layers, image, request.text, request.streams)
@@ -185,7 +185,7 @@ def buffer_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate
 
 
 def head_values(layers: Iterable[StreamKeys], image: float, text: int, streams: tuple[tuple[int, int], ...] = ()) -> float:
-    """Values of one head's keys in these attention layers. `streams`: see Request."""
+    """Return the number of values in one head's keys in these attention layers. `streams`: see Request."""
     others = dict(streams)
 
     def values(keys: StreamKeys) -> float:
@@ -196,7 +196,7 @@ def head_values(layers: Iterable[StreamKeys], image: float, text: int, streams: 
 
 
 def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """Bytes of this call's keys of all ranks, which the next call reads."""
+    """Return the bytes of this call's keys of all ranks, which the next call reads."""
     if not degrees.displaced or not request.kept:
         return 0
     keys = buffer_bytes(sizes, degrees, span, at, request) // request.kept
@@ -207,7 +207,7 @@ def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordin
 
 
 def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: Request) -> tuple[int, int]:
-    """`step_tokens` of the rank's share of the batch."""
+    """`step_tokens` for the rank's share of the batch."""
     entries = request.entries_on(degrees, at)
     text = _text(sizes, request)
     stages = 1 if request.together else degrees.pipe
@@ -216,18 +216,18 @@ def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: R
 
 
 def _text(sizes: ModelSizes, request: Request) -> int:
-    """Tokens in the blocks other than the image's."""
+    """Return the number of tokens in the blocks that are not the image's."""
     return request.text if sizes.joint else 0
 
 
 def states_by_ranks(degrees: Degrees) -> float:
-    """Hidden states of a rank's tokens at the peak, over those of one rank."""
+    """Return the hidden states of a rank's tokens at the peak, relative to those of a single rank."""
     of_tensor_ranks = WHOLE_ON_TENSOR_RANKS + (1 - WHOLE_ON_TENSOR_RANKS) / degrees.tensor
     return of_tensor_ranks + MORE_ON_SEQUENCE_RANKS * (degrees.sequence - 1)
 
 
 def _computing(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: Request) -> tuple[int, int]:
-    """Bytes of activations: the certain part, and the estimate."""
+    """Return the bytes of activations: (the certain part, the estimate)."""
     entries = request.entries_on(degrees, at)
     if not entries:
         return 0, 0

@@ -1,4 +1,4 @@
-"""The sizes of a model that its memory depends on, from its files' headers: bytes of weights, heads, attention layers."""
+"""The sizes of a model that determine its memory, from its files' headers: bytes of weights, heads, attention layers."""
 
 from dataclasses import dataclass
 
@@ -15,34 +15,34 @@ from parallel_backend.own_class.built.built_class import StreamKeys
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes that a model's memory depends on, and the degrees that it allows. Blocks are numbered through all lists."""
+    """The sizes that determine a model's memory, and the degrees that it allows. Blocks are numbered through all lists."""
 
     block_bytes: tuple[int, ...]
     """Bytes of each block's weights."""
     ends: int
     """Bytes of the other weights, which each stage has."""
     attention: tuple[tuple[StreamKeys, ...], ...]
-    """Keys of each attention layer, for each block."""
+    """For each block, the keys of each attention layer."""
     heads: int
     sharing: int
-    """How many of `heads` in a row have the same keys and values."""
+    """Number of neighbouring heads that have the same keys and values."""
     head_size: int
     hidden: int
     """Channels of a token between blocks."""
     itemsize: int
     """Bytes of a value in the compute dtype."""
     joint: bool
-    """Text tokens run through the blocks."""
+    """Whether text tokens run through the blocks."""
     tensor_degrees: frozenset[int] | None = None
-    """Tensor degrees to which the file's quantised weights can be cut. None: all."""
+    """Tensor degrees by which the file's quantized weights can be cut. None: all."""
     transfer_dtype: str = "full"
     """See core.setup.Setup."""
     measured: float = 1.0
-    """Activations that runs of this model took, as a share of the estimate. 1: no device has measured it."""
+    """Measured activations of runs of this model, relative to the estimate. 1: no device has measured them."""
     head_units: int = 0
     """See OwnClass.head_units."""
     steady: bool = False
-    """See OwnLatent."""
+    """See OwnLatent.steady."""
 
     @property
     def weight_bytes(self) -> int:
@@ -64,10 +64,10 @@ class ModelSizes:
         )
 
     def key_heads_on(self, degrees: Degrees, at: Coordinate) -> int:
-        """Heads of keys and values that a rank keeps.
+        """Return the number of heads of keys and values that a rank stores.
 
-        Query heads that share keys and values keep them once, if the cut leaves them all on this rank. If it does not, the
-        rank keeps them once for each query head, as they travel.
+        Query heads that share keys and values store them once, if the cut leaves them all on this rank. Otherwise the rank
+        stores them once for each query head, as they are transferred.
         """
         tensor_heads = split_units(Span(0, self.heads), degrees.tensor, self.head_units or self.heads)[at.tensor]
         heads = split(Span(0, len(tensor_heads)), degrees.ulysses)[at.ulysses]
@@ -93,20 +93,20 @@ class RankWeights:
         return self.ends + least_bytes(self.blocks)
 
     def streamed(self, resident: int) -> int:
-        """Bytes that each micro-step copies to the device, if weights may take `resident` bytes there."""
+        """Return the bytes that each micro-step copies to the device, if weights may take `resident` bytes there."""
         return sum(self.blocks[index] for index in self.streamed_blocks(resident))
 
     def on_device(self, resident: int) -> int:
-        """Bytes that weights take on the device, slots included, if they may take `resident` bytes there."""
+        """Return the bytes that weights take on the device, including slots, if they may take `resident` bytes there."""
         return self.ends + device_bytes(self.blocks, self.streamed_blocks(resident))
 
     def streamed_blocks(self, resident: int) -> tuple[int, ...]:
-        """Indices into `blocks` of the streamed blocks, if weights may take `resident` bytes on the device."""
+        """Return the indices into `blocks` of the streamed blocks, if weights may take `resident` bytes on the device."""
         return streamed_blocks(self.blocks, resident - self.ends)
 
 
 def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
-    """The sizes on ranks whose devices are like `device`. `dtype`: of the weights, as Setup has it."""
+    """Return the sizes on ranks whose devices are like `device`. `dtype`: of the weights, as in Setup."""
     built = checkpoint.built
     computed = compute_dtype(dtype, torch.device("cuda" if "cuda" in device else "cpu")).itemsize
     return ModelSizes(
@@ -126,13 +126,13 @@ def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
 
 
 def block_lists(checkpoint: Checkpoint) -> list[str]:
-    """The name of each block's list."""
+    """Return the name of each block's list."""
     counts = checkpoint.built.counts
     return [name for name, count in counts.items() for _ in range(count)]
 
 
 def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: int) -> list[int]:
-    """Bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists."""
+    """Return the bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists."""
     sizes = dict.fromkeys(((name, lists[:place].count(name)) for place, name in enumerate(lists)), 0)
     for target in checkpoint.key_map:
         if (place := checkpoint.built.place(target)) is not None:
@@ -141,22 +141,22 @@ def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: in
 
 
 def ends_bytes(checkpoint: Checkpoint, dtype: str) -> int:
-    """Bytes of the weights outside the blocks."""
+    """Return the bytes of the weights outside the blocks."""
     built = checkpoint.built
     outside = (name for name in checkpoint.key_map if built.place(name) is None and not built.is_elsewhere(name))
     return sum(checkpoint.nbytes(name, dtype) for name in outside)
 
 
 def weights_of_blocks(sizes: ModelSizes, degrees: Degrees) -> tuple[int, ...]:
-    """Bytes of each block's weights on one of the ranks that have it."""
+    """Return the bytes of each block's weights on one of the ranks that have it."""
     return tuple(size // degrees.tensor for size in sizes.block_bytes)
 
 
 def rank_weights(sizes: ModelSizes, degrees: Degrees, span: Span) -> RankWeights:
-    """The weights of a rank of the stage with the blocks `span`."""
+    """Return the weights of a rank of the stage with the blocks `span`."""
     return RankWeights(sizes.ends, weights_of_blocks(sizes, degrees)[span.slice])
 
 
 def weights_by_rank(sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...]) -> list[RankWeights]:
-    """The weights of each rank. `spans`: the blocks of each stage."""
+    """Return the weights of each rank. `spans`: the blocks of each stage."""
     return [rank_weights(sizes, degrees, spans[degrees.coordinate(rank).pipe]) for rank in range(degrees.world)]

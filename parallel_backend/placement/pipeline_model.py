@@ -1,4 +1,4 @@
-"""Seconds of a pipelined run, by a simulation of its micro-steps on stages of known cost; the number of bands from them."""
+"""Seconds of a pipelined run, by simulating its micro-steps on stages of known cost; and the best number of bands."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from parallel_backend.core.pipefusion_order import MicroStep, micro_steps, window
 
 HOP_SECONDS = 0.002
-"""From the last stage through ComfyUI's sampler to the first: encoding, a thread's switch, a step of the sampler."""
+"""Seconds from the last stage through ComfyUI's sampler to the first: encoding, a thread switch, a step of the sampler."""
 BANDS_PER_STAGE = (1, 2, 4)
 """Numbers of bands that are considered, as multiples of the number of stages."""
 AS_FAST = 1.05
@@ -18,21 +18,22 @@ StageSeconds = Callable[[MicroStep], Sequence[float]]
 
 @dataclass(frozen=True)
 class StageCost:
-    """Seconds of a stage's micro-step, as a line over its share of the image."""
+    """Seconds of a stage's micro-step, as a linear function of its share of the image."""
 
     fixed: float
-    """Seconds at any size of the micro-step."""
+    """Seconds that do not depend on the size of the micro-step."""
     whole: float
-    """Further seconds for the whole image."""
+    """Additional seconds for the whole image."""
     copies: float = 0.0
-    """Seconds of the copies of the stage's streamed weights in every micro-step. They overlap computing."""
+    """Seconds of copying the stage's streamed weights in every micro-step. Copies overlap computation."""
 
     def seconds(self, share: float) -> float:
-        """Seconds of a micro-step with this share of the image."""
+        """Return the seconds of a micro-step with this share of the image."""
         return max(self.copies, self.fixed + share * self.whole)
 
     def scaled(self, factor: float) -> "StageCost":
-        """For an image of `factor` times as many tokens, by the same line: attention's quadratic growth is left out."""
+        """Return the cost for an image with `factor` times as many tokens, by the same line: attention's quadratic growth is
+        ignored."""
         return replace(self, whole=factor * self.whole)
 
 
@@ -44,10 +45,10 @@ def simulate(
     hop: float = 0.0,
     entries: int = 1,
 ) -> list[float]:
-    """When each call's last micro-step leaves the last stage, in seconds from the run's start.
+    """For each call, when its last micro-step leaves the last stage, in seconds from the run's start.
 
     `compute`: seconds on each stage. An exact call is `entries` micro-steps of `compute(step)` each. `transfer`: seconds
-    from each stage to the next one, which overlap computing. `hop`: seconds from the last stage through the sampler to the
+    from each stage to the next one, which overlap computation. `hop`: seconds from the last stage through the sampler to the
     first.
     """
     free = [0.0] * len(compute(steps[0]))  # when each stage can begin its next micro-step
@@ -74,7 +75,7 @@ def simulate(
 
 
 def by_share(stage_costs: Sequence[StageCost], bands: int, entries: int = 1) -> StageSeconds:
-    """Seconds of a micro-step. Bands share the image equally. A band has all batch entries, an exact micro-step one."""
+    """Seconds of a micro-step. Bands share the image equally. A band has all batch entries, an exact micro-step has one."""
 
     def seconds(step: MicroStep) -> list[float]:
         images = 1.0 if step.band is None else entries * len(step.covers(bands)) / bands
@@ -86,28 +87,26 @@ def by_share(stage_costs: Sequence[StageCost], bands: int, entries: int = 1) -> 
 def finish_times(
     exact: Sequence[bool], bands: int, stage_costs: Sequence[StageCost], hop: float = 0.0, entries: int = 1
 ) -> list[float]:
-    """When each call leaves the last stage, for stages of these costs and transfers that cost nothing.
-
-    `choose_bands` and the bounds in the documentation use it.
-    """
+    """For each call, when it leaves the last stage, for stages of these costs and transfers that cost nothing.
+    `choose_bands` and the bounds in the documentation use it."""
     return simulate(micro_steps(exact, bands), bands, by_share(stage_costs, bands, entries), hop=hop, entries=entries)
 
 
 def band_counts(stages: int, rows: int) -> list[int]:
-    """Numbers of bands that a pipeline may use for an image of `rows` rows of tokens; ascending."""
+    """Return the numbers of bands that a pipeline may use for an image of `rows` rows of tokens, ascending."""
     return sorted({min(factor * stages, rows) for factor in BANDS_PER_STAGE})
 
 
 def choose_bands(
     stages: int, rows: int, steps: int, stage_costs: Sequence[StageCost] | None = None, entries: int = 1
 ) -> int:
-    """Number of bands for `num_pipeline_patch` 0: of `band_counts` the smallest within AS_FAST of the fastest.
+    """Return the number of bands for `num_pipeline_patch` 0: the smallest of `band_counts` within AS_FAST of the fastest.
 
-    `rows`: of the image's tokens. `stage_costs`: for an image of this run's size. `entries`: of a call's batch.
-    From one band per stage on the pipeline is full. More bands hide the hop and the transfers, but make kernels smaller,
-    which shows in the measured costs, and the other bands' keys older. Counts in between are not considered: the image
-    depends on the number of bands, so noise in a measurement must rarely change it. Without measured costs there are two
-    bands per stage, and no more than 8 unless there are more stages.
+    `rows`: of the image's tokens. `stage_costs`: for an image of this run's size. `entries`: of a call's batch. With at
+    least one band per stage the pipeline is full. More bands hide the hop and the transfers, but make kernels smaller, which
+    shows in the measured costs, and the other bands' keys older. Counts in between are not considered: the image depends on
+    the number of bands, so noise in a measurement must rarely change it. Without measured costs there are two bands per
+    stage, and at most 8 unless there are more stages.
     """
     if stages == 1:
         return 1

@@ -11,11 +11,11 @@ from .model_sizes import RankWeights
 GB = 10**9
 AUTO, NONE = "auto", "none"
 ALL = 1 << 60
-"""Bytes of weights on a device without a limit."""
+"""Stands for bytes of weights on a device without a limit."""
 
 
 def offload_of(text: str) -> Offload:
-    """The widget's text: auto, none, or a number of GB to leave free. ValueError for anything else."""
+    """Return the widget's value: auto, none, or a number of GB to leave free. Raises ValueError for anything else."""
     word = text.strip().lower()
     if word in (AUTO, NONE):
         return Offload(streams=word == AUTO)
@@ -31,10 +31,10 @@ def offload_of(text: str) -> Offload:
 
 
 def share_out(weights: Sequence[RankWeights], budget: int) -> list[int]:
-    """Divides a device's `budget` bytes among its ranks. Returns the bytes that the weights of each rank may take.
+    """Divide a device's `budget` bytes among its ranks. Returns the bytes that the weights of each rank may take.
 
-    If the budget holds all weights, each rank may keep all of its own. Otherwise each rank gets its minimum, even above the
-    budget, and the same fraction of its other weights.
+    If the budget is enough for all weights, each rank may keep all of its own. Otherwise each rank gets its minimum, even
+    above the budget, and the same fraction of its other weights.
     """
     wanted, least = sum(one.total for one in weights), sum(one.least for one in weights)
     if budget >= wanted or wanted == least:
@@ -44,7 +44,7 @@ def share_out(weights: Sequence[RankWeights], budget: int) -> list[int]:
 
 
 def shared_bytes(degrees: Degrees, sizes: Mapping[int, int]) -> int:
-    """Bytes of these ranks' weights in one machine's memory. Ranks with the same weights share one copy.
+    """Return the bytes of these ranks' weights in one machine's memory. Ranks with the same weights share one copy.
 
     `sizes`: rank -> bytes of its weights, or of a part of them.
     """

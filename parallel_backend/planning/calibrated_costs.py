@@ -1,7 +1,5 @@
-"""Costs computed from a calibration: a few figures of a machine, for every mode and any image.
-
-docs/planner.md has the formulas in one place.
-"""
+"""Costs computed from a calibration: a few figures of a machine, for every mode and any image. docs/planner.md has the
+formulas in one place."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from .workload import Workload, list_of
 SUMS = 2
 """All-reduces of a block under tensor parallelism: of attention's result and of the feed-forward's."""
 LEAST_GROWTH = 0.05
-"""The least part of the longer timed sequence's seconds that counts as growing with the tokens."""
+"""Minimum fraction of the longer timed sequence's seconds that is assumed to grow with the tokens."""
 
 
 @dataclass(frozen=True)
@@ -31,27 +29,27 @@ class BlockCost:
     fixed: float
     token: float
     pairs: float
-    """Operations of attention for a query and a key, divided by those of a token's linear layers."""
+    """Operations of attention for one pair of query and key, divided by those of one token's linear layers."""
 
     def work(self, queries: float, keys: float) -> float:
-        """Seconds that depend on the numbers of queries and keys: without `fixed`."""
+        """Return the seconds that depend on the numbers of queries and keys, without `fixed`."""
         return self.token * queries + self.attention(queries, keys)
 
     def attention(self, queries: float, keys: float) -> float:
-        """Seconds of attention, a part of `work`."""
+        """Return the seconds of attention, a part of `work`."""
         return self.token * self.pairs * queries * keys
 
     def whole(self, tokens: float) -> float:
-        """Seconds for a sequence of `tokens` tokens."""
+        """Return the seconds for a sequence of `tokens` tokens."""
         return self.fixed + self.work(tokens, tokens)
 
 
 def through(times: Sequence[tuple[int, float]], pairs: float) -> BlockCost:
-    """The cost through the (tokens, seconds) of a shorter and a longer sequence. Attention grows with tokens squared, as the
-    cost is for sequences of any length; balance.StageCost is a straight line, as it is for bands of a timed sequence.
+    """Return the cost through the (tokens, seconds) of a shorter and a longer sequence.
 
-    Neither part comes out negative, and at least LEAST_GROWTH grows with the tokens: a GPU that neither sequence fills shows
-    no growth, so that longer sequences would seem to cost nothing.
+    Attention grows with the square of the tokens, because the cost is for sequences of any length; balance.StageCost is a
+    straight line, because it is for bands of a timed sequence. No part is negative, and at least LEAST_GROWTH grows with the
+    tokens: a GPU that neither sequence fills shows no growth, so that longer sequences would seem to cost nothing.
     """
     (short, quick), (long, slow) = sorted(times)
     sizes = [tokens * (1 + pairs * tokens) for tokens in (short, long)]
@@ -65,7 +63,7 @@ class DeviceCost:
     blocks: Mapping[str, BlockCost]
     """Block list -> cost of one of its blocks."""
     around: BlockCost
-    """Cost of all computing outside the blocks."""
+    """Cost of all computation outside the blocks."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +78,12 @@ class Calibration:
 
 
 class StepKind(Enum):
-    """Micro-steps of one kind cost the same."""
+    """The kind of a micro-step. Micro-steps of one kind cost the same."""
 
     EXACT = "exact"
-    """The whole latent. On a pipeline one batch entry of it."""
+    """The whole latent; on a pipeline one batch entry of it."""
     FIRST_BAND = "first band"
-    """The first band, with the text; or the whole latent with displaced patches. All batch entries."""
+    """The first band with the text, or the whole latent with displaced patches. All batch entries."""
     OTHER_BAND = "other band"
 
 
@@ -94,7 +92,7 @@ class StepCost:
     """Seconds of a micro-step. Figures by rank are in the order of the mode's ranks."""
 
     blocks: Mapping[str, tuple[float, ...]]
-    """Kind of block -> by rank, seconds of one such block, with its transfers."""
+    """Kind of block -> for each rank, seconds of one such block, including its transfers."""
     around: tuple[float, ...]
     """Seconds outside the blocks, for each rank."""
 
@@ -111,7 +109,7 @@ class CalibratedCosts:
         return self.calibration.machine
 
     def by_device(self, mode: Mode) -> StepCost:
-        """Costs of a whole call, by which stages are cut."""
+        """Return the costs of a whole call, by which stages are cut."""
         costs, tokens = [self.calibration.costs[device] for device in mode.devices], self.workload.tokens
         return StepCost(
             {name: tuple(_of(cost, name).whole(tokens) for cost in costs) for name in self.workload.kinds},
@@ -141,7 +139,8 @@ class CalibratedCosts:
         return StepCost({name: tuple(seconds) for name, seconds in blocks.items()}, around)
 
     def _tokens(self, mode: Mode, kind: StepKind) -> tuple[float, int]:
-        """Tokens of one batch entry in a micro-step: of the image (on average over other bands), and of the text."""
+        """Return the tokens of one batch entry in a micro-step: (of the image, averaged over bands that are not the first;
+        of the text)."""
         workload = self.workload
         if kind is StepKind.EXACT:
             return workload.image, workload.text
@@ -161,7 +160,7 @@ class CalibratedCosts:
         return sent
 
     def _ulysses_bytes(self, mode: Mode, block: str, kind: StepKind, entries: int) -> tuple[float, float]:
-        """Bytes that a Ulysses rank sends for one block: before attention, and behind it."""
+        """Return the bytes that a Ulysses rank sends for one block: (before attention, after it)."""
         degrees, count, sizes = mode.stage_degrees, mode.degrees.ulysses, self.workload.sizes
         # By all-to-all keys and values travel repeated, once for each query head, as the class has them. Queries and results
         # are as many bytes: layers in which one stream attends to the other come in pairs.
@@ -178,16 +177,14 @@ class CalibratedCosts:
         return 2 * entries * heads * values * sizes.itemsize
 
     def _layers(self, block: str) -> tuple[StreamKeys, ...]:
-        """The tokens that each attention layer of a block is over."""
+        """For each attention layer of a block, the tokens whose keys it has."""
         return self.workload.sizes.attention[self.workload.blocks.index(block)]
 
     def _transfers(
         self, mode: Mode, members: list[int], block: str, kind: StepKind, entries: int, attention: float
     ) -> tuple[float, float]:
-        """Seconds of a block's transfers in a micro-step: those that it waits for, and those that overlap its computing.
-
-        `members`: the ranks of its stage. `attention`: seconds of the whole attention, uncut.
-        """
+        """Return the seconds of a block's transfers in a micro-step: (those that it waits for, those that overlap its
+        computation). `members`: the ranks of its stage. `attention`: seconds of the whole attention, uncut."""
         degrees, links, layers = mode.degrees, self.machine.links, len(self._layers(block))
         waits = overlapped = 0.0
         if degrees.ulysses > 1:
@@ -213,7 +210,7 @@ def _of(cost: DeviceCost, block: str) -> BlockCost:
 
 
 def _groups(mode: Mode, axis: str, members: list[int]) -> list[list[int]]:
-    """Groups of `members` whose ranks differ in this axis alone."""
+    """Return groups of `members` whose ranks differ only in this axis."""
     groups: dict[tuple, list[int]] = {}
     for rank in members:
         at = mode.degrees.coordinate(rank)

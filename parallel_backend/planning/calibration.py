@@ -29,13 +29,13 @@ VERSION = 6
 
 
 def contexts(device: str) -> int:
-    """Bytes of a GPU for the CUDA contexts of ComfyUI's process and a rank's. The memory model counts libraries."""
+    """Return the bytes of a GPU for the CUDA contexts of ComfyUI's process and of a rank."""
     return 2 * context_bytes(device)
 
 
 def calibration_key(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, attention: str) -> dict[str, object]:
-    """Everything that a calibration depends on: a file with another key is not used. Of a class, nothing that only some of
-    its trials note, such as heads: its kind has its sizes."""
+    """Return everything that a calibration depends on: a file with another key is not used. Properties of a class that only
+    some of its trials find, such as heads, are not part of it: its kind has its sizes."""
     built = checkpoint.built
     return {
         "version": VERSION,
@@ -50,7 +50,7 @@ def calibration_key(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, 
 
 
 def _device(name: str) -> list[object]:
-    """[its name for torch, what it is, bytes of memory or number of cores]."""
+    """[its name for torch, its hardware, bytes of memory or number of cores]."""
     if not name.startswith("cuda"):
         return [name, platform.machine(), usable_cores()]
     properties = torch.cuda.get_device_properties(name)
@@ -58,10 +58,8 @@ def _device(name: str) -> list[object]:
 
 
 def calibrate(pool: Pool, checkpoint: Checkpoint, dtype: str, poll: Poll) -> Calibration:
-    """Measures links, memory and the time of blocks on the pool's ranks.
-
-    The ranks lose the model that they had. RankError if a rank fails.
-    """
+    """Measure links, memory and the time of blocks on the pool's ranks. The ranks lose their present model. Raises RankError
+    if a rank fails."""
     wait_for(pool.ready, poll)
     links = measured_links(pool, SIZES, poll)
     memories = wait_for(pool.ask(ReadMemory(), DeviceMemoryReport), poll)
@@ -80,7 +78,7 @@ def calibration_of(
     probes: Sequence[Probed],
     tokens: tuple[int, int],
 ) -> Calibration:
-    """The ranks' measurements as a calibration. `tokens`: of the longer and the shorter timed sequence."""
+    """Return the ranks' measurements as a calibration. `tokens`: of the longer and the shorter timed sequence."""
     share = checkpoint.built.attention_share
     costs = tuple(
         DeviceCost(
@@ -93,7 +91,7 @@ def calibration_of(
 
 
 def lasting(calibration: Calibration) -> Calibration:
-    """The calibration for later runs: a GPU counts with all of its memory, as its free memory may change."""
+    """Return the calibration for later runs: a GPU counts with all of its memory, because its free memory may change."""
     usable = tuple(
         replace(device, memory=None if device.total is None else max(0, device.total - contexts(device.name)), total=None)
         for device in calibration.machine.devices

@@ -20,7 +20,8 @@ def cached(
     measure: Callable[[], Calibration],
     fits: Callable[[Calibration], bool] = lambda _calibration: True,
 ) -> Calibration:
-    """The calibration of `key` from its file in `folder`; else, or if it does not fit, it is measured and kept there."""
+    """Return the calibration of `key` from its file in `folder`. If there is none, or it does not fit, it is measured and
+    stored."""
     calibration = load(folder, key)
     if calibration is None or not fits(calibration):
         calibration = measure()
@@ -29,17 +30,17 @@ def cached(
 
 
 def keep(folder: Path, key: dict[str, object], calibration: Calibration) -> None:
-    """See kept_file.keep."""
+    """Store the calibration, see kept_file.keep."""
     kept_file.keep(folder, key, NAME, _plain(calibration))
 
 
 def load(folder: Path, key: dict[str, object]) -> Calibration | None:
-    """See kept_file.find_kept."""
+    """Return the stored calibration, see kept_file.find_kept."""
     return kept_file.find_kept(folder, key, NAME, _calibration)
 
 
 def _plain(calibration: Calibration) -> dict[str, Any]:
-    """The calibration as JSON values, without momentary free memory and P2P access."""
+    """Return the calibration as JSON values, without momentary free memory and P2P access."""
     machine, links = calibration.machine, calibration.machine.links
     return {
         "devices": [[device.name, device.kind, device.memory, device.copies] for device in machine.devices],
@@ -51,7 +52,7 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
 
 
 def _calibration(content: dict[str, Any]) -> Calibration:
-    """The inverse of `_plain`."""
+    """Return the inverse of `_plain`."""
     between = {(one, two): Link(*figures) for one, two, *figures in content["between"]}
     devices = tuple(Device(name, kind, memory, None, copies) for name, kind, memory, copies in content["devices"])
     costs = tuple(

@@ -13,7 +13,7 @@ from parallel_backend.wire.messages import LinksProbed
 @dataclass(frozen=True)
 class Device:
     name: str
-    """As the `devices` widget has it."""
+    """The name in the `devices` widget."""
     kind: str
     """The hardware's name, for a report."""
     memory: int | None = None
@@ -27,12 +27,12 @@ class Device:
 @dataclass(frozen=True)
 class Machine:
     devices: tuple[Device, ...]
-    """In the order of the ranks."""
+    """The devices in the order of the ranks."""
     links: Links
     host_free: int | None = None
-    """Free bytes of the memory that all CPU ranks share. None: not known."""
+    """Free bytes of the memory that all CPU ranks share. None: unknown."""
     peers: Mapping[tuple[int, int], bool] = field(default_factory=dict)
-    """Pair of CUDA devices -> the first one can reach the second one's memory directly (P2P)."""
+    """Pair of CUDA devices -> whether the first one can access the second one's memory directly (P2P)."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ class Machine:
 def machine_of(
     names: Sequence[str], probes: Sequence[LinksProbed], memories: Sequence[DeviceMemoryReport], host_free: int | None = None
 ) -> Machine:
-    """The machine as its ranks, in their order, report it, with the memory that is free now."""
+    """Return the machine as its ranks report it, in their order, with the memory that is free now."""
     devices = []
     for name, probe, memory in zip(names, probes, memories, strict=True):
         source = probe if probe.total_bytes or not memory.host else memory

@@ -1,7 +1,5 @@
-"""The memory that a mode takes of devices and host, and the weights that it streams as devices do not hold them.
-
-Each rank has a device of its own.
-"""
+"""The memory that a mode takes of devices and host, and the weights that it streams because devices are too small. Each rank
+has its own device."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ class Holding:
         return self.weights.streamed(self.resident)
 
     def copy_seconds(self) -> float:
-        """Seconds to copy the streamed blocks to the device."""
+        """Return the seconds to copy the streamed blocks to the device."""
         return self.streamed / self.copies if self.streamed else 0.0
 
 
@@ -48,7 +46,7 @@ def holdings(
     weights: Sequence[RankWeights],
     offload: Offload,
 ) -> tuple[Holding, ...]:
-    """By rank. `devices`: the number of each rank's device in the machine."""
+    """Return each rank's memory. `devices`: the number of each rank's device in the machine."""
     held = []
     for number, need, one in zip(devices, needs, weights, strict=True):
         device, resident = machine.devices[number], one.total
@@ -60,7 +58,7 @@ def holdings(
 
 
 def bytes_on_host(machine: Machine, mode: Mode, held: Sequence[Holding]) -> int:
-    """Bytes of the host's memory: of streamed weights, and of ranks that compute there."""
+    """Return the bytes of the host's memory: of streamed weights, and of ranks that compute there."""
     weights, other_bytes = {}, 0
     for rank, (device, holding) in enumerate(zip(mode.devices, held, strict=True)):
         on_host = machine.devices[device].memory is None
@@ -72,7 +70,7 @@ def bytes_on_host(machine: Machine, mode: Mode, held: Sequence[Holding]) -> int:
 def lacking(
     held: Mapping[int, int], devices: Sequence[str], free: Sequence[int | None], on_host: int, host_free: int | None
 ) -> str:
-    """Why ranks that need these bytes do not fit; empty if they do.
+    """Return why ranks that need these bytes do not fit. Empty if they do.
 
     `held`: number of a device -> bytes that its rank needs there. `devices`, `free`: name and free bytes of each device of
     the machine, None for a device that computes in the host's memory. `on_host`: see bytes_on_host.

@@ -1,4 +1,4 @@
-"""Modes: the degrees and bands in which a number of devices can run a workload."""
+"""Modes: the degrees and bands with which a number of devices can run a workload."""
 
 import math
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ from .workload import Workload
 class Mode:
     degrees: Degrees
     bands: int = 1
-    """PipeFusion's patches; 1 elsewhere."""
+    """Number of PipeFusion's patches; 1 without PipeFusion."""
     device: int | None = None
     """The only device. None: the first `degrees.world` devices."""
 
     @property
     def exact(self) -> bool:
-        """Every model call is exact, not only those of the warm-up."""
+        """Whether every model call is exact, not only those of the warm-up."""
         return self.degrees.pipe == 1 and not self.degrees.displaced
 
     @property
@@ -34,7 +34,7 @@ class Mode:
         return range(self.degrees.world) if self.device is None else range(self.device, self.device + 1)
 
     def entries(self, workload: Workload) -> int:
-        """Batch entries of the replica that has most."""
+        """Return the batch entries of the replica that has most."""
         return math.ceil(workload.entries / self.degrees.batch)
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Mode:
 
 
 def possible(workload: Workload, world: int) -> tuple[list[Mode], dict[Degrees, str]]:
-    """Every mode that uses all of `world` devices, more than one; and other degrees with the reason against them."""
+    """Return (every mode that uses all of `world` devices, at least two; other degrees -> the reason against them)."""
     modes, refused = [], {}
     for degrees in all_degrees(world):
         try:

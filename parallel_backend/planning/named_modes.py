@@ -6,15 +6,13 @@ from parallel_backend.core.degrees import Degrees
 
 AUTO = "auto"
 AXIS = {"pipefusion": "pipe", "ulysses": "ulysses", "ring": "ring", "tensor": "tensor", "split batch": "batch"}
-"""Mode -> axis that gets the ranks which parallel_config leaves."""
+"""Mode -> the axis that gets all ranks not used by parallel_config."""
 MODES = (AUTO, *AXIS)
 
 
 def ranks_of(mode: str, wanted: int, possible: int, config: Degrees) -> int:
-    """How many devices the mode uses. `wanted`: 0 for all `possible` ones. `config`: degrees of the input parallel_config.
-
-    ValueError, naming `gpus`, if the config's ranks do not divide the wanted number.
-    """
+    """Return the number of devices that the mode uses. `wanted`: 0 for all `possible` ones. `config`: degrees of the input
+    parallel_config. Raises ValueError, naming `gpus`, if the config's ranks do not divide the wanted number."""
     multiplies = config.world == 1 or mode in ("pipefusion", "tensor", "split batch")
     if wanted == 0:
         return max(config.world, possible // config.world * config.world) if multiplies else config.world
@@ -28,6 +26,6 @@ def ranks_of(mode: str, wanted: int, possible: int, config: Degrees) -> int:
 
 
 def degrees_of(mode: str, ranks: int, config: Degrees) -> Degrees:
-    """The degrees of `mode`, not auto, on `ranks` ranks: those of `config`, and `mode`'s axis multiplied."""
+    """The degrees of `mode`, which is not auto, on `ranks` ranks: those of `config`, with `mode`'s axis multiplied."""
     axis = AXIS[mode]
     return replace(config, **{axis: getattr(config, axis) * (ranks // config.world)})

@@ -15,9 +15,9 @@ AS_GOOD = 1.03
 CREDIBLE = 1.1
 """A gain over one device may exceed the number of ranks by at most this factor. More is not credible."""
 PROPOSALS = 3
-"""Degrees that Parallel Doctor rehearses."""
+"""Number of degrees that Parallel Doctor rehearses."""
 DISPLACED = 2
-"""Maximum number of ranks on the patch axis that `degrees` auto takes. In measured images of 4, 8 and 20 steps displaced
+"""Maximum number of ranks on the patch axis that `degrees` auto uses. In measured images of 4, 8 and 20 steps, displaced
 patches of two ranks were closer to one rank's image than PipeFusion with four patches. Displaced patches of four ranks were
 not."""
 
@@ -26,15 +26,15 @@ not."""
 class Plan:
     costs: CalibratedCosts
     predictions: tuple[Prediction, ...]
-    """Fastest first, with those that do not fit. Of the modes of one device, only that of the best device."""
+    """Predictions, fastest first, including modes that do not fit. For one device, only that of the best device."""
     refused: dict[Degrees, str]
-    """Degrees that the workload does not allow, and the reason."""
+    """Degrees that the workload does not allow -> the reason."""
     rehearsed: tuple[Prediction, ...] = ()
     """The proposals, with seconds from a few measured steps of each. Empty: nothing is rehearsed, and predictions count."""
 
     @property
     def proposals(self) -> list[Prediction]:
-        """Of modes that fit the best for each of the PROPOSALS best degrees, and that of one device, for the gains."""
+        """The best fitting mode for each of the PROPOSALS best degrees, and that of one device, to compute gains."""
         left = [prediction for prediction in self.predictions if not prediction.lacks]
         found: list[Prediction] = []
         while len(found) < PROPOSALS and (best := advise(left)) is not None:
@@ -44,15 +44,14 @@ class Plan:
 
     @property
     def best(self) -> Prediction | None:
-        """Among all modes that fit, approximate ones (PipeFusion, displaced patches) included. None if no mode fits."""
+        """The best of all modes that fit, including approximate ones (PipeFusion, displaced patches). None if no mode
+        fits."""
         return advise(self._known)
 
     @property
     def doubt(self) -> str:
-        """Why no degrees can be advised by these seconds: a gain above the number of ranks. Empty if there is no doubt.
-
-        A device that streams weights is left out, because several devices may gain more than their number over it.
-        """
+        """Why no degrees can be advised by these seconds: a gain above the number of ranks. Empty if there is no doubt. A
+        device that streams weights is ignored, because several devices may gain more than their number over it."""
         one = self.one_device
         if one.lacks or one.most_streamed:
             return ""
@@ -76,10 +75,8 @@ class Plan:
 
 
 def plan(costs: CalibratedCosts, counts: Sequence[int] | None = None, offload: Offload = ALLOWED) -> Plan:
-    """All modes of the first `count` devices, for each of `counts` (None: all devices), and that of the best single device.
-
-    `offload`: whether weights may be streamed where they do not fit.
-    """
+    """Return all modes of the first `count` devices, for each of `counts` (None: all devices), and that of the best single
+    device. `offload`: whether weights that do not fit may be streamed."""
     devices = len(costs.machine.devices)
     modes: list[Mode] = []
     refused: dict[Degrees, str] = {}
@@ -95,12 +92,13 @@ def plan(costs: CalibratedCosts, counts: Sequence[int] | None = None, offload: O
 
 
 def credible(gain: float, ranks: int) -> bool:
-    """Whether so many ranks can be so many times as fast as one of them, which has all weights in its memory."""
+    """Whether this many ranks can be `gain` times as fast as one of them that has all weights in its memory."""
     return gain <= CREDIBLE * ranks
 
 
 def advise(predictions: Sequence[Prediction]) -> Prediction | None:
-    """The fastest that fits; among those as fast one device before more, exact modes before others, fewer patches."""
+    """Return the fastest mode that fits. Among equally fast ones: one device before several, exact modes before others,
+    fewer patches."""
     fitting = [prediction for prediction in predictions if not prediction.lacks]
     if not fitting:
         return None
@@ -110,11 +108,8 @@ def advise(predictions: Sequence[Prediction]) -> Prediction | None:
 
 
 def choose(plan: Plan) -> Prediction:
-    """The choice of `degrees` auto: of the modes that are close enough to one rank the best that fits, or else the one that
-    needs least memory.
-
-    If the sampler does not pipeline, all steps of the workload are warm-up, and so exact in every mode.
-    """
+    """Return the choice of `degrees` auto: the best fitting mode among those close enough to one rank, or the one with the
+    least memory. If the sampler does not pipeline, all steps of the workload are warm-up, and so exact in every mode."""
     workload = plan.costs.workload
     patches = DISPLACED if workload.warm_up_steps < workload.steps else 1
     usable = [prediction for prediction in plan.predictions if prediction.mode.degrees.patch <= patches]

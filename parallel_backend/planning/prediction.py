@@ -1,4 +1,4 @@
-"""The one prediction: seconds and memory of a run in a mode, from the costs of its micro-steps."""
+"""The only prediction: seconds and memory of a run in a mode, from the costs of its micro-steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from .modes import Mode
 from .workload import Workload
 
 ENDS_SHARE = 0.5
-"""Part of the computing around the blocks that one stage of several does, as embedding and head are on different stages."""
+"""Fraction of the computation around the blocks that one of several stages does: embedding and head are on different
+stages."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,13 @@ class Prediction:
     seconds: float
     """Seconds of a sampling run, with the model loaded."""
     held: tuple[Holding, ...]
-    """Memory that each rank holds."""
+    """Memory of each rank."""
     lacks: str = ""
-    """Why the mode does not fit; empty if it does."""
+    """Why the mode does not fit. Empty if it does."""
 
     @property
     def memory(self) -> tuple[MemoryNeed, ...]:
-        """Memory that each rank needs, streamed weights included."""
+        """Memory that each rank needs, including streamed weights."""
         return tuple(holding.need for holding in self.held)
 
     @property
@@ -49,10 +50,7 @@ class Prediction:
 
 
 def predict(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) -> Prediction:
-    """Predicts the seconds and memory of a run in `mode`.
-
-    `offload`: whether weights may be streamed if devices do not hold them.
-    """
+    """Predict the seconds and memory of a run in `mode`. `offload`: whether weights that do not fit may be streamed."""
     cut = cut_model(costs, mode, offload)
     model, machine = (costs.workload.sizes, mode.degrees, cut.stage_blocks), costs.machine
     needs = memory_by_rank(*model, (costs.workload.request(mode.exact, mode.bands),))
@@ -64,7 +62,7 @@ def predict(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) -> P
 
 
 def cut_model(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) -> Balance:
-    """The stages and patches as `stage_split` auto cuts them for this run."""
+    """Return the stages and patches as `stage_split` auto cuts them for this run."""
     workload, cost = costs.workload, costs.by_device(mode)
     request = workload.request(mode.exact, mode.bands)
     probes = [
@@ -84,7 +82,7 @@ def cut_model(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) ->
 
 
 def _handed_on(workload: Workload, mode: Mode, rank: int, kind: StepKind) -> float:
-    """Bytes of one batch entry's hidden states that a rank sends to the next stage."""
+    """Return the bytes of one batch entry's hidden states that a rank sends to the next stage."""
     degrees, at = mode.degrees, mode.degrees.coordinate(rank)
     if at.pipe == degrees.pipe - 1:
         return 0.0
@@ -138,7 +136,7 @@ def _seconds(costs: CalibratedCosts, mode: Mode, cut: Balance, held: Sequence[Ho
 def _stage_seconds(
     costs: CalibratedCosts, mode: Mode, cost: StepCost, span: Span, ranks: list[int], held: Sequence[Holding]
 ) -> float:
-    """Seconds of a micro-step on the slowest rank of the stage with the blocks `span`."""
+    """Return the seconds of a micro-step on the slowest rank of the stage with the blocks `span`."""
     share = 1.0 if mode.degrees.pipe == 1 else ENDS_SHARE
     names = costs.workload.blocks[span.slice]
 

@@ -19,11 +19,11 @@ from .prediction import Prediction, predict
 from .workload import Workload
 
 STEPS = 3
-"""Steps of a rehearsed run: an exact step, and two in patches, since keys are extrapolated from the second one on."""
+"""Steps of a rehearsed run: an exact step, and two in patches, because keys are extrapolated from the second one on."""
 RUNS = 4
-"""Maximum number of rehearsed runs of a mode. The first one allocates memory and picks kernels."""
+"""Maximum number of rehearsed runs of a mode. The first one allocates memory and chooses kernels."""
 ENOUGH_SECONDS = 10.0
-"""Seconds of rehearsed runs after which no further one is made."""
+"""Seconds of rehearsed runs after which no more are made."""
 
 Load = Callable[[Setup, Checkpoint, Request, Poll], AbstractContextManager[RemoteTransformer]]
 """Context of the model on its ranks, for a rehearsal. The model is unloaded at the end."""
@@ -37,11 +37,11 @@ def rehearse(
     poll_of: Callable[[str], Poll],
     on_proposal: Callable[[], None],
 ) -> Plan:
-    """The plan with rehearsed seconds of its proposals.
+    """Return the plan with rehearsed seconds of its proposals.
 
-    `setup`: the user's, for other devices and degrees; nothing is compiled or captured, as in a calibration. `poll_of`: of a
-    text that says what is done. `on_proposal` is called after each one. A proposal that is refused, or for which a device
-    has too little memory, lacks what the error says. RankError if a rank fails otherwise.
+    `setup`: the user's, for other devices and degrees; nothing is compiled or captured, as in a calibration. `poll_of`:
+    returns a poll for a text that says what is done. `on_proposal` is called after each one. A proposal that is refused, or
+    for which a device has too little memory, gets the error's text as `lacks`. Raises RankError if a rank fails otherwise.
     """
     costs, names = plan.costs, plan.costs.machine.names
     plain, rehearsed = replace(setup, stage_split="auto", compile=False, cuda_graphs=False, planned=""), []
@@ -65,14 +65,14 @@ def rehearse(
 
 
 def _predicted(costs: CalibratedCosts, proposal: Prediction, setup: Setup) -> float:
-    """Seconds of a rehearsed run, in which no sampler of ComfyUI takes part."""
+    """Return the predicted seconds of a rehearsed run, without ComfyUI's sampler."""
     workload = replace(costs.workload, steps=_steps(costs.workload))
     short = CalibratedCosts(replace(costs.calibration, hop=0.0), workload)
     return predict(short, proposal.mode, setup.offload).seconds
 
 
 def _seconds(model: RemoteTransformer, proposal: Prediction, workload: Workload, poll: Poll) -> float:
-    """Seconds of a rehearsed run: the median, without the first one if there are several."""
+    """Return the measured seconds of a rehearsed run: the median, without the first run if there are several."""
     built, mode, entries = model.built, proposal.mode, workload.entries
     example = built.example(workload.prompt)
     tensors = {name: tensor.repeat(entries, *(1,) * (tensor.ndim - 1)) for name, tensor in example.items()}

@@ -1,9 +1,10 @@
-"""A plan as text: Parallel Doctor's report, and the choice in a line."""
+"""A plan as text: Parallel Doctor's report, and the choice in one line."""
 
 from collections.abc import Mapping
 
-from parallel_backend.core.degrees import AXES, WIDGETS
+from parallel_backend.core.degrees import AXES, WIDGETS, Degrees
 
+from .known_gpus import PAIRS_OFF, RUNS_OFF
 from .machine import Device, Machine
 from .memory import gigabytes
 from .modes import Mode
@@ -12,7 +13,7 @@ from .prediction import Prediction
 from .workload import Workload
 
 SHOWN = 10
-"""Modes that are listed. Modes of a single degree are always listed too."""
+"""Number of modes that are listed. Modes of a single degree are always listed too."""
 
 
 def describe(plan: Plan) -> str:
@@ -23,7 +24,7 @@ def describe(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """The Doctor's advice in a line, with the gain over one device."""
+    """Return the Doctor's advice in one line, with the gain over one device."""
     best, one = plan.best, plan.one_device
     if plan.doubt or best is None:
         return _advice(plan).splitlines()[0]
@@ -31,8 +32,40 @@ def verdict(plan: Plan) -> str:
     return f"{_advice(plan).splitlines()[0]}{gain}"
 
 
+def describe_another(today: Plan, more: Plan) -> str:
+    """What another GPU, the last device of `more`, would add to the machine of `today`: the part of the report."""
+    before, steps = today.best or today.one_device, more.costs.workload.steps
+    best_of: dict[Degrees, Prediction] = {}
+    for prediction in more.predictions:
+        best_of.setdefault(prediction.mode.degrees, prediction)
+    against = "" if before.lacks else f", against {_short(before.mode, today)}"
+    lines = [verdict_on_another(today, more), f"seconds a step{against}, largest memory of a rank:"]
+    for prediction in list(best_of.values())[:SHOWN]:
+        lines.append(f"{prediction.seconds / steps:9.3f} s{_gain(before, prediction)}  {_held(prediction, more)}")
+    (runs, runs_most), (pairs, pairs_most) = RUNS_OFF, PAIRS_OFF
+    lines.append(
+        f"All of this is predicted. From one GPU's seconds, published runs on several GPUs are predicted {runs} % off in "
+        f"the median and {runs_most} % at most. The speed of a GPU of another kind is from data sheets: among GeForce GPUs "
+        f"{pairs} % off in the median and {pairs_most} % at most, beside other GPUs more."
+    )
+    return "\n".join(lines)
+
+
+def verdict_on_another(today: Plan, more: Plan) -> str:
+    """Return the answer in a line: what another GPU, the last device of `more`, would add to the machine of `today`."""
+    before, best, asked = today.best, more.best, f"with {more.costs.machine.devices[-1].kind}, predicted"
+    if best is None:
+        return f"{asked}: nothing fits"
+    if before is not None and before.seconds < AS_GOOD * best.seconds:
+        return f"{asked}: no gain"
+    mode = best.mode if best.mode.device is None else more.costs.machine.names[best.mode.device]
+    step = f"{mode}, {best.seconds / more.costs.workload.steps:.3g} s a step"
+    without = "without it nothing fits" if before is None else f"{before.seconds / best.seconds:.2f} x without it"
+    return f"{asked}: {step}, {without}"
+
+
 def choice(prediction: Prediction, machine: Machine) -> str:
-    """The choice in a line, for a node and the log."""
+    """Return the choice in one line, for a node and the log."""
     names = ", ".join(machine.names[device] for device in prediction.mode.devices)
     if prediction.mode.device is not None:
         return f"one device, {names}, planned {prediction.seconds:.1f} s"
@@ -40,7 +73,7 @@ def choice(prediction: Prediction, machine: Machine) -> str:
 
 
 def settings(mode: Mode, machine: Machine) -> str:
-    """The widgets' values for this mode, for the user to copy."""
+    """Return the widgets' values for this mode, for the user to copy."""
     degrees = mode.degrees
     devices = [machine.names[device] for device in mode.devices]
     loader = {WIDGETS[axis]: getattr(degrees, axis) for axis in ("pipe", "tensor", "batch")} | {"devices": ",".join(devices)}
@@ -91,7 +124,7 @@ def _device(device: Device) -> str:
 
 
 def _table(plan: Plan) -> str:
-    """Modes, fastest first by plan."""
+    """Return the table of modes, fastest first by plan."""
     one, rehearsed = plan.one_device, {prediction.mode: prediction for prediction in plan.rehearsed}
     columns = "planned seconds, rehearsed seconds" if rehearsed else "planned seconds"
     against = "" if one.lacks else ", against one device"
@@ -102,19 +135,25 @@ def _table(plan: Plan) -> str:
         known = rehearsed.get(planned.mode, planned)
         tried = f"{known.seconds:9.2f} s" if planned.mode in rehearsed else ""
         second = f"{tried:>11}" if rehearsed else ""
-        faster = "" if one.lacks else f"  {one.seconds / known.seconds:5.2f}x"
-        lacks = f"; does not fit: {known.lacks}" if known.lacks else ""
-        lines.append(
-            f"{planned.seconds:9.2f} s{second}{faster}  {_size(planned.most_memory):>8}  "
-            f"{_named(planned.mode, plan)}{_streamed(planned)}{lacks}"
-        )
+        lines.append(f"{planned.seconds:9.2f} s{second}{_gain(one, known)}  {_held(known, plan)}")
     if left := len(plan.predictions) - len(shown):
         lines.append(f"and {left} more, none of them faster")
     return "\n".join(lines)
 
 
+def _gain(before: Prediction, after: Prediction) -> str:
+    """Empty if `before` does not fit."""
+    return "" if before.lacks else f"  {before.seconds / after.seconds:5.2f}x"
+
+
+def _held(prediction: Prediction, plan: Plan) -> str:
+    lacks = f"; does not fit: {prediction.lacks}" if prediction.lacks else ""
+    size = _size(prediction.most_memory)
+    return f"{size:>8}  {_named(prediction.mode, plan)}{_streamed(prediction)}{lacks}"
+
+
 def _streamed(prediction: Prediction) -> str:
-    """The streamed bytes of weights. Empty if none are streamed."""
+    """Return the streamed bytes of weights. Empty if none are streamed."""
     return f"; streams {_size(prediction.most_streamed)} a micro-step" if prediction.most_streamed else ""
 
 
@@ -122,14 +161,18 @@ def _single(mode: Mode) -> bool:
     return sum(getattr(mode.degrees, axis) > 1 for axis in AXES) <= 1
 
 
+def _short(mode: Mode, plan: Plan) -> str:
+    return str(mode) if mode.device is None else f"one device ({plan.costs.machine.names[mode.device]})"
+
+
 def _named(mode: Mode, plan: Plan) -> str:
     if mode.device is not None:
-        return f"one device ({plan.costs.machine.names[mode.device]})"
+        return _short(mode, plan)
     return f"{mode} ({'exact' if mode.exact else 'keys of other patches a step old after the first step'})"
 
 
 def _impossible(plan: Plan) -> str:
-    """The reasons against single degrees alone: products of degrees fail for the same ones."""
+    """Return the reasons against single degrees. Products of degrees fail for the same reasons."""
     lines = [reason for degrees, reason in plan.refused.items() if _single(Mode(degrees))]
     return "\n".join(["not possible:", *lines]) if lines else ""
 
@@ -147,7 +190,7 @@ def _advice(plan: Plan) -> str:
     if mode.device is not None:
         kind = "CPU rank" if machine.on_cpus else "GPU"
         reasons = [f"advice: stay on one {kind} ({machine.names[mode.device]}), {best.seconds:.2f} s"]
-        others = [prediction for prediction in plan.predictions if not prediction.lacks and prediction is not best]
+        others = [other for other in plan.predictions if not other.lacks and other.mode.device is None]
         if others:
             other, tokens = others[0], plan.costs.workload.tokens
             share = best.seconds / other.mode.degrees.world

@@ -16,10 +16,10 @@ class Trials:
     proofs: Mapping[int, Proof | str]
     """Tensor degree -> its proof, or a text that says why there is no proof."""
     guesses: bool = False
-    """Tensor degrees that were not tried count as proven: they are tried before they run."""
+    """Whether untried tensor degrees count as proven. They are then tried before they run."""
 
     def lacks(self, degrees: Degrees) -> str:
-        """Why the class cannot run with these degrees, naming the widget. Empty: it can."""
+        """Return why the class cannot run with these degrees, naming the widget. Empty: it can."""
         found = self.proofs.get(degrees.tensor, self.proofs.get(1, NOT_TRIED) if self.guesses else NOT_TRIED)
         if isinstance(found, str):
             return _refused("tensor", degrees, found)
@@ -35,11 +35,11 @@ class Trials:
         return next(lacking, "")
 
     def with_tensor(self, degree: int, found: Proof | str) -> "Trials":
-        """These trials, with the result of a trial for this tensor degree."""
+        """Return these trials, with the result of a trial for this tensor degree."""
         return replace(self, proofs={**self.proofs, degree: found})
 
     def class_for(self, degrees: Degrees) -> OwnClass:
-        """The class with the proofs for these degrees, if `lacks` returns nothing for them."""
+        """Return the class with the proofs for these degrees, for which `lacks` must return nothing."""
         proof = self.proofs[degrees.tensor]
         assert isinstance(proof, Proof)
         return replace(self.own, blocks=proof.blocks, latent=proof.latent)

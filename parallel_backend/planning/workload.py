@@ -1,4 +1,4 @@
-"""A workload: a model and a sampling run of it, in plain numbers."""
+"""A workload: a model and a sampling run of it, as plain numbers."""
 
 import math
 from dataclasses import dataclass, replace
@@ -32,23 +32,23 @@ class Workload:
     """Kind of each block, through all lists: "<list>.<index>" of the first block of that list with the same attention."""
     sizes: ModelSizes
     grid: tuple[int, ...]
-    """Image tokens along each axis."""
+    """Number of image tokens along each axis."""
     text: int
-    """Text tokens that run through the blocks."""
+    """Number of text tokens that run through the blocks."""
     band_dim: int = -2
-    """Axis of `grid` that bands cut."""
+    """The axis of `grid` that bands cut."""
     warm_up: int = 1
-    """First steps whose calls are exact in every mode."""
+    """Number of first steps whose calls are exact in every mode."""
     text_in_bands: bool = False
-    """Text runs with every band, as in xDiT. False: with the first band alone, as in this product."""
+    """Whether text runs with every band, as in xDiT. False: only with the first band, as in this product."""
     streams: tuple[tuple[int, int], ...] = ()
     """See Counted."""
     trials: Trials | None = None
-    """None: nothing is known against any mode."""
+    """The trials of the class. None: nothing is known against any mode."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """One block of each kind."""
+        """The first block of each kind."""
         return tuple(dict.fromkeys(self.blocks))
 
     @property
@@ -57,12 +57,12 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Image tokens along the axis that bands cut."""
+        """Number of image tokens along the axis that bands cut."""
         return self.grid[self.band_dim]
 
     @property
     def tokens(self) -> int:
-        """Tokens of a whole call."""
+        """Number of tokens of a whole call."""
         return self.image + self.text
 
     @property
@@ -70,18 +70,18 @@ class Workload:
         return min(self.warm_up, self.steps)
 
     def band_image(self, bands: int, first: bool) -> float:
-        """Image tokens of a band: of the call's first one, or of the others on average."""
+        """Return the image tokens of a band: of the call's first one, or the mean of the others."""
         first_band, *others = self.bands(bands)
         return first_band if first else fmean(others)
 
     def bands(self, count: int) -> list[int]:
-        """Image tokens of each of `count` bands, as banded_run.cut_rows cuts them."""
+        """Return the image tokens of each of `count` bands, as banded_run.cut_rows cuts them."""
         row = self.image // self.rows
         spans = split_carrying(Span(0, self.rows), count, 0.0 if self.text_in_bands else self.text / row)
         return [row * len(span) for span in spans]
 
     def request(self, exact: bool, bands: int) -> Request:
-        """The memory request of the run. `exact`: no keys and values are kept from call to call."""
+        """Return the memory request of the run. `exact`: no keys and values are stored from call to call."""
         kept = 0 if exact or self.warm_up_steps == self.steps else KV_COPIES
         request = Request(self.grid, 0, self.text, self.entries, 0, kept, bands, self.band_dim)
         return replace(request, streams=self.streams)
@@ -97,10 +97,8 @@ def workload_of(
     prompt: int,
     transfer_dtype: str = "full",
 ) -> Workload:
-    """`shape`: [B, C, (T,) H, W] of the latent. `transfer_dtype`: see core.setup.Setup.
-
-    ValueError if the latent has no frames and the model is for videos.
-    """
+    """Return the workload of a sampling run. `shape`: [B, C, (T,) H, W] of the latent. `transfer_dtype`: see
+    core.setup.Setup. Raises ValueError if the latent has no frames and the model is for videos."""
     built = checkpoint.built
     grid = built.patching.grid(shape)
     if len(shape) != 2 + len(grid):
@@ -130,5 +128,5 @@ def workload_of(
 
 
 def list_of(block: str) -> str:
-    """Name of the list that a block is in."""
+    """Return the name of the list that contains a block."""
     return block.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Failures and hangs of ranks, and the error that names the rank at fault."""
+"""Collects the failures and hangs of ranks, and builds the error that names the rank at fault."""
 
 import copy
 import time
@@ -14,8 +14,8 @@ from .watchdog import Verdict
 E = TypeVar("E", bound=BaseException)
 
 ROOT_CAUSE_SECONDS = 3.0
-"""Time to wait for the root cause after a rank reports a failed transfer: the death of another rank explains more. On a busy
-machine the system takes more than a second to end a killed process."""
+"""Seconds to wait for the root cause after a rank reports a failed transfer, because another rank may have died, which
+explains more. On a busy machine the system takes more than a second to end a killed process."""
 
 
 class RankError(RuntimeError):
@@ -23,7 +23,7 @@ class RankError(RuntimeError):
 
 
 class LinksDown(RankError):
-    """The ranks' self-test of their links failed. `backend`: nccl or gloo."""
+    """The ranks' self-test of the links between them failed. `backend` is "nccl" or "gloo"."""
 
     def __init__(self, text: str, backend: str = ""):  # copy.copy calls it with the text alone, then sets `backend`
         super().__init__(text)
@@ -31,7 +31,8 @@ class LinksDown(RankError):
 
 
 class DeviceFull(RankError):
-    """A device had too little memory. `rank`: the one that ran out. `asked`: see failure_text.asked."""
+    """A device had too little memory. `rank` ran out of it; `asked` is the size of its failed allocation in bytes (0:
+    unknown)."""
 
     def __init__(self, text: str, rank: int = 0, asked: int = 0):  # see LinksDown
         super().__init__(text)
@@ -39,8 +40,8 @@ class DeviceFull(RankError):
 
 
 class RankLost(RankError):
-    """A rank died, hung, or lost its device. `devices`: of the ranks at fault; empty if it may be any of them. `did`: what
-    they did, after their names."""
+    """A rank died, hung, or lost its device. `devices` are the devices of the ranks at fault, or empty if any rank may be at
+    fault. `did` is the verb for messages, such as "died"."""
 
     def __init__(self, text: str, devices: tuple[str, ...] = (), did: str = "failed"):  # see LinksDown
         super().__init__(text)
@@ -48,15 +49,14 @@ class RankLost(RankError):
 
 
 def again(error: E) -> E:
-    """A copy of the error for another caller: raising the error itself again would keep the earlier traceback's frames."""
+    """Return a copy of the error for another caller. Raising the same object again would keep the earlier traceback's
+    frames."""
     return copy.copy(error)
 
 
 class FailureReport:
-    """Failures of the ranks of one pool, noted by the pool's receiving thread.
-
-    `doing`: gives a rank's last known work.
-    """
+    """Failures of the ranks of one pool, recorded by the pool's receiving thread. `doing` returns a rank's last known work
+    as text."""
 
     def __init__(self, ranks: Ranks, doing: Callable[[int], str]):
         self._ranks, self._doing = ranks, doing
@@ -70,21 +70,21 @@ class FailureReport:
         return self._since is not None
 
     def note_failure(self, failure: m.Failure) -> None:
-        """A rank reports a failure."""
+        """Record a failure that a rank has reported."""
         self._failures.append(failure)
         self.note_end()
 
     def note_cut_off(self, rank: int) -> None:
-        """A rank's connection has ended."""
+        """Record that a rank's connection has ended."""
         self._cut_off.append(rank)
         self.note_end()
 
     def note_end(self) -> None:
-        """A rank's process has ended."""
+        """Record that a rank's process has ended."""
         self._since = self._since or time.monotonic()
 
     def root_cause(self) -> RankError | None:
-        """The error that names the rank at fault; None while another rank may still explain more."""
+        """Return the error that names the rank at fault, or None as long as another rank may still report the cause."""
         assert self._since is not None, "nothing has failed"
         reported = {failure.rank for failure in self._failures}
         ended = {rank: how for rank in range(len(self._ranks.names)) if (how := self._ranks.how_ended(rank)) is not None}
@@ -110,24 +110,25 @@ class FailureReport:
         return self._died(self._cut_off[0], "closed its connection") if late else None
 
     def refusal(self, rank: int, why: str) -> RankError:
-        """The error for a rank that sent an invalid message."""
+        """Return the error for a rank that sent an invalid message."""
         text = f"{self._name(rank)} sent an invalid message: {why}. All ranks were ended. The next prompt starts new ones."
         return self._error(text, "", self._ranks.log_tail(rank))
 
     def cut_short(self, error: BaseException) -> RankError:
-        """The error for messages that reached only some ranks, or in part, because of an error in this process."""
+        """Return the error for the case that messages reached only some ranks, or only in part, because of `error` in this
+        process."""
         text = f"sending to the ranks was interrupted by {type(error).__name__}: {error}"
         return self._error(f"{text}. All ranks were ended. The next prompt starts new ones.", "")
 
     def hang(self, verdict: Verdict) -> RankError:
-        """The error for ranks that hang or are stopped, by the watchdog's verdict."""
+        """Return the error for ranks that hang or are stopped, as the watchdog has judged in `verdict`."""
         names = " and ".join(map(self._name, verdict.ranks))
         error = self._error(f"{names} {verdict.text}", "", *map(self._ranks.log_tail, verdict.ranks))
         at_fault = verdict.ranks if len(verdict.ranks) < len(self._ranks.names) else ()
         return RankLost(str(error), tuple(self._ranks.names[rank] for rank in at_fault), "did not answer")
 
     def _links_down(self, failures: list[m.Failure]) -> LinksDown:
-        """The error for a failed self-test. Every rank's report is shown: each names the rank for which it waited."""
+        """Return the error for a failed self-test. It shows every rank's report: each names the rank for which it waited."""
         text = f"{self._name(failures[0].rank)}: {failures[0].summary}"
         others = "\n".join(f"{self._name(failure.rank)}: {failure.summary}" for failure in failures[1:])
         logs = (self._ranks.log_tail(failure.rank) for failure in failures)

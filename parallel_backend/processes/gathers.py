@@ -1,4 +1,4 @@
-"""Requests to all ranks of a pool: replies are gathered until every rank has sent one."""
+"""Collects the replies of ranks to a request until each of the ranks that were asked has sent one."""
 
 import itertools
 import threading
@@ -14,7 +14,7 @@ from .failure_report import again
 
 @dataclass
 class _Gather:
-    """One request to `ranks`. `reply`: type of the replies. `replies`: received replies by rank."""
+    """One request to `ranks`. `reply` is the type of the replies; `replies` maps each rank to its reply so far."""
 
     reply: type
     ranks: Sequence[int]
@@ -23,7 +23,7 @@ class _Gather:
 
 
 class Gathers:
-    """The open requests of a pool of `world` ranks, by request id. Thread-safe."""
+    """The unanswered requests of a pool of `world` ranks, by request id. Thread-safe."""
 
     def __init__(self, world: int):
         self._world = world
@@ -33,10 +33,10 @@ class Gathers:
         self._error: Exception | None = None
 
     def open(self, reply: type, ranks: Sequence[int] | None = None) -> tuple[int, Future]:
-        """The id of a new request, and the future of its replies of type `reply`.
+        """Return the id of a new request, and the future of its replies, which are of type `reply`.
 
-        `ranks`: those that are asked, ascending; None: all. The replies are in their order, and have their place in it as
-        `rank`.
+        `ranks` are the ranks that are asked, ascending; None: all. The future's list has their replies in this order, and
+        `rank` of each reply is set to its index in the list.
         """
         gather = _Gather(reply, range(self._world) if ranks is None else ranks)
         with self._lock:
@@ -53,7 +53,8 @@ class Gathers:
             self._open.pop(request_id, None)
 
     def add(self, request_id: int | None, rank: int, reply: Any) -> None:
-        """Add a rank's reply. A reply without an open request is dropped. BadMessage for a reply of the wrong type."""
+        """Store a rank's reply. A reply without an open request is dropped. Raises BadMessage if the reply has the wrong
+        type."""
         with self._lock:
             if request_id is None or (gather := self._open.get(request_id)) is None:
                 return
@@ -74,12 +75,12 @@ class Gathers:
 
     @property
     def awaited(self) -> list[type]:
-        """Reply types of the open requests."""
+        """The types of the replies that open requests wait for."""
         with self._lock:
             return [gather.reply for gather in self._open.values()]
 
     def fail(self, error: Exception) -> None:
-        """End all requests, later ones too, with `error`."""
+        """Let all requests, also those opened later, fail with `error`."""
         with self._lock:
             self._error = error
             gathers, self._open = self._open, {}

@@ -1,4 +1,4 @@
-"""Starts and ends the processes of ranks on this machine, and the protocol by which a pool uses ranks anywhere."""
+"""Starts and ends rank processes on this machine. Has the protocol `Ranks`, by which a pool uses ranks on any machine."""
 
 import contextlib
 import errno
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 RankEntry = Callable[[RankSettings, Connection], None]
 
 RANK_ENTRY = "parallel_backend.rank.start.entry"
-"""Module whose `main` runs a rank. It is imported by name, since this room may not import the ranks' room."""
+"""Module whose `main` runs a rank. It is imported by name, because this package may not import the ranks' package."""
 FOLDER_PREFIX = "parallel-dit-"
-"""How the names of ranks' temporary folders begin."""
+"""Prefix of the names of the ranks' temporary folders."""
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
-"""Errors where the limit of open files is reached, of this process or of the machine."""
+"""Error numbers for the limit of open files of this process, or of the machine."""
 KILL_SECONDS = 5.0
-"""Time for killed processes to end. A process that is stuck in a driver does not end."""
+"""Seconds to wait until killed processes have ended. A process that is stuck in a driver does not end."""
 
 _MAIN_MODULE = threading.Lock()
 
@@ -48,46 +48,44 @@ class Ranks(Protocol):
     """The processes of the ranks of one pool."""
 
     channels: list[Channel]
-    """One to each rank, in rank order."""
+    """The control connection to each rank, in rank order."""
     names: tuple[str, ...]
-    """Name of each rank's device for errors."""
+    """The name of each rank's device, for errors."""
 
     @property
     def logs(self) -> Path | None:
-        """The folder in which these ranks' logs stay after their end. None: they are not kept."""
+        """The folder in which these ranks' logs stay after the ranks end. None: the logs are deleted."""
 
     @property
     def pids(self) -> tuple[int, ...]: ...
 
     @property
     def ends(self) -> Mapping[Any, int]:
-        """Objects for multiprocessing.connection.wait -> the rank that has ended when the object is ready.
-
-        May be empty: then the end of a rank's channel means its end, which `how_ended` confirms within half a second.
-        """
+        """Map each object for multiprocessing.connection.wait to a rank. The object is ready once the rank has ended. If it
+        is empty, a rank counts as ended when its channel ends, which `how_ended` confirms within half a second."""
 
     def how_ended(self, rank: int) -> str | None:
-        """How the process ended, such as 'was killed by signal 9'. None: it lives."""
+        """Return how the process ended, such as 'was killed by signal 9', or None if it still runs."""
 
     def log_tail(self, rank: int) -> str:
-        """The last lines of the rank's log. Empty if it has none."""
+        """Return the last lines of the rank's log, or an empty string if it has no log."""
 
     def dump(self, rank: int) -> None:
-        """Have the rank write its Python stacks to its log, even if it hangs. Does nothing where that is not possible."""
+        """Make the rank write its Python stacks to its log, even if it hangs. Does nothing on systems without the signal for
+        it."""
 
     def join(self, seconds: float) -> None:
-        """Wait until all processes have ended, at most `seconds`."""
+        """Wait until all processes have ended, but at most `seconds`."""
 
     def kill(self) -> None:
-        """Kill all processes and remove their files on this machine. From any thread; idempotent.
-
-        A thread that is blocked in a channel returns with an error. The pool closes the channels.
-        """
+        """Kill all processes and remove their files on this machine. May be called from any thread, and repeatedly. A thread
+        that is blocked in a channel then returns with an error. The pool closes the channels."""
 
 
 @contextlib.contextmanager
 def clean_main_module() -> Iterator[None]:
-    """Context in which `__main__` is empty: a spawned child imports its parent's `__main__`, here ComfyUI's main.py."""
+    """Context in which `__main__` is empty, because a spawned child imports its parent's `__main__`, here ComfyUI's
+    main.py."""
     with _MAIN_MODULE:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
@@ -98,25 +96,27 @@ def clean_main_module() -> Iterator[None]:
 
 
 def only_ended_by_us(process: Any) -> None:
-    """multiprocessing's exit function terminates all daemonic children that it knows, in a process that is forked from this
-    one too, such as by another node pack. This one is not known to it. It ends when it sees that this process has ended."""
+    """Hide the child process from multiprocessing, so that the child ends only when it sees that this process has ended.
+    multiprocessing's exit function would terminate it even in a fork of this process, made by another node pack for
+    example."""
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
 
 
 def rank_entry() -> RankEntry:
-    """The main function of a rank's process, called with the rank's settings and its end of the control connection."""
+    """Return the main function of a rank's process. It takes the rank's settings and its end of the control connection."""
     return importlib.import_module(RANK_ENTRY).main
 
 
 class LocalRanks:
-    """Child processes of this one. `entry`: main function of each process instead of `rank_entry`.
+    """Ranks as child processes of this one. `entry` replaces `rank_entry()` as their main function.
 
-    `directory` is a temporary folder that only this user can read. It has the logs, unless the settings name a folder. A
+    `directory` is a temporary folder that only this user can read. The logs are in it, unless the settings name a folder. A
     rank removes it if this process is killed (rank/start/parent_watch.py).
     """
 
     def __init__(self, start: StartSettings, entry: RankEntry | None = None):
-        """RuntimeError if this torch has no torch.distributed, or no more files may be open; OSError of other limits."""
+        """Start the processes. Raises RuntimeError if torch has no torch.distributed, or if the limit of open files is
+        reached; OSError for other limits."""
         if not torch.distributed.is_available():
             raise RuntimeError(
                 f"Parallel DiT: torch {torch.__version__} was built without torch.distributed, which ranks need. AMD's "
@@ -201,7 +201,8 @@ class LocalRanks:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _give_up(self) -> None:
-        """End what has been started so far. Nobody else has the channels yet, and to remove files takes open ones."""
+        """End the processes that have been started. Channels are closed first, because removing files needs free file
+        handles."""
         for channel in self.channels:
             channel.connection.close()
         self.kill()

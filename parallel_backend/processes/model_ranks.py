@@ -1,4 +1,4 @@
-"""The ranks of a pool, as one of the models on them uses them."""
+"""The ranks of a pool as seen by one of the models loaded on them."""
 
 from collections.abc import Callable
 
@@ -8,25 +8,23 @@ from .pool_part import PoolPart, SomeRanks
 
 
 class ModelRanks(PoolPart):
-    """Marks one model's messages to a pool with the model's `number`, and receives the ranks' messages about the model.
-
-    `keep_others`: other models on the ranks stay. Methods without a docstring: see Pool and pool.Listener.
-    """
+    """Adds one model's `number` to its messages to a pool, and receives the ranks' messages about the model. `keep_others`:
+    other models on the ranks stay loaded. Methods without a docstring: see Pool and pool.Listener."""
 
     number: int
 
     def __init__(self, pool: SomeRanks, keep_others: bool = False):
         super().__init__(pool.whole, pool.part_ranks or tuple(range(len(pool.devices))), pool.threads)
         self.loaded = [0.0] * len(pool.devices)
-        """The share of its weights that each rank has loaded."""
+        """For each rank, the fraction of its weights that it has loaded."""
         self._on_output: Callable[[m.Output], None] = lambda output: None
         self._on_failure: Callable[[Exception], None] = lambda error: None
         self._failure: Exception | None = None
         self.pool, self.number = pool, pool.enter(self, keep_others)
 
     def listen(self, on_output: Callable[[m.Output], None], on_failure: Callable[[Exception], None]) -> None:
-        """From now on `on_output` gets every Output of the model, and `on_failure` the error that ends the model, at once if
-        it has ended already. Both are called as those of pool.Listener."""
+        """Call `on_output` for every later Output of the model, and `on_failure` with the error that ends the model; at once
+        if the model has ended already. They run on the threads on which pool.Listener's methods run."""
         self._on_output, self._on_failure = on_output, on_failure
         if self._failure is not None:
             on_failure(self._failure)
@@ -42,9 +40,9 @@ class ModelRanks(PoolPart):
         self._on_failure(error)
 
     def leave(self) -> None:
-        """The model leaves the ranks, see Pool.leave."""
+        """Remove the model from the pool, see Pool.leave."""
         self.whole.leave(self.number)
 
     def next_segment(self) -> int:
-        """A number for a segment of shared memory, unique on these ranks."""
+        """Return a number for a segment of shared memory, which is unique on these ranks."""
         return next(self.segments)

@@ -1,4 +1,4 @@
-"""The ranks on one set of devices: started once, watched, kept between prompts, and ended together when one fails."""
+"""The ranks on one set of devices. They are started once, watched, reused by later prompts, and all end when one fails."""
 
 import contextlib
 import itertools
@@ -34,34 +34,34 @@ from .watchdog_thread import WatchdogThread
 log = logging.getLogger(__name__)
 
 Poll = Callable[[], None]
-"""Called many times a second while the client waits. Raises to give up, as at ComfyUI's Cancel."""
+"""Called many times a second while the client waits. It raises an exception to stop the wait, as at ComfyUI's Cancel."""
 
 LoadProgress = Callable[[str, float], None]
-"""(work of the ranks, share of it that is done): called now and then while a model is loaded."""
+"""Called now and then while a model is loaded, with the ranks' work as text and the fraction that is done."""
 
 
 class Listener(Protocol):
-    """Receives the ranks' messages about one model, on the pool's receiving thread."""
+    """Receives the ranks' messages about one model. Its methods run on the pool's receiving thread."""
 
     def on_output(self, output: m.Output) -> None: ...
 
     def on_loading(self, loading: m.Loading) -> None: ...
 
     def on_failure(self, error: Exception) -> None:
-        """The pool has failed; or, on the thread that calls Pool.clear, the model has to leave."""
+        """Called if the pool has failed, or, on the thread that calls Pool.clear, if the model must be removed."""
 
 
 KNOWN_TO_ALL = (m.Load, m.Unload, m.DropVAE)
-"""Messages that all ranks of a pool get, also those for a part of them: all make each process group, and none keeps its
-weights of a VAE that another one has dropped."""
+"""Message types that go to all ranks of a pool even for a model on some of them: all ranks must create each process group,
+and a rank must not keep its weights of a VAE that another rank has dropped."""
 POLL_SECONDS = 0.05
 STOP_SECONDS = 3.0
 END_SECONDS = 15.0
-"""Longest time in which ranks are asked to end, are killed, and their connections are closed."""
+"""The longest time for `close`, in which ranks are asked to end, are killed, and their connections are closed."""
 
 
 def wait_for(future: Future, poll: Poll) -> Any:
-    """The future's result. `poll` is called until it is there."""
+    """Return the future's result. Calls `poll` repeatedly until the result is there."""
     while True:
         try:
             return future.result(timeout=POLL_SECONDS)
@@ -72,11 +72,12 @@ def wait_for(future: Future, poll: Poll) -> Any:
 
 
 class Pool:
-    """One process per device, and the models on them (see `enter`).
+    """One process per device, and the models on these processes (see `enter`).
 
-    `threads`: CPU threads per rank; None divides the machine's cores evenly. `start`: starts the processes. `silence`:
-    seconds without a heartbeat after which a rank counts as stopped; `watchdog` has the other limits. `logs`: the folder in
-    which these ranks' logs get one of their own; None deletes them with the ranks. LinksDown if their `self_test` fails.
+    `threads`: CPU threads per rank; None divides the machine's cores evenly. `start` starts the processes. `silence`:
+    seconds without a heartbeat after which a rank counts as stopped; `watchdog` has the other limits. `logs`: parent folder
+    of these ranks' own log folder; None: logs are deleted with the ranks. The future `ready` fails with LinksDown if
+    `self_test` fails.
     """
 
     def __init__(
@@ -91,13 +92,14 @@ class Pool:
     ):
         self.devices, self.self_test = devices, self_test
         self.process = os.getpid()
-        """The process that started these ranks."""
+        """Id of the process that started these ranks."""
         self.threads = threads or max(1, usable_cores() // len(devices))
         self.error: Exception | None = None
         self.links: dict[tuple[int, int], tuple[float, float]] = {}
-        """Two ranks, the lower one first -> bytes a second and seconds of latency, as measured last. Set by who measures."""
+        """The last measured links: (lower rank, higher rank) -> (bytes per second, latency in seconds). Whoever measures
+        sets it."""
         self.segments = itertools.count(1)
-        """Numbers for segments of shared memory."""
+        """The next numbers for segments of shared memory."""
         self._models: WeakValueDictionary[int, Listener] = WeakValueDictionary()
         self._ranks_of: dict[int, Sequence[int]] = {}  # by the model's number
         self._numbers = itertools.count(1)  # of models
@@ -132,20 +134,20 @@ class Pool:
 
     @property
     def whole(self) -> "Pool":
-        """The pool that these ranks are of, see PoolPart."""
+        """The pool to which these ranks belong, see PoolPart."""
         return self
 
     @property
     def part_ranks(self) -> tuple[int, ...]:
-        """The pool's numbers of these ranks, if they are a part of it. Empty: they are all."""
+        """If these ranks are a part of a pool: their rank numbers in the pool. Empty: they are all ranks of the pool."""
         return ()
 
     def doing(self, rank: int) -> str:
-        """As Watchdog.doing."""
+        """Return the rank's last known work, see Watchdog.doing."""
         return self.watchdog.doing(rank)
 
     def place(self, rank: int) -> int | None:
-        """The rank's number among these ranks, by its number in the pool. None: it is not one of them."""
+        """Return the number among these ranks of a rank of the pool, or None if it is not one of them."""
         return rank
 
     def enter(self, model: Listener, keep_others: bool = False, ranks: Sequence[int] | None = None) -> int:
@@ -162,7 +164,7 @@ class Pool:
         return number
 
     def clear(self, why: Exception) -> None:
-        """End all models with the error `why`. The ranks free them, and parts of VAEs, after all earlier messages."""
+        """Let all models fail with the error `why`. The ranks free them, and parts of VAEs, after all earlier messages."""
         while self._models:
             self._models.popitem()[1].on_failure(why)
         self._ranks_of.clear()
@@ -170,15 +172,13 @@ class Pool:
             self.tell(m.Unload())
 
     def leave(self, number: int) -> None:
-        """From now on messages about that model are dropped."""
+        """Drop all later messages about the model with that number."""
         self._models.pop(number, None)
         self._ranks_of.pop(number, None)
 
     def send(self, rank: int, message: Any, request_id: int | None = None, model: int | None = None) -> None:
-        """Raises RankError if the pool has failed. The receiving thread reports a rank that has just ended.
-
-        `request_id`, `model`: see Envelope. Blocks while the rank reads nothing, until the watchdog ends it.
-        """
+        """Send a message to a rank. Raises RankError if the pool has failed; if a rank has just ended, the receiving thread
+        reports it. `request_id`, `model`: see Envelope. Blocks while the rank reads nothing, until the watchdog kills it."""
         self._raise_error()
         self.watchdog.sent(message, model)
         try:
@@ -190,9 +190,9 @@ class Pool:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Context for messages that ranks need as a whole: with only some of them they would wait for each other.
+        """Context for messages that must reach all their ranks, because ranks that got theirs would wait for the others.
 
-        No other message comes between them. An error once one of them is begun ends the pool, whose ranks are out of step.
+        No other message comes between them. An error after the first was begun ends the pool: its ranks are out of step.
         """
         cut_short = None
         try:
@@ -214,37 +214,39 @@ class Pool:
 
     @property
     def _begun(self) -> int:
-        """Number of messages to all ranks that may have been written, at least in part."""
+        """The number of messages, summed over all ranks, that may have been written at least in part."""
         return sum(channel.begun for channel in self.ranks.channels)
 
     def lends_to(self, rank: int) -> bool:
-        """Whether tensors for the rank can be in memory that it shares with this process."""
+        """Return whether this process can share memory with the rank, so that tensors need not be sent over the
+        connection."""
         return self.ranks.channels[rank].lends
 
     def lend(self, rank: int, segment: Segment, model: int | None = None) -> None:
-        """As Channel.lend. Raises as `send`."""
+        """Let the rank use a segment of shared memory, see Channel.lend. Raises as `send` does."""
         self._raise_error()
         with self.together(), contextlib.suppress(OSError):
             self.ranks.channels[rank].lend(segment, model)
 
     def drop(self, rank: int, segment: Segment) -> None:
-        """As Channel.drop. Raises as `send`."""
+        """Tell the rank that no later message uses the segment, see Channel.drop. Raises as `send` does."""
         self._raise_error()
         with self.together(), contextlib.suppress(OSError):
             self.ranks.channels[rank].drop(segment.number)
 
     def forget(self, rank: int, segment: Segment) -> None:
-        """As Channel.forget. Works also after the pool has failed."""
+        """Drop the segment without a message, see Channel.forget. Works also after the pool has failed."""
         self.ranks.channels[rank].forget(segment.number)
 
     def ask(self, message: Any, reply: type, model: int | None = None, ranks: Sequence[int] | None = None) -> Future:
-        """Send to `ranks`, or to all. The future gives their replies, of type `reply`, as Gathers.open does."""
+        """Send a message to `ranks`, or to all ranks. Returns the future of their replies, which are of type `reply`
+        (Gathers.open)."""
         return self.ask_each([message] * len(self.devices if ranks is None else ranks), reply, model, ranks)
 
     def ask_each(
         self, messages: Sequence[Any], reply: type, model: int | None = None, ranks: Sequence[int] | None = None
     ) -> Future:
-        """As `ask`, with a message for each rank."""
+        """Like `ask`, but with a separate message for each rank."""
         every = range(len(self.devices))
         asked = every if ranks is None else ranks
         told = set(every) - set(asked) if isinstance(messages[0], KNOWN_TO_ALL) else ()
@@ -261,19 +263,19 @@ class Pool:
         return future
 
     def tell(self, message: Any, model: int | None = None, ranks: Sequence[int] | None = None) -> None:
-        """Send to `ranks`, or to all, without waiting for replies."""
+        """Send a message to `ranks`, or to all ranks, without waiting for replies."""
         with self.together():
             for rank in range(len(self.devices)) if ranks is None or isinstance(message, KNOWN_TO_ALL) else ranks:
                 self.send(rank, message, None, model)
 
     def refuse(self, rank: int, why: str) -> Exception:
-        """End the pool, since the rank sent an invalid message. Returns the error, which the caller raises."""
+        """End the pool because the rank sent an invalid message. Returns the error for the caller to raise."""
         return self.error or self._fail(self._failures.refusal(rank, why))
 
     def close(self, politely: bool = True) -> None:
-        """End all ranks. Idempotent. Returns when they have ended, whoever ends them; at most END_SECONDS after the call.
+        """End all ranks, and return once they have ended, at most END_SECONDS after the call. May be called repeatedly.
 
-        `politely`: ask first, then kill. False: kill at once, since a rank that starts or loads reads no messages.
+        `politely`: ask the ranks to end before killing them. False: kill at once, since ranks that load read no messages.
         """
         with self._claiming:
             first, self._closing = not self._closing, True
@@ -291,14 +293,14 @@ class Pool:
             raise again(self.error)
 
     def _fail(self, error: Exception) -> Exception:
-        """End the pool, with the error that says most. That error."""
+        """End the pool and return its error: that of the watchdog if there is one, else `error`."""
         error = self._watchdog_thread.error or error
         log.warning("%s", str(error).partition("\n")[0])
         self._end(error)
         return error
 
     def _end(self, error: Exception) -> None:
-        """Kill all ranks, and end all waits for them with `error`."""
+        """Kill all ranks, and let everything that waits for them fail with `error`."""
         self._closing = True
         self._watchdog_thread.end()
         try:
@@ -319,7 +321,7 @@ class Pool:
                 model.on_failure(error)
 
     def _receive_all(self) -> None:
-        """Main function of the receiving thread. An exception in it ends the pool, which would otherwise wait for ever."""
+        """Main function of the receiving thread. An exception in it ends the pool, or callers would wait for ever."""
         try:
             self._receive_until_end()
         except Exception as error:
@@ -328,7 +330,7 @@ class Pool:
             raise
 
     def _receive_until_end(self) -> None:
-        """Hand messages on, note ranks that have ended, and end the pool once the cause of a failure is known."""
+        """Forward messages, record ranks that have ended, and end the pool once the cause of a failure is known."""
         sources = {channel.connection: rank for rank, channel in enumerate(self.ranks.channels)}
         ends = dict(self.ranks.ends)
         while not self._closing:
@@ -355,7 +357,7 @@ class Pool:
                 self._fail(cause)
 
     def _receive_from(self, rank: int) -> bool:
-        """Receive a message and hand it on. False: the connection has ended."""
+        """Receive one message and forward it. Returns False if the connection has ended."""
         self.watchdog.receiving = rank
         try:
             envelope = self.ranks.channels[rank].receive()
@@ -368,18 +370,18 @@ class Pool:
 
     def _hand_on(self, rank: int, message: Any, request_id: int | None, model: int | None) -> None:
         if getattr(message, "rank", None) != rank:
-            raise m.BadMessage(f"{type(message).__name__} of rank {getattr(message, 'rank', None)}")
+            raise m.BadMessage(f"{type(message).__name__} in the name of rank {getattr(message, 'rank', None)}")
         self.watchdog.heard(rank, message, model)
         match message:
             case m.Output() | m.Loading():
                 if model is None or model > self._newest:
-                    raise m.BadMessage(f"{type(message).__name__} of a model that is not there")
+                    raise m.BadMessage(f"{type(message).__name__} about a model that was never loaded")
                 if (listener := self._models.get(model)) is None:  # the model has been let go meanwhile
                     return
                 if (ranks := self._ranks_of.get(model)) is None:
                     return
                 if rank not in ranks:
-                    raise m.BadMessage(f"{type(message).__name__} of a rank without the model")
+                    raise m.BadMessage(f"{type(message).__name__} from a rank that does not have the model")
                 message = replace(message, rank=ranks.index(rank))
                 if isinstance(message, m.Output):
                     listener.on_output(message)

@@ -1,4 +1,4 @@
-"""Some of a pool's ranks, for a model or VAE on fewer devices than the pool has."""
+"""Some of a pool's ranks, used by a model or VAE that needs fewer devices than the pool has."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -14,14 +14,14 @@ Link = tuple[float, float]
 
 
 class PoolPart:
-    """What a Pool of these ranks alone would be: they are numbered 0, 1, ... in the order of the pool.
+    """Behaves like a Pool of these ranks alone. They are numbered 0, 1, ... in the order of the pool.
 
-    `part_ranks`: the pool's numbers of them, ascending. `threads`: CPU threads of each for the part's models; None: those of
-    its start. Members without a docstring: see Pool.
+    `part_ranks`: their rank numbers in the pool, ascending. `threads`: CPU threads of each for the part's models; None: the
+    number with which the ranks were started. Members without a docstring: see Pool.
     """
 
     number: int | None = None
-    """Of the model that these ranks' messages are about."""
+    """Number of the model that these ranks' messages are about."""
 
     def __init__(self, whole: Pool, part_ranks: tuple[int, ...], threads: int | None = None):
         self.whole, self.part_ranks, self.threads = whole, part_ranks, threads or whole.threads
@@ -100,7 +100,8 @@ SomeRanks = Pool | PoolPart
 
 
 def can_be_shared(devices: tuple[str, ...]) -> bool:
-    """Whether a part of ranks on these devices talks as ranks on the part's devices alone would: by the same backend."""
+    """Whether a part of a pool's ranks on these devices would use the same backend for transfers as a pool on only its
+    devices."""
     if any(map(on_ray, devices)):  # which may be the same devices
         return False
     kinds = set(map(device_kind, devices))
@@ -108,10 +109,8 @@ def can_be_shared(devices: tuple[str, ...]) -> bool:
 
 
 def ranks_on(devices: tuple[str, ...], of: tuple[str, ...]) -> tuple[int, ...] | None:
-    """The ranks of a pool on the devices `of` that are on `devices`, in this order. None: the pool has no such ranks.
-
-    The order is the pool's, since process groups number their ranks so.
-    """
+    """Return which ranks of a pool on the devices `of` are on `devices`, in the order of `devices`; None if there are none
+    such. Their numbers ascend, because process groups number their ranks in the pool's order."""
     if devices == of:
         return tuple(range(len(of)))
     if not (can_be_shared(devices) and can_be_shared(of)):
@@ -126,7 +125,8 @@ def ranks_on(devices: tuple[str, ...], of: tuple[str, ...]) -> tuple[int, ...] |
 
 
 def union(sets: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """Devices of a pool that has all of these sets of devices as parts. None: there is none, as of other orders."""
+    """Return devices for a pool that contains each of these sets of devices as a part; None if orders conflict, for
+    example."""
     if not all(map(can_be_shared, sets)):
         return None
     names = list(dict.fromkeys(name for each in sets for name in each))

@@ -1,4 +1,4 @@
-"""Makes and reads the logs of ranks, which rank/start/log.py writes."""
+"""Creates the folders of the ranks' logs, which rank/start/log.py writes, and reads the ends of the logs."""
 
 import contextlib
 import itertools
@@ -9,21 +9,22 @@ import time
 from pathlib import Path
 
 KEPT = 16
-"""Older folders that are kept. A pool whose folder goes works on, and its errors lack the end of its log."""
+"""Number of older folders that are kept. A pool whose folder is deleted continues, but its errors cannot quote the log."""
 NAME = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?")
-"""Names of such folders."""
+"""Matches the names of these folders."""
 TAIL_LINES, STACK_LINES, WIDTH = 20, 30, 300
-"""How much of a log an error shows: lines, or lines of a stack (most recent call first); characters of a line."""
+"""How much of a log an error shows: the number of lines, of lines of a stack (most recent call first), and of characters per
+line."""
 TAIL_BYTES = 1 << 16
 STACK, FATAL = "(most recent call first):", "Fatal Python error"
-"""The first line of a thread's stack in faulthandler's output, and that of a crash. The main thread's stack comes last."""
+"""How faulthandler's output begins for a thread's stack, and for a crash. The main thread's stack comes last."""
 
 
 def new_log_folder(logs: Path) -> Path:
-    """A new folder in `logs` for the logs of one pool, named by time and process: pools of a machine, of this process or
-    others, have their own. Of the others the newest KEPT stay.
+    """Create a folder in `logs` for the logs of one pool and return it. Its name has the time and the process, so that each
+    pool has its own. The newest KEPT other folders stay, older ones are deleted.
 
-    OSError if `logs` cannot be written to.
+    Raises OSError if `logs` cannot be written to.
     """
     logs.mkdir(parents=True, exist_ok=True)
     others = [path for path in logs.iterdir() if NAME.fullmatch(path.name)]
@@ -43,7 +44,7 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 
 def tail(path: Path) -> str:
-    """The log's last lines, or the main thread's stack if stacks were dumped. Empty for an empty or missing log."""
+    """Return the log's last lines, or the main thread's stack if stacks were dumped; empty for an empty or missing log."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))

@@ -1,6 +1,7 @@
-"""The Ray driver of RayRanks, in a separate process: Ray ends its driver when the cluster is lost, and ComfyUI must live on.
+"""The Ray driver of RayRanks. It is a separate process, because Ray ends the driver when the cluster is lost, and ComfyUI
+must survive that.
 
-The driver places an actor for each rank, has it run the rank, and reports to the client in JSON over an inherited pipe. When
+The driver starts an actor for each rank, which runs the rank, and reports to the client in JSON over an inherited pipe. When
 the pipe closes, the driver and the actors end.
 """
 
@@ -29,35 +30,35 @@ class RayJob:
 
     start: StartSettings
     entry: Callable[[RankSettings, Connection], None]
-    """See local.rank_entry."""
+    """The main function of a rank's process, see local.rank_entry."""
     root: str
-    """The folder that has the pack, on every machine."""
+    """The folder that contains the node pack on every machine."""
     patience: float
-    """Seconds in which the cluster must find room."""
+    """Seconds within which the cluster must have enough free resources."""
 
     @property
     def devices(self) -> tuple[str, ...]:
         return self.start.devices
 
     def needs(self, rank: int) -> dict[str, float]:
-        """The resources of a rank's actor, by Ray's names."""
+        """Return the resources that a rank's actor needs, by Ray's names."""
         return {"GPU": 1} if device_kind(self.devices[rank]) == "cuda" else {"CPU": self.start.threads}
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster. `name`: Ray's id of it."""
+    """A machine of the cluster. `name` is Ray's id of the machine."""
 
     name: str
     address: str
 
 
 class Refused(Exception):
-    """The cluster cannot run the job; the text is for the user."""
+    """The cluster cannot run the job. The text is shown to the user."""
 
 
 def drive(connection: Connection, job: RayJob) -> None:
-    """Main function of the process: reports the ranks' machines, waits for the client to listen, and starts the ranks."""
+    """Main function of the process. Reports the ranks' machines, waits until the client listens, and starts the ranks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for ComfyUI, whose end closes the pipe
     try:
         ray = connect()
@@ -97,7 +98,7 @@ def tell(connection: Connection, **what: Any) -> None:
 
 
 def connect() -> Any:
-    """The ray module, connected to the cluster of RAY_ADDRESS, or to the one that this machine belongs to."""
+    """Connect to the cluster of RAY_ADDRESS, or to the one that this machine belongs to. Returns the ray module."""
     import ray
 
     address = os.environ.get("RAY_ADDRESS") or "auto"
@@ -117,7 +118,8 @@ def connect() -> Any:
 
 
 def place(ray: Any, job: RayJob) -> tuple[Any, dict[int, Node], list[int]]:
-    """(placement group, bundle -> its machine, rank -> its bundle). Few machines, with successive ranks on the same one."""
+    """Reserve resources on few machines, successive ranks on the same one. Returns the placement group, bundle -> machine,
+    and rank -> bundle."""
     bundles = [job.needs(rank) for rank in range(len(job.devices))]
     wanted = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("GPU", "CPU")}
     total = ray.cluster_resources()
@@ -151,7 +153,8 @@ def _counted(resources: dict[str, float]) -> str:
 
 
 def rank_actor() -> type:
-    """The actor's class. Ray sends a class made in a function with its code, so it can add `root` to the path first."""
+    """Return the actor's class. Ray sends the code of a class defined in a function, so the class can add `root` to the path
+    first."""
 
     class ParallelDiTRank:
         def __init__(self, root: str):
@@ -175,7 +178,7 @@ def rank_actor() -> type:
 
 
 def start(ray: Any, job: RayJob, group: Any, bundles: list[int], ready: dict[str, Any], actors: list[Any]) -> dict[Any, int]:
-    """Ray's reference to an actor's run -> its rank. Each actor is appended to `actors` as it is made."""
+    """Start the actors. Returns Ray's reference to each actor's run -> its rank. Each new actor is appended to `actors`."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     kind_of_actor = ray.remote(max_restarts=0)(rank_actor())
@@ -195,7 +198,7 @@ def start(ray: Any, job: RayJob, group: Any, bundles: list[int], ready: dict[str
 
 
 def how_ended(ray: Any, run: Any, node: Node) -> str:
-    """How the rank ended, as a clause that follows its name."""
+    """Return how the rank ended, as a clause that follows its name."""
     try:
         ray.get(run)
     except ray.exceptions.RayTaskError as error:
@@ -208,6 +211,6 @@ def how_ended(ray: Any, run: Any, node: Node) -> str:
 
 
 def _cause(error: Exception) -> str:
-    """The last line of Ray's message, without its list of common causes."""
+    """Return the last line of Ray's message, without its list of common causes."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1].partition(" Some common causes")[0].rstrip(".")

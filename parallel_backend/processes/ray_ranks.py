@@ -23,32 +23,32 @@ from .pool import RankError
 from .ray_driver import RayJob, drive
 
 ROOT = str(Path(__file__).resolve().parents[2])
-"""Folder of the pack, which must exist on all machines."""
+"""The node pack's folder. It must exist under this path on all machines."""
 LOOPBACK = "127.0.0.1"
 KEY_BYTES = 32
 CONNECT_SECONDS = 60.0
-"""Time for Ray to start a driver and reach the cluster."""
+"""Seconds for Ray to start a driver and reach the cluster."""
 PLACE_SECONDS = 30.0
-"""Time for the cluster to find room: the actors of an ended pool may still be leaving."""
+"""Seconds for the cluster to get enough free resources, because the actors of an ended pool may still be ending."""
 START_SECONDS = 120.0
-"""Time for the actors to start and connect. Their imports come later."""
+"""Seconds for the actors to start and connect. They import torch later."""
 GRACE_SECONDS = 0.4
-"""Time for Ray to report why a rank's connection ended."""
+"""Seconds for Ray to report why a rank's connection ended."""
 END_SECONDS = 2.0
 MOST_NEWS = 1 << 20
-"""Largest message of the driver in bytes."""
+"""Largest size of a message of the driver in bytes."""
 
 
 def start_of(devices: tuple[str, ...]) -> Callable[[StartSettings], Ranks]:
-    """The class of ranks on these devices, see pool.Pool."""
+    """Return the class that starts ranks on these devices, see pool.Pool."""
     return RayRanks if on_ray(devices[0]) else LocalRanks
 
 
 class RayRanks:
-    """One actor for each rank, on the cluster of RAY_ADDRESS, or the cluster to which this machine belongs.
+    """Ranks with one actor each, on the cluster of RAY_ADDRESS, or on the cluster to which this machine belongs.
 
-    The constructor waits until all ranks have connected. ValueError without a cluster or room on it; RankError for a rank
-    that cannot start. It listens on the loopback interface if all ranks are on this machine, else on its cluster address.
+    The constructor waits until all ranks have connected. It raises ValueError if there is no cluster or no room on it,
+    RankError if a rank cannot start. It listens on loopback if all ranks are on this machine, else on its cluster address.
     """
 
     def __init__(self, start: StartSettings):
@@ -77,7 +77,7 @@ class RayRanks:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids on the ranks' machines."""
+        """The process ids, each valid on its rank's machine."""
         return self._pids
 
     @property
@@ -95,11 +95,11 @@ class RayRanks:
         return "has gone: its connection ended, and with it its process or its machine"
 
     def log_tail(self, rank: int) -> str:
-        """Empty: Ray keeps the actors' output on their machines."""
+        """Return an empty string, because Ray stores the actors' output on their machines."""
         return ""
 
     def dump(self, rank: int) -> None:
-        """Does nothing: no signal reaches another machine."""
+        """Do nothing, because no signal reaches another machine."""
 
     def join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -142,7 +142,8 @@ class RayRanks:
         self.channels = [Channel(caller.connection) for caller in callers]
 
     def _placed(self, seconds: float) -> dict[str, Any]:
-        """The driver's first message: the ranks' machines and this one. ValueError if the cluster refuses the ranks."""
+        """Return the driver's first message: the ranks' machines and this one. Raises ValueError if the cluster refuses the
+        ranks."""
         try:
             if not self._news.poll(seconds):
                 raise ValueError(f"devices: the Ray cluster did not answer within {seconds:.0f} s. Is it up (ray status)?")

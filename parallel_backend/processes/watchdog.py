@@ -1,7 +1,5 @@
-"""Hang detection: judges from the ranks' heartbeats whether they still work.
-
-Only time in which the client's threads ran too counts, not time in which the machine slept or the client was stopped.
-"""
+"""Detects hangs: judges from the ranks' heartbeats whether they still work. Only time in which the client's threads also ran
+counts, not time in which the machine slept or the client was stopped."""
 
 import threading
 from collections.abc import Collection, Sequence
@@ -13,48 +11,46 @@ from parallel_backend.wire import messages as m
 from .failure_text import LESS_MEMORY, RESTART, last_seen, unanswered
 
 SILENCE_SECONDS = 20.0
-"""Time without a heartbeat after which a rank counts as stopped. Heartbeats come every second during all work, but loading a
-library from a slow disk can delay them."""
+"""Seconds without a heartbeat after which a rank counts as stopped. Heartbeats come every second during all work, but
+loading a library from a slow disk can delay them."""
 START_SECONDS = 300.0
-"""Time in which at least one more rank must start or be ready: importing torch takes a minute on a cold disk."""
+"""Seconds within which one more rank must start or become ready. Importing torch takes a minute on a cold disk."""
 FIRST_SECONDS = 1800.0
-"""Time without progress of any rank that is allowed in work of unknown length, such as torch.compile's."""
+"""Seconds without progress of any rank that are allowed in work of unknown length, such as torch.compile's."""
 STALL_SECONDS, STALL_FACTOR = 60.0, 20.0
-"""Time without progress that is allowed in micro-steps no larger than a finished one: the larger of these seconds and this
-multiple of the longest pause seen in micro-steps. Each block and transfer is progress."""
+"""Seconds without progress that are allowed in micro-steps no larger than a finished one: the larger of STALL_SECONDS and
+STALL_FACTOR times the longest pause so far in micro-steps. Each block and each transfer counts as progress."""
 UNANSWERED_SECONDS = 5.0
-"""Time without an answer from which a driver is named. A working rank may not answer for minutes: a thread of the rank that
-launches a kernel for the first time holds the driver until the queue has room."""
+"""Seconds without an answer after which an error names the driver. A working rank's driver may not answer for minutes: a
+thread that launches a kernel for the first time holds the driver until the queue has room."""
 STEPS_REMEMBERED = 256
-"""Micro-steps whose sizes are kept; far more than can be in progress."""
+"""Number of micro-steps whose sizes are stored; far more than can be in progress."""
 SLOW_REPLIES = (m.Probed, m.LinksProbed, m.Loaded, m.Adapted, m.Residency, m.VAEBegun, m.VAEOutput)
-"""Replies to requests that are work of unknown length."""
+"""Types of replies to requests whose work has an unknown length."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Ranks that the watchdog finds at fault."""
+    """The ranks that the watchdog finds at fault."""
 
     ranks: tuple[int, ...]
     text: str
-    """What they did, as the end of a sentence that begins with their names."""
+    """What these ranks did, as the end of a sentence that begins with their names."""
     hung: bool
-    """They still send heartbeats, so their stacks can be dumped."""
+    """Whether they still send heartbeats, so that their stacks can be dumped."""
 
 
 class Watchdog:
-    """The activity of a pool's ranks. Senders call `sent`, the receiving thread calls `heard`.
-
-    `tick` judges on a separate thread, since the other threads may be blocked. The limits are attributes that may be set.
-    """
+    """Records the activity of a pool's ranks. Senders call `sent`, the receiving thread calls `heard`. `tick` judges on a
+    separate thread, because the other threads may be blocked. The limits are attributes that may be changed."""
 
     def __init__(self, ranks: int, silence: float = SILENCE_SECONDS):
         self.silence, self.start = silence, START_SECONDS
         self.first, self.stall, self.factor = FIRST_SECONDS, STALL_SECONDS, STALL_FACTOR
         self.turns = 0
-        """The receiving thread adds 1 each time it waits for messages."""
+        """The number of times that the receiving thread has waited for messages."""
         self.receiving: int | None = None
-        """The rank whose message the receiving thread is reading."""
+        """The rank whose message the receiving thread is reading now."""
         self._lock = threading.Lock()
         self._all = tuple(range(ranks))
         self._beats: list[m.HeartbeatMessage | None] = [None] * ranks
@@ -70,16 +66,16 @@ class Watchdog:
         self._moved = self._in_step = False
 
     def doing(self, rank: int) -> str:
-        """The rank's work by its last heartbeat; empty before the first."""
+        """Return the rank's work by its last heartbeat; empty before the first."""
         beat = self._beats[rank]
         return "" if beat is None else beat.doing
 
     def beat(self, rank: int) -> m.HeartbeatMessage | None:
-        """The rank's last heartbeat. None: it has sent none."""
+        """Return the rank's last heartbeat, or None if it has sent none."""
         return self._beats[rank]
 
     def sent(self, message: Any, model: int | None = None) -> None:
-        """A message is sent to a rank. `model`: see Envelope."""
+        """Record that a message is being sent to a rank. `model`: see Envelope."""
         with self._lock:
             match message:
                 case m.Step():
@@ -99,19 +95,19 @@ class Watchdog:
                     self._largest.pop((model, message.id), None)
 
     def _forget(self, model: int | None) -> None:
-        """`model` is going to be freed; None: all models."""
+        """Forget a model that will be freed; None: all models."""
         self._compiling = {each for each in self._compiling if model not in (None, each)}
         self._steps = {key: step for key, step in self._steps.items() if model not in (None, key[0])}
         self._largest = {key: size for key, size in self._largest.items() if model not in (None, key[0])}
 
     def not_sent(self, message: Any, model: int | None = None) -> None:
-        """A message passed to `sent` was not sent, so no answer to it comes."""
+        """Record that a message passed to `sent` was not sent, so no answer to it will come."""
         with self._lock:
             if isinstance(message, m.Step):
                 self._steps.pop((model, message.seq), None)
 
     def heard(self, rank: int, message: Any, model: int | None = None) -> None:
-        """A message came from `rank`. `model`: see Envelope."""
+        """Record that a message came from `rank`. `model`: see Envelope."""
         with self._lock:
             self._silent[rank] = 0.0
             match message:
@@ -127,16 +123,16 @@ class Watchdog:
             self._moved = True
 
     def tick(self, seconds: float, awaited: Collection[type], blocked: Sequence[bool]) -> Verdict | None:
-        """Look whether a rank is silent or stuck, `seconds` after the last look. None: all is well. `awaited`: reply types
-        of open requests. `blocked`: by rank, whether a thread is sending to it now."""
+        """Check whether a rank is silent or stuck, `seconds` after the last check. Returns None if not. `awaited`: reply
+        types of open requests. `blocked`: for each rank, whether a thread is sending to it now."""
         with self._lock:
             turned = self.turns != self._turn
             self._turn = self.turns
             return self._silence(seconds, turned, blocked) or (self._stall(seconds, awaited) if turned else None)
 
     def _silence(self, seconds: float, turned: bool, blocked: Sequence[bool]) -> Verdict | None:
-        """A verdict on a rank without heartbeats. While the receiving thread is stuck, it hears no rank: then only ranks
-        count that do not read a message to its end, or do not finish writing one."""
+        """Return a verdict on a rank without heartbeats. While the receiving thread is stuck, it hears no rank; then only
+        ranks count that do not read a message to its end, or do not finish writing one."""
         for rank, beat in enumerate(self._beats):
             if beat is not None and (turned or blocked[rank] or rank == self.receiving):
                 self._silent[rank] += seconds
@@ -149,7 +145,7 @@ class Watchdog:
         return Verdict((rank,), f"{text} {cause}", hung=False)
 
     def _stall(self, seconds: float, awaited: Collection[type]) -> Verdict | None:
-        """A verdict on ranks that make no progress. While one rank makes progress, the others may be waiting for it."""
+        """Return a verdict on ranks without progress. While one rank makes progress, the others may be waiting for it."""
         if len(self._ready) < len(self._beats):
             return self._late(seconds)
         progress = sum(beat.progress for beat in self._beats if beat is not None)
@@ -170,19 +166,19 @@ class Watchdog:
         if self._stalled < limit:
             return None
         ranks = tuple(rank for rank, beat in busy.items() if not beat.waiting) or tuple(deaf)
-        did = "came no further"
+        did = "made no progress"
         if not ranks:
             ranks, did = (tuple(busy), "waited for each other") if busy else (self._all, "left a request unanswered")
         text = f"{did} for {limit:.0f} s{last_seen(self.doing(ranks[0]))}.{unanswered(deaf)} {RESTART}"
         return Verdict(ranks, text, hung=True)
 
     def _deaf(self) -> dict[int, float]:
-        """Ranks whose device's driver does not answer -> for how many seconds."""
+        """Return the ranks whose device's driver does not answer -> the seconds without an answer."""
         found = {rank: beat.unanswered for rank, beat in enumerate(self._beats) if beat is not None}
         return {rank: seconds for rank, seconds in found.items() if seconds >= UNANSWERED_SECONDS}
 
     def _late(self, seconds: float) -> Verdict | None:
-        """A verdict on ranks that do not start."""
+        """Return a verdict on ranks that do not start."""
         shown = sum(beat is not None for beat in self._beats) + len(self._ready)
         self._starting = 0.0 if shown != self._shown else self._starting + seconds
         self._shown = shown

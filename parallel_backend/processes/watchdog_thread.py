@@ -12,29 +12,31 @@ from .local import Ranks
 from .watchdog import Watchdog
 
 DUMP_SECONDS = 0.3
-"""Time for a rank that hangs to write its stacks."""
+"""Seconds for a rank that hangs to write its stacks."""
 
 
 class WatchdogThread:
-    """Judges every `tick` seconds, and kills the ranks after a verdict, which unblocks the pool's receiving thread."""
+    """Asks the watchdog every `tick` seconds, and kills the ranks after a verdict, which unblocks the pool's receiving
+    thread."""
 
     def __init__(self, watchdog: Watchdog, ranks: Ranks, gathers: Gathers, failures: FailureReport, tick: float):
         self._watchdog, self._ranks, self._gathers, self._failures, self._tick = watchdog, ranks, gathers, failures, tick
         self._ended, self._stop_ranks = threading.Event(), False
         self.error: Exception | None = None
-        """Why the ranks were killed: they hang, or judging them failed."""
+        """Why the ranks were killed: because they hang, or because the watchdog failed. None: they were not."""
         self._thread = threading.Thread(target=self._run, name="parallel-dit-watchdog", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def end(self, stop_ranks: bool = False) -> None:
-        """Stop judging. `stop_ranks`: ask the ranks to end, on this thread, since a stopped rank would block the sender."""
+        """Stop judging. `stop_ranks`: ask the ranks to end, on this thread, because a stopped rank would block the
+        sender."""
         self._stop_ranks |= stop_ranks
         self._ended.set()
 
     def join(self, seconds: float) -> None:
-        """Wait for the thread's end, at most `seconds`. Returns at once on the thread itself."""
+        """Wait until the thread has ended, but at most `seconds`. Returns at once if called on the thread itself."""
         if self._thread is not threading.current_thread():
             self._thread.join(seconds)
 
@@ -53,7 +55,7 @@ class WatchdogThread:
                     channel.send(m.Stop())
 
     def _watchdog_loop(self) -> RankError | None:
-        """Judge until `end` is called or ranks hang. Returns the error about ranks that hang."""
+        """Judge until `end` is called or ranks hang. Returns the error about ranks that hang, or None."""
         last = time.monotonic()
         while not self._ended.wait(self._tick):
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Attention of classes in this room. Ranks reach a class's attention by this function (core/own_class.py)."""
+"""The attention function of the classes in this package. Ranks replace it by their own (core/own_class.py)."""
 
 import torch
 import torch.nn.functional as F

@@ -33,7 +33,7 @@ TEMPER = 0.4
 
 
 def _basis(device: torch.device) -> torch.Tensor:
-    """The low-frequency rows of the orthonormal DCT-II, [4, 8] float32."""
+    """Return the low-frequency rows of the orthonormal DCT-II, [4, 8] float32."""
     pixel = torch.arange(BLOCK, device=device, dtype=torch.float32)
     frequency = torch.arange(FREQUENCIES, device=device, dtype=torch.float32)[:, None]
     rows = torch.cos(math.pi * (pixel + 0.5) * frequency / BLOCK) * math.sqrt(2 / BLOCK)
@@ -42,23 +42,23 @@ def _basis(device: torch.device) -> torch.Tensor:
 
 
 def _gain(device: torch.device) -> torch.Tensor:
-    """Model space per DCT coefficient, [4, 4] float32."""
+    """Return the factor from DCT coefficients to model space, [4, 4] float32."""
     deviation = torch.tensor(DEVIATION, device=device)
     return (deviation / DEVIATION[0][0]) ** TEMPER / deviation
 
 
 def process_in(raw: torch.Tensor) -> torch.Tensor:
-    """Raw latents -> model space, any shape; the same as ComfyUI's."""
+    """Convert raw latents of any shape to model space, as ComfyUI does."""
     return (raw - SHIFT_FACTOR) * SCALE_FACTOR
 
 
 def process_out(latents: torch.Tensor) -> torch.Tensor:
-    """Model space -> raw latents, any shape; the same as ComfyUI's."""
+    """Convert latents in model space, of any shape, to raw latents, as ComfyUI does."""
     return latents / SCALE_FACTOR + SHIFT_FACTOR
 
 
 def encode(images: torch.Tensor) -> torch.Tensor:
-    """Images [B, 8h, 8w] in 0..1 -> raw latents [B, 16, h, w] float32."""
+    """Convert images [B, 8h, 8w] in 0..1 to raw latents [B, 16, h, w] float32."""
     basis = _basis(images.device)
     blocks = (images.float() - MEAN).unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))  # [B, h, 8, w, 8]
     frequencies = torch.einsum("bhywx,vy,ux->bvuhw", blocks, basis, basis)
@@ -66,7 +66,7 @@ def encode(images: torch.Tensor) -> torch.Tensor:
 
 
 def decode(raw: torch.Tensor) -> torch.Tensor:
-    """Raw latents [B, 16, h, w] -> images [B, 8h, 8w] float32, clamped to 0..1."""
+    """Convert raw latents [B, 16, h, w] to images [B, 8h, 8w] float32, clamped to 0..1."""
     basis = _basis(raw.device)
     frequencies = process_in(raw.float()).unflatten(1, (FREQUENCIES, FREQUENCIES)) / _gain(raw.device)[:, :, None, None]
     blocks = torch.einsum("bvuhw,vy,ux->bhywx", frequencies, basis, basis)

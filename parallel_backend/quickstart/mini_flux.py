@@ -18,7 +18,7 @@ from torch import nn
 from .attention import attention
 
 PATCH = 2
-"""Latent rows and columns of a token."""
+"""Number of latent rows and of latent columns per token."""
 TIME_FEATURES, TIME_FACTOR, MAX_PERIOD = 256, 1000.0, 10000.0
 THETA, EPS, MLP_RATIO = 10000.0, 1e-6, 4
 
@@ -40,7 +40,7 @@ class MiniFlux(nn.Module):
         single_blocks: int = 4,
         guidance: bool = False,
     ):
-        """`axes`: features of a head for each axis of positions, which is the size of a head."""
+        """`axes`: for each axis of positions, its number of features of a head. Their sum is the head's size."""
         super().__init__()
         made = {"operations": operations, "dtype": dtype, "device": device}
         linear = {"dtype": dtype, "device": device}
@@ -80,7 +80,7 @@ class MiniFlux(nn.Module):
 
 
 class DoubleBlock(nn.Module):
-    """A block of two streams, which attend together."""
+    """A block of two streams of tokens, image and text, that attend to each other."""
 
     def __init__(self, width: int, head_size: int, **made: Any):
         super().__init__()
@@ -99,7 +99,7 @@ class DoubleBlock(nn.Module):
 
 
 class SingleBlock(nn.Module):
-    """A block of one stream, [text, image]. Attention and feed-forward run side by side, out of one layer into another."""
+    """A block of one stream, [text, image]. Attention and feed-forward run in parallel between two shared layers."""
 
     def __init__(self, width: int, head_size: int, operations: Any, **where: Any):
         super().__init__()
@@ -132,7 +132,7 @@ class SelfAttention(nn.Module):
         self.heads = width // head_size
 
     def forward(self, x_BSW, modulation):
-        """Queries, keys and values of the stream, [B, H, S, D] each."""
+        """Return the queries, keys and values of the stream, [B, H, S, D] each."""
         shift, scale, *_ = modulation
         qkv = self.qkv(normed(x_BSW, shift, scale))
         q, k, v = qkv.view(*x_BSW.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
@@ -140,7 +140,7 @@ class SelfAttention(nn.Module):
 
 
 class HeadNorms(nn.Module):
-    """Norms over the features of each head, of queries and keys."""
+    """Norms of queries and keys over the features of each head."""
 
     def __init__(self, head_size: int, **where: Any):
         super().__init__()
@@ -151,7 +151,7 @@ class HeadNorms(nn.Module):
 
 
 class Scale(nn.Module):
-    """An RMS norm whose parameter has the file's name."""
+    """An RMS norm whose parameter has the name that the file uses."""
 
     def __init__(self, size: int, **where: Any):
         super().__init__()
@@ -162,7 +162,7 @@ class Scale(nn.Module):
 
 
 class Modulation(nn.Module):
-    """[B, W] -> this number of parts [B, 1, W]."""
+    """Computes `parts` tensors [B, 1, W] for scale, shift and gate from a vector [B, W]."""
 
     def __init__(self, width: int, parts: int, operations: Any, **where: Any):
         super().__init__()
@@ -173,7 +173,7 @@ class Modulation(nn.Module):
 
 
 class Embedder(nn.Module):
-    """[B, features] -> [B, W]"""
+    """Embeds [B, features] as [B, W] with two layers."""
 
     def __init__(self, features: int, width: int, operations: Any, **where: Any):
         super().__init__()
@@ -185,7 +185,7 @@ class Embedder(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """[B, N, W] -> [B, N, C x PATCH x PATCH]"""
+    """Computes the output patches [B, N, C x PATCH x PATCH] from tokens [B, N, W]."""
 
     def __init__(self, width: int, features: int, operations: Any, **where: Any):
         super().__init__()
@@ -198,26 +198,26 @@ class FinalLayer(nn.Module):
 
 
 def mlp(width: int, operations: Any, **where: Any) -> nn.Sequential:
-    """The feed-forward of a stream."""
+    """Return the feed-forward layers of a stream."""
     hidden = MLP_RATIO * width
     layers = operations.Linear(width, hidden, **where), operations.Linear(hidden, width, **where)
     return nn.Sequential(layers[0], nn.GELU(approximate="tanh"), layers[1])
 
 
 def normed(x_BSW: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The normalised stream, scaled and shifted."""
+    """Return the stream after a layer norm, scaled and shifted."""
     return torch.addcmul(shift, 1 + scale, F.layer_norm(x_BSW, x_BSW.shape[-1:], eps=EPS))
 
 
 def fed(x_BSW: torch.Tensor, attended: torch.Tensor, feed: nn.Module, modulation: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Adds the attention's output and the feed-forward's output to one of the two streams."""
+    """Add the outputs of attention and feed-forward to one of the two streams, and return it."""
     _, _, gate, shift, scale, feed_gate = modulation
     x_BSW = x_BSW + gate * attended
     return x_BSW + feed_gate * feed(normed(x_BSW, shift, scale))
 
 
 def sines(times_B: torch.Tensor, features: int) -> torch.Tensor:
-    """Cosines and sines of the times at all frequencies: [B] -> [B, features] float32."""
+    """Return cosines and sines of the times at all frequencies: [B] -> [B, features] float32."""
     half = features // 2
     rates = torch.exp(-math.log(MAX_PERIOD) * torch.arange(half, device=times_B.device) / half)
     angles = times_B.float()[:, None] * rates
@@ -225,7 +225,7 @@ def sines(times_B: torch.Tensor, features: int) -> torch.Tensor:
 
 
 def places(rows: int, columns: int, text: int, device: torch.device) -> torch.Tensor:
-    """[S, 3] float64: tokens at (0, row, column). Text stands at (0, 0, 0)."""
+    """Return the positions [S, 3] float64 of tokens: (0, row, column) for the image, (0, 0, 0) for text."""
     places_S3 = torch.zeros(text + rows * columns, 3, dtype=torch.float64, device=device)
     places_S3[text:, 1] = torch.arange(rows, device=device).repeat_interleave(columns)
     places_S3[text:, 2] = torch.arange(columns, device=device).repeat(rows)
@@ -233,7 +233,7 @@ def places(rows: int, columns: int, text: int, device: torch.device) -> torch.Te
 
 
 def rotations(places_S3: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-    """Cosines and sines [S, D / 2, 2] of tokens at these places. `axes`: features of a head for each axis."""
+    """Return cosines and sines [S, D / 2, 2] for tokens at these positions. `axes`: features of a head for each axis."""
     device = places_S3.device
     rates = [THETA ** -(torch.arange(0, size, 2, dtype=torch.float64, device=device) / size) for size in axes]
     angles = torch.cat([places_S3[:, axis, None] * rate for axis, rate in enumerate(rates)], dim=-1)
@@ -241,7 +241,7 @@ def rotations(places_S3: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
 
 
 def rotated(x_BHSD: torch.Tensor, rope_S: torch.Tensor) -> torch.Tensor:
-    """Queries or keys, each pair of features turned by its token's angle."""
+    """Return queries or keys with each pair of features rotated by the token's angle."""
     cos, sin = rope_S.unbind(-1)
     even, odd = x_BHSD.float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)

@@ -14,13 +14,14 @@ from .attention import attention
 from .mini_flux import EPS, normed, rotated, rotations, sines
 
 PATCH = 2
-"""Latent rows and columns of a token."""
+"""Number of latent rows and of latent columns per token."""
 HEAD, AXES = 128, (44, 42, 42)
-"""Features of a head, and for each axis of positions."""
+"""The number of features of a head, and how many of them each axis of positions has."""
 
 
 class MiniWan(nn.Module):
-    """Latent [B, C, F, h, w], times [B] in 0..1000, text [B, T, c] -> velocity like the latent."""
+    """A video model. Takes a latent [B, C, F, h, w], times [B] in 0..1000 and text [B, T, c]; returns a velocity like the
+    latent."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class MiniWan(nn.Module):
         hidden: int = 384,
         layers: int = 4,
     ):
-        """`features`: of a time. `hidden`: width of the feed-forward."""
+        """`features`: of the embedding of a time. `hidden`: width of the feed-forward."""
         super().__init__()
         where = {"dtype": dtype, "device": device}
         linear, sides = operations.Linear, (1, PATCH, PATCH)
@@ -62,7 +63,7 @@ class MiniWan(nn.Module):
 
 
 class Block(nn.Module):
-    """Tokens attend to all tokens, then to the text."""
+    """A block in which tokens attend to all tokens, and then to the text."""
 
     def __init__(self, width: int, hidden: int, operations: Any, **where: Any):
         super().__init__()
@@ -82,7 +83,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Norms are over the features of all heads."""
+    """Attention whose norms are over the features of all heads."""
 
     def __init__(self, width: int, operations: Any, **where: Any):
         super().__init__()
@@ -98,7 +99,7 @@ class Attention(nn.Module):
 
 
 class Head(nn.Module):
-    """[B, S, W] -> [B, S, PATCH x PATCH x C]"""
+    """Computes the output patches [B, S, PATCH x PATCH x C] from tokens [B, S, W]."""
 
     def __init__(self, width: int, out: int, operations: Any, **where: Any):
         super().__init__()

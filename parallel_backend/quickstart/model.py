@@ -10,12 +10,12 @@ WEIGHTS = Path(__file__).with_name("quickstart-digits.safetensors")
 
 
 def mini_flux(**arguments: Any) -> OwnClass:
-    """The class of mini_flux.py without proofs. The bundled model has no arguments."""
+    """Return the class of mini_flux.py without proofs. The bundled model needs no arguments."""
     return _own("mini_flux", "MiniFlux", arguments)
 
 
 def mini_wan(**arguments: Any) -> OwnClass:
-    """The class of mini_wan.py without proofs."""
+    """Return the class of mini_wan.py without proofs."""
     return _own("mini_wan", "MiniWan", arguments, video=True)
 
 

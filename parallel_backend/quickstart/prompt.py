@@ -18,10 +18,8 @@ POOLED_SCALE = 1.0
 
 
 def symbols(text: str) -> list[int]:
-    """The four symbols of a prompt. White space and commas separate nothing: `3141` equals `3 1, 4 1`.
-
-    Text without any symbol is the unconditional prompt, four times NULL. ValueError on anything but digits and `_`.
-    """
+    """Return the four symbols of a prompt. White space and commas are ignored: `3141` equals `3 1, 4 1`. Text without any
+    symbol is the unconditional prompt, four times NULL. Raises ValueError on anything but digits and `_`."""
     marks = [mark for mark in text if not mark.isspace() and mark != ","]
     bad = sorted({mark for mark in marks if mark not in "0123456789_"})
     if bad or len(marks) > CELLS:
@@ -36,10 +34,10 @@ def symbols(text: str) -> list[int]:
 
 
 def encode_symbols(symbols_BC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symbols [B, 4] int64 -> context [B, 4, 32] and pooled [B, 16], both float32.
+    """Encode symbols [B, 4] int64 as context [B, 4, 32] and pooled [B, 16], both float32.
 
     A text token is the one-hot of its symbol (dims 0..11) and of its cell (dims 12..15). The pooled vector counts the
-    symbols, so it says which digits are wanted; only the text tokens say where.
+    symbols: it says which digits are wanted, but only the text tokens say where.
     """
     batch = symbols_BC.shape[0]
     which = torch.nn.functional.one_hot(symbols_BC, SYMBOLS).float()
@@ -53,5 +51,5 @@ def encode_symbols(symbols_BC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def encode_prompt(text: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompt text -> context [1, 4, 32] and pooled [1, 16], both float32."""
+    """Encode a prompt's text as context [1, 4, 32] and pooled [1, 16], both float32."""
     return encode_symbols(torch.tensor([symbols(text)]))

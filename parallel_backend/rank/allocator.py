@@ -1,7 +1,7 @@
-"""Settings of glibc's allocator on Linux: freed memory is kept during a run. Nothing is done on other systems.
+"""Settings of glibc's allocator on Linux: freed memory is kept during a run. Does nothing on other systems.
 
-Activations are allocated and freed in every block. By default glibc returns larger ones to the system at once, which then
-has to clear the same pages again: 130 MB a step of a small model, 6 % of a CPU rank's time. Between prompts `give_back`
+Activations are allocated and freed in every block. By default glibc returns larger ones to the system at once, which must
+then clear the same pages again: 130 MB a step of a small model, 6 % of a CPU rank's time. Between prompts `give_back`
 returns the memory.
 """
 
@@ -12,13 +12,13 @@ from collections.abc import Callable
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
 """Keys of mallopt (malloc.h)."""
 KEPT_BYTES = 1 << 30
-"""Bytes of freed memory that are kept at the end of a heap."""
+"""Number of bytes of freed memory that are kept at the end of a heap."""
 LARGEST_IN_HEAP = 1 << 25
-"""Bytes of the largest allocation that comes from a heap, the most that glibc allows. Larger ones are mapped one by one."""
+"""Bytes of the largest allocation from a heap, the most that glibc allows. Larger ones are mapped individually."""
 
 
 def keep_freed() -> None:
-    """From now on keep freed memory for the next allocations."""
+    """Keep freed memory for the next allocations from now on."""
     if mallopt := _of_glibc("mallopt"):
         mallopt(MMAP_THRESHOLD, LARGEST_IN_HEAP)
         mallopt(TRIM_THRESHOLD, KEPT_BYTES)

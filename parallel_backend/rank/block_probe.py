@@ -58,7 +58,7 @@ class _Stopwatch:
 
 @torch.inference_mode()
 def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: str, calls: Sequence[OwnCall]) -> Probed:
-    """Seconds of a block of each list, and of the rest of the forward, for a longer and a shorter call. No collective."""
+    """Seconds of a block of each list, and of the rest of the forward, for a longer and a shorter call. Not collective."""
     # Two calls, since a block's time has a constant part: packed weights are expanded at each use, for any sequence.
     long, short = _measure(checkpoint, device, dtype_name, calls)
     times: dict[str, tuple[float, ...]] = {name: (long[name], short[name]) for name in long}
@@ -73,7 +73,7 @@ def probe(rank: int, checkpoint: Checkpoint, device: torch.device, dtype_name: s
 def _measure(
     checkpoint: Checkpoint, device: torch.device, dtype_name: str, calls: Sequence[OwnCall]
 ) -> list[dict[str, float]]:
-    """For each call: seconds by block list, and under AROUND those of the forward without the blocks."""
+    """For each call: list of blocks -> seconds of a block, and AROUND -> seconds of the forward without blocks."""
     dtype = compute_dtype(dtype_name, device)
     model, blocks = own_class_to_time(checkpoint.built, dtype)
     _fill(model, checkpoint, dtype_name, device)
@@ -95,7 +95,8 @@ def _measure(
 
 
 def _fill(model: nn.Module, checkpoint: Checkpoint, dtype_name: str, device: torch.device) -> None:
-    """Give the model random weights, and tables on the device. Packed bytes are zeros: random ones may be NaN."""
+    """Give the model random weights, and move its buffers to the device. Packed bytes are zero, as random ones may be
+    NaN."""
     alone = TensorPlan({}, Axis("tensor", 1, 0, (0,), None))
     here = model.state_dict()  # blocks that are not timed have no weights
     weights = StageWeights(

@@ -1,4 +1,4 @@
-"""Conditioning that a rank holds for one of its models."""
+"""The conditioning that a rank stores for one of its models."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
@@ -19,46 +19,47 @@ from .attention.words import WordKeys
 
 @dataclass(frozen=True)
 class StepForm:
-    """Values that all micro-steps with the same tokens and batch entries of a conditioning share."""
+    """Values shared by all micro-steps of a conditioning with the same tokens and batch entries."""
 
     image: Span
-    """The rank's image tokens, with those of references."""
+    """The rank's image tokens, including references'."""
     pictures: Span
-    """The image's tokens among them, numbered without references."""
+    """The image's own tokens among them, counted without references."""
     tensors: dict[str, torch.Tensor]
-    """Conditioning tensors of the batch entries."""
+    """The conditioning tensors of these batch entries."""
 
 
 @dataclass(frozen=True)
 class RankConditioning:
-    """Contents of a PutConditioning message; `tensors` are on the rank's device."""
+    """The contents of a PutConditioning message. `tensors` are on the rank's device."""
 
     grid: tuple[int, ...]
     token_order: TokenOrder
     batch: int
     tensors: dict[str, torch.Tensor]
     words: WordKeys | None
-    """Of calls outside of runs; those of a run are in its K/V buffer. None: words run in every call."""
+    """Stored keys of the text for calls outside of runs; a run has them in its K/V buffer. None: every call computes the
+    text."""
     companion_tokens: int = 0
     changes: BlockChanges = UNCHANGED
     kept: defaultdict[Hashable, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
-    """The rank's image tokens -> values made once for all micro-steps with these tokens. With further facts of micro-steps:
-    see TokenCut.known."""
+    """The rank's image tokens -> values that all micro-steps with these tokens share. With more facts of a micro-step in the
+    key, the value is TokenCut.known."""
 
     forms: dict[tuple[Span, Span], StepForm] = field(default_factory=dict)
-    """(tokens, batch entries) of micro-steps -> their form."""
+    """(tokens, batch entries) of a micro-step -> its form."""
 
     @property
     def made(self) -> int:
-        """Number of values in `kept`, and of layers in `words`."""
+        """Number of values in `kept` and of layers in `words`."""
         return sum(len(kept) for kept in self.kept.values()) + (0 if self.words is None else len(self.words.layers))
 
     def is_whole(self, step: Step) -> bool:
-        """Whether the micro-step computes all image tokens, rather than a band."""
+        """Whether the micro-step computes all image tokens, not only a band."""
         return step.tokens == self.token_order.span
 
     def form(self, step: Step, rank_tokens: Callable[[Span], Span]) -> StepForm:
-        """`rank_tokens`: image tokens of a micro-step -> those of the rank."""
+        """Return the form of a micro-step. `rank_tokens`: maps its image tokens to this rank's."""
         key = step.tokens, step.entries
         if key not in self.forms:
             image = rank_tokens(step.tokens)
@@ -68,10 +69,10 @@ class RankConditioning:
 
 
 class ConditioningStore:
-    """Conditioning by the client's id."""
+    """Stores conditionings by the client's id."""
 
     def __init__(self, built: BuiltClass, device: torch.device, keeps_words: bool):
-        """`keeps_words`: those of a class that has steady ones (OwnLatent)."""
+        """`keeps_words`: store the keys of the text, if the class's text is steady (OwnLatent)."""
         self._built, self._device, self._keeps_words = built, device, keeps_words and built.own.steady
         self._held: dict[int, RankConditioning] = {}
 
@@ -80,7 +81,7 @@ class ConditioningStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all conditionings' tensors, and of the keys and values kept with them."""
+        """Bytes of all conditionings' tensors, and of the keys and values stored with them."""
         tensors = sum(tensor.nbytes for held in self._held.values() for tensor in held.tensors.values())
         return tensors + sum(words.nbytes for words in self._words())
 
@@ -96,7 +97,7 @@ class ConditioningStore:
         )
 
     def forget_words(self) -> None:
-        """Drop the keys and values of all words."""
+        """Drop all stored keys and values of text."""
         for words in self._words():
             words.layers.clear()
 

@@ -5,9 +5,9 @@ import torch
 from parallel_backend.core.device_copies import host_buffer
 
 SIZE = 64 << 20
-"""Bytes of a copy: long enough for the link's full speed, some milliseconds of PCIe."""
+"""Bytes of one copy: long enough for the link's full speed, some milliseconds over PCIe."""
 COPIES = 4
-"""Number of copies. The fastest one counts, because the first one also wakes the link up."""
+"""Number of copies. The fastest one counts, because the first one also wakes up the link."""
 SPARE = 4
 """A GPU with less free memory than SPARE times SIZE is not measured."""
 

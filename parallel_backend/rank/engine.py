@@ -1,4 +1,4 @@
-"""Runs a rank's model: a `Step` message becomes a receive, the forward of the rank's stage, and a send or an output."""
+"""Runs a rank's model: each `Step` message is a receive, the forward of the rank's stage, and a send or an output."""
 
 from collections.abc import Callable
 
@@ -20,10 +20,10 @@ from .words_once import WordsOnce
 
 
 class Engine:
-    """A loaded stage that runs micro-steps. Methods wait for other ranks only in transfers of the mesh."""
+    """Runs the micro-steps of a loaded stage. Methods wait for other ranks only in transfers of the mesh."""
 
     def __init__(self, rank: int, load: Load, stage: LoadedStage):
-        """`stage`: this rank's part of the model of `load`."""
+        """`stage`: this rank's part of the model that `load` describes."""
         self.rank, self.stage, device = rank, stage, stage.device
         # A naive patch has the keys of its own tokens alone, and words among them.
         self.conditionings = ConditioningStore(stage.built, device, keeps_words=not stage.attention.context.naive)
@@ -45,17 +45,17 @@ class Engine:
 
     @property
     def run_bytes(self) -> int:
-        """Bytes on the device beside weights and adapters, as long as no micro-step is computed: prompts and K/V buffers."""
+        """Bytes on the device of prompts and K/V buffers, between micro-steps."""
         return self.conditionings.nbytes + self.runs.nbytes
 
     def take_working_bytes(self) -> int:
-        """See DeviceMemoryReport. It then starts again at zero."""
+        """DeviceMemoryReport.working_bytes since the last call. Starts again at zero."""
         taken, self._working_bytes = self._working_bytes, 0
         self._measured.clear()
         return taken
 
     def set_resident(self, resident: int) -> Residency:
-        """Move weights between device and host (loading.SetResident). Returns where they are then."""
+        """Move weights between device and host (loading.SetResident). Returns the bytes on each."""
         self.drop_graphs()
         if resident == 0:
             self.stage.module_cache.forget()
@@ -63,28 +63,29 @@ class Engine:
         return self.residency
 
     def drop_graphs(self, which: Callable[[Kind], bool] | None = None) -> None:
-        """Drop graphs of these kinds, see MicroStepGraphs.drop. Call before freeing or moving memory that they use."""
+        """Drop graphs of these kinds, see MicroStepGraphs.drop. To be called before memory that they use is freed or
+        moved."""
         if self._graphs is not None:
             self._graphs.drop(which)
 
     def rest(self) -> None:
-        """Wait for all transfers that are in progress, before micro-steps of another model."""
+        """Wait for all transfers in progress, before micro-steps of another model."""
         self._link.await_sends()
         self.runs.wait_pending()
 
     def end_transfers(self) -> None:
-        """Wait for all transfers that are in progress, and drop the K/V buffers."""
+        """Wait for all transfers in progress, and drop the K/V buffers."""
         self._link.await_sends()
         self.drop_graphs()
         self.runs.clear()
 
     def close(self) -> None:
-        """Wait for all transfers that are in progress, and end the mesh's groups. Collective over all ranks."""
+        """Wait for all transfers in progress, and end the mesh's groups. Collective over all ranks."""
         self.end_transfers()
         self.stage.close()
 
     def adapted(self) -> int:
-        """All adapters are in place. Drops CUDA graphs and results kept from before. Returns the adapters' bytes."""
+        """To be called when all adapters are in place. Drops CUDA graphs and cached results. Returns the adapters' bytes."""
         self.drop_graphs()
         self.stage.module_cache.forget()
         self._words.forget()
@@ -111,7 +112,7 @@ class Engine:
         self.runs.open_run(run)
 
     def close_run(self, run: int) -> RunStats:
-        """Drop the run's K/V buffers. Returns the figures since the last report."""
+        """Drop the run's K/V buffers. Returns the statistics since the last report."""
         self._link.await_sends()
         self.drop_graphs((lambda kind: kind.run == run) if run == 0 else lambda kind: True)
         buffer_bytes = self.runs.close_run(run)
@@ -145,11 +146,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, step: Step, upcoming: Step | None) -> Output | None:
-        """Run one micro-step. Returns the output on the last stage, None elsewhere.
-
-        `upcoming`: the next micro-step, if known. Its receive is posted before this one is computed, if the stage receives
-        early.
-        """
+        """Run one micro-step. Returns the output on the last stage, None on others. `upcoming`: the next micro-step, if
+        known. If the stage receives early, its receive is posted before this one is computed."""
         clock, recorder = self._traffic.clock, self._traffic.recorder
         began = clock.now()
         recorder.step = label = self._label(step)
@@ -167,7 +165,7 @@ class Engine:
         return Output(self.rank, step.seq, output)
 
     def begin_timeline(self) -> None:
-        """Forget earlier spans, as a run begins. Waits for sends in progress, whose spans would end in this run."""
+        """Begin a run's timeline: drop earlier spans. Waits for sends in progress, whose spans would end in this run."""
         self._link.await_sends()
         self._traffic.recorder.restart()
 
@@ -175,13 +173,13 @@ class Engine:
         return Timeline(self.rank, *self._traffic.recorder.read())
 
     def find_not_finite(self) -> NotFiniteFound:
-        """Weights and additions on this rank with values that are not finite."""
+        """Return the weights and additions on this rank with NaN or infinite values."""
         model, changed = self.stage.model, self.stage.adapters.changed
         weights, adapters = bad_weights(model, self.stage.store, changed), bad_adapters(model, changed)
         return NotFiniteFound(self.rank, weights, adapters)
 
     def _decided(self, step: Step) -> Step:
-        """The micro-step, without its words if they need not run again."""
+        """Return the micro-step, without its text if that need not be computed again."""
         return step if self.conditionings[step.conditioning].words is None else self._words.of(step)
 
     def _compute(self, step: Step) -> torch.Tensor:

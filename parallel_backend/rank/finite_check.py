@@ -1,4 +1,4 @@
-"""Finds weights and adapters with NaN and infinite values."""
+"""Finds weights and adapters with NaN or infinite values."""
 
 import itertools
 from collections.abc import Collection, Iterable
@@ -11,10 +11,8 @@ from parallel_backend.rank.stage.store.weight_store import WeightStore
 
 
 def bad_weights(model: nn.Module, store: WeightStore, changed: Collection[str]) -> tuple[str, ...]:
-    """Names of the first few parameters with values that are not finite. Packed parameters are not checked.
-
-    `changed`: names of parameters that hold additions, which are left out.
-    """
+    """Return the names of the first few parameters with NaN or infinite values. Packed parameters are not checked.
+    `changed`: names of parameters that contain additions, which are skipped."""
 
     def finite(name: str, parameter: nn.Parameter) -> bool:
         if parameter.is_floating_point():
@@ -26,7 +24,8 @@ def bad_weights(model: nn.Module, store: WeightStore, changed: Collection[str]) 
 
 
 def bad_adapters(model: nn.Module, changed: Collection[str]) -> tuple[str, ...]:
-    """Names of the first few parameters with additions that are not finite. `changed`: those that hold them."""
+    """Return the names of the first few parameters whose additions have NaN or infinite values. `changed`: those that
+    contain additions."""
     layers = (
         f"{name}.weight"
         for name, module in model.named_modules()

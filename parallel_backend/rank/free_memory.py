@@ -1,4 +1,4 @@
-"""Free memory of a rank's device: of its GPU, or of the machine."""
+"""Reads the free memory of a rank's device: of its GPU, or of the machine."""
 
 import platform
 
@@ -11,10 +11,10 @@ from parallel_backend.wire.diagnosis import DeviceMemoryReport
 def read_memory(
     rank: int, device: torch.device, held: int, others: int = 0, copy_rate: float = 0.0, vae: int = 0
 ) -> DeviceMemoryReport:
-    """The report for one of the rank's models.
+    """Return the memory report for one of the rank's models.
 
-    `held`: the model's bytes, used on a CPU. On CUDA they are the bytes that this process has allocated, less `others`, of
-    other models and their runs, and `vae`, of parts of VAEs. `copy_rate`: see DeviceMemoryReport.
+    `held`: the model's bytes, used on a CPU. On CUDA the model's bytes are those that this process has allocated, minus
+    `others` (other models and their runs) and `vae` (parts of VAEs). `copy_rate`: see DeviceMemoryReport.
     """
     node = platform.node()
     free, total = device_memory(device)
@@ -28,5 +28,5 @@ def read_memory(
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """Free and all memory of the device; of a CPU's machine. RuntimeError if the device has failed."""
+    """(free bytes, all bytes) of the device; on a CPU, of the machine. Raises RuntimeError if the device has failed."""
     return host_memory() if device.type != "cuda" else torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""A rank's part of a model, loaded and ready to compute: its stage, its place on the mesh, and its transfers."""
+"""A rank's part of a model, loaded and ready to compute: its stage, its position on the mesh, and its transfers."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -49,11 +49,11 @@ class LoadedStage:
         heartbeat: Heartbeat,
         copies: DeviceCopies | None = None,
     ):
-        """Load the rank's part of the checkpoint. Collective over all ranks, which first make and try the mesh's groups.
+        """Load the rank's part of the checkpoint. Collective over all ranks, which first create and test the mesh's groups.
 
-        `rank`: the rank's number among those that have the model, whose `peers` are.
-        `progress`: see StageWeights. `heartbeat` is told of every block and wait. `copies`: to and from the rank's device,
-        shared by all its models; None: this model's alone.
+        `rank`: the rank's number among the ranks that have the model. `peers`: those ranks. `progress`: see StageWeights.
+        `heartbeat`: told of every block and wait. `copies`: to and from the rank's device, shared by all its models; None:
+        only for this model.
         """
         self.rank, self.device, self._peers = rank, device, peers
         self.copies = copies or copies_of(device)
@@ -105,12 +105,12 @@ class LoadedStage:
 
     @property
     def computes_alone(self) -> bool:
-        """Between a receive and a send this rank computes without transfers."""
+        """Whether this rank computes without transfers between a receive and a send."""
         degrees = self._degrees
         return degrees.patch == degrees.ring == degrees.ulysses == degrees.tensor == 1
 
     def image(self, tokens: Span) -> Span:
-        """The rank's image tokens, of those of a micro-step."""
+        """Return this rank's part of a micro-step's image tokens."""
         return self.cut.image(tokens)[self.place]
 
     def kernel_of(self, attention: str) -> RankKernel:
@@ -120,7 +120,7 @@ class LoadedStage:
         return self._kernels[attention]
 
     def lacks_for_sparse(self, settings: SparseAttention) -> str:
-        """Text for the report: what block-sparse attention needs and this model's ranks lack. Empty: nothing."""
+        """Return what this model's ranks lack for block-sparse attention, as text for the report. Empty: nothing."""
         degrees = self._degrees
         if degrees.ring > 1 or degrees.patch > 1:
             return "whole sequences: a ring_degree and a patch_degree of 1"
@@ -129,7 +129,7 @@ class LoadedStage:
         return ""
 
     def attention_report(self) -> str:
-        """The kernels that computed since the last report, in words for the user."""
+        """Return the kernels that ran since the last report, as text for the user."""
         used = [kernel for kernel in self._kernels.values() if kernel.used] or [self._kernels[""]]
         return "; ".join(filter(None, (*(kernel.report() for kernel in used), self.attention.sparse_calls.report())))
 
@@ -144,13 +144,13 @@ class LoadedStage:
         return ""
 
     def blocks_done(self) -> None:
-        """Count every block as done in the heartbeat. A CUDA graph of all blocks runs none of the hooks that count them."""
+        """Count every block as done in the heartbeat. A replayed CUDA graph does not run the hooks that count blocks."""
         for _ in range(self._blocks_here):
             self.heartbeat.done()
 
     @property
     def arithmetic(self) -> str:
-        """The arithmetic with packed weights, in words for the user. Empty: nothing to report."""
+        """The arithmetic with packed weights, as text for the user. Empty: nothing to report."""
         return "; ".join(sorted({layer.arithmetic.word for layer in self._packed} - {""}))
 
     @property

@@ -1,23 +1,23 @@
 """CUDA graphs of a rank's micro-steps: a micro-step's work on the device, recorded once and replayed by a single call.
 
-The host takes longer to start the kernels of a small micro-step one by one than the device takes to run them. A graph starts
-all of them at once, in later micro-steps of the same *kind*. The captured work is the forward of the stage, from its inputs
-on the device to its output, without transfers and copies between host and device.
+For a small micro-step the host takes longer to launch the kernels one by one than the device takes to run them. A graph
+launches all of them at once, in later micro-steps of the same *kind*. The captured work is the stage's forward, from its
+inputs on the device to its output, without transfers and without copies between host and device.
 
 A graph repeats its kernels with the same memory and the same numbers from the host. So:
 - Tensors that differ between micro-steps of a kind (MicroStepInputs) are copied into the graph's inputs before a replay. The
   weight of extrapolation is a tensor too (KVBuffer.weights).
-- All else that the forward decides by on the host makes the kind (Kind, MicroStepState.pattern). The addresses of keys and
-  values (MicroStepState.addresses) change with each call if they are extrapolated: then a kind has two graphs.
+- Everything else by which the forward decides on the host makes up the kind (Kind, MicroStepState.pattern). The addresses of
+  keys and values (MicroStepState.addresses) change with each call if they are extrapolated: then a kind has two graphs.
 - At a replay `ModuleCache.follow` and `KVBuffer.follow` repeat a micro-step's effects on the host.
-- Nothing that outlives a replay is in the memory of graphs: the output is copied, and outputs of modules that a call's bands
-  share (ModuleCache, `steady`), keys and values have other memory. So all graphs of a rank share one pool of memory, and may
-  be replayed in any order.
+- Nothing that outlives a replay is in the graphs' memory: the output is copied; keys, values, and outputs of modules that a
+  call's bands share (ModuleCache, `steady`) have other memory. So all graphs of a rank share one memory pool, and may be
+  replayed in any order.
 
-A micro-step is captured once another of its kind has run and has left no new state. The first of a size is captured and
-replayed at once, behind its own run, to compare the outputs: a kernel that is not launched on torch's stream is in no
-graph, and no error says so. If a capture fails or a replay gives another output, this and all later micro-steps of the model
-run without graphs.
+A micro-step is captured after another of its kind has run and has left no new state. The first one of a size is captured and
+replayed right after its own run, to compare the outputs: a kernel that is not launched on torch's stream is in no graph, and
+no error tells it. If a capture fails or a replay gives another output, all later micro-steps of the model run without
+graphs.
 """
 
 import contextlib
@@ -41,26 +41,26 @@ from .conditioning_store import RankConditioning
 log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 256
-"""Maximum graphs of a model on a rank, as many as 32 bands of four prompts have with two each. More are not captured."""
+"""Maximum number of graphs of a model on a rank: those of 32 bands of four prompts with two each. More are not captured."""
 ROUNDING = 16
-"""Most distance of a replay's output from the micro-step's own, over the output's norm: so many times the dtype's epsilon.
-Most kernels give the same bits again, a product that adds up in no fixed order does not."""
+"""Largest allowed distance of a replay's output from the original, relative to the output's norm, in units of the dtype's
+epsilon. Most kernels give equal bits again; a product that sums in no fixed order does not."""
 
 
 @dataclass(frozen=True)
 class MicroStepInputs:
-    """Tensors that differ between micro-steps of a kind, on the rank's device."""
+    """Tensors on the rank's device that differ between micro-steps of a kind."""
 
     timestep: torch.Tensor
     """As Step.timestep."""
     x: torch.Tensor
     """As Step.x, in the rank's dtype."""
     received: tuple[torch.Tensor, ...] = ()
-    """Received from the previous stage."""
+    """Tensors received from the previous stage."""
 
     @property
     def form(self) -> tuple[Hashable, ...]:
-        """Shapes and dtypes."""
+        """Shapes and dtypes of all tensors."""
         return tuple((tensor.shape, tensor.dtype) for tensor in self._tensors)
 
     def clone(self) -> "MicroStepInputs":
@@ -77,7 +77,7 @@ class MicroStepInputs:
 
 @dataclass(frozen=True)
 class Kind:
-    """Fields of a Step message that micro-steps with the same graph have in common."""
+    """Fields of a Step message that are equal for micro-steps with the same graph."""
 
     run: int
     conditioning: int
@@ -92,7 +92,7 @@ class Kind:
 
     @property
     def size(self) -> tuple[Hashable, ...]:
-        """Equal for kinds whose kernels differ by addresses and values alone."""
+        """Equal for kinds whose kernels differ only in addresses and values."""
         return len(self.tokens), len(self.entries), self.with_text, self.stale, self.run > 0
 
 
@@ -106,14 +106,14 @@ class MicroStepState:
     buffer: KVBuffer | None
 
     def pattern(self) -> Hashable:
-        """Host state that the forward's branches depend on, in addition to Kind."""
+        """Return the host state that the forward's branches depend on, in addition to Kind."""
         return self.cache.pattern(), None if self.buffer is None else self.buffer.pattern()
 
     def addresses(self) -> tuple[int, ...]:
         return () if self.buffer is None else self.buffer.addresses()
 
     def made(self) -> Hashable:
-        """Equal before and after a micro-step that has left no state for later ones which a replay would not leave too."""
+        """Changes in a micro-step that leaves state which its replay would not leave. Unchanged by all others."""
         without_last = () if self.buffer is None else [layer.last is None for layer in self.buffer.layers.values()]
         return self.cache.made(), self.conditioning.made, tuple(without_last)
 
@@ -122,7 +122,7 @@ class MicroStepState:
         return {} if self.buffer is None else self.buffer.slots()
 
     def undo(self, slots: Mapping[int, LayerBuffer]) -> None:
-        """Undo a failed capture's effects on the host since `slots` was read: the device has computed nothing."""
+        """Undo the effects of a failed capture on the host since `slots` was read. The device has computed nothing."""
         # Cached outputs and the conditioning's shared values may be of the capture, so all of them are computed again.
         self.cache.forget()
         self.cache.begin_step(self.step, self.conditioning.is_whole(self.step))
@@ -132,14 +132,14 @@ class MicroStepState:
 
 
 Outputs = tuple[torch.Tensor, ...]
-"""A micro-step's output, and the other tensors that the next stage gets."""
+"""A micro-step's output, followed by the other tensors that the next stage gets."""
 Work = Callable[[MicroStepInputs], Outputs]
-"""The forward: inputs -> outputs, all of it on the device."""
+"""The forward, which runs entirely on the device: inputs -> outputs."""
 
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream of the device for the life of the process."""
+    """Return a second stream of the device, the same one for the life of the process."""
     stream = torch.cuda.Stream(device)
     warnings.filterwarnings("ignore", "Synchronization debug mode")  # torch says once a process that it is a prototype
     # torch allocates a workspace at a stream's first matrix product and never frees it. Inside a capture it would be in the
@@ -152,7 +152,7 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaCaptures:
-    """Captures graphs on one device, which share a pool of memory."""
+    """Captures graphs on one device. They share a memory pool."""
 
     def __init__(self, device: torch.device):
         self._stream = _capture_stream(device)
@@ -160,10 +160,10 @@ class CudaCaptures:
         self._first: torch.cuda.CUDAGraph | None = None
 
     def capture(self, work: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
-        """Record what `work` does on the device, without running it. Returns its outputs and a function that replays it.
+        """Record the kernels of `work` without running them. Returns its outputs and a function that replays the graph.
 
-        They have their values from a replay to the next replay of any graph. Raises whatever `work` raises, and
-        RuntimeError for work that a graph cannot contain.
+        The outputs are valid from a replay until the next replay of any graph. Raises the errors of `work`, and RuntimeError
+        for work that a graph cannot contain.
         """
         graph, sync_mode = torch.cuda.CUDAGraph(), torch.cuda.get_sync_debug_mode()
         # Not torch.cuda.graph, which first waits for the whole device, and so for transfers that other ranks have yet to
@@ -202,15 +202,15 @@ class _Graph:
 
     inputs: MicroStepInputs
     results: Outputs
-    """In the graphs' memory."""
+    """The outputs, in the graphs' memory."""
     replay: Callable[[], None]
     layers: tuple[int, ...]
     """Layers in which the graph begins a call, see KVBuffer.follow."""
     outputs: Mapping[ModuleCall, Any]
-    """Outputs that the graph computes for the call's other bands, in memory of the cache."""
+    """Outputs that the graph computes for the call's other bands, in the cache's memory."""
 
     def start(self, inputs: MicroStepInputs) -> Outputs:
-        """Replay the graph. Returns copies of the outputs, since the next replay overwrites them."""
+        """Replay the graph. Returns copies of the outputs, because the next replay overwrites them."""
         self.inputs.copy_from(inputs)
         self.replay()
         return tuple(result.clone() for result in self.results)
@@ -226,11 +226,11 @@ class MicroStepGraphs:
         alone: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         refused: str = "",
     ):
-        """`block_done`: called at a replay, in place of the hooks of the rank's blocks. `alone()`: a context in which no
-        other thread asks the device anything. `refused`: see the attribute."""
+        """`block_done`: called at a replay, in place of the hooks of the rank's blocks. `alone()`: context in which no other
+        thread queries the device. `refused`: see the attribute."""
         self._device, self._block_done, self._alone = device, block_done, alone
         self.refused = ""
-        """Why no micro-step is captured, as a clause for the user. Empty: they are."""
+        """Why no micro-step is captured, as a clause for the user. Empty: they are captured."""
         self._captures: CudaCaptures | None = None
         # Keys: kind, form of the inputs and pattern; graphs also by addresses. Steady: may be captured.
         self._steady: set[tuple[Kind, Hashable, Hashable]] = set()
@@ -241,7 +241,7 @@ class MicroStepGraphs:
             self._refuse(refused)
 
     def run(self, state: MicroStepState, inputs: MicroStepInputs, work: Work) -> Outputs:
-        """`work(inputs)`, by a graph if there is one or one can be captured."""
+        """Return the outputs `work(inputs)`, computed by a graph if there is one or one can be captured."""
         if self.refused:
             return work(inputs)
         kind = Kind.of(state.step), inputs.form, state.pattern()
@@ -271,7 +271,8 @@ class MicroStepGraphs:
         return output
 
     def drop(self, which: Callable[[Kind], bool] | None = None) -> None:
-        """Drop the graphs of these kinds, whose memory is about to be freed or moved. None: all, also what was compared."""
+        """Drop the graphs of these kinds, whose memory is about to be freed or moved. None: drop all, also what was
+        compared."""
         if which is None:
             self._compared.clear()
         self._steady = {known for known in self._steady if which is not None and not which(known[0])}
@@ -280,7 +281,7 @@ class MicroStepGraphs:
             self._captures = None  # frees the pool of memory
 
     def report(self) -> tuple[int, int]:
-        """(micro-steps captured, micro-steps replayed) since the last report."""
+        """Return (micro-steps captured, micro-steps replayed) since the last report."""
         counts = self.captured, self.replayed
         self.captured = self.replayed = 0
         return counts
@@ -293,10 +294,8 @@ class MicroStepGraphs:
         output: Outputs,
         found: Mapping[ModuleCall, Any],
     ) -> Outputs:
-        """The micro-step's outputs. Another run of it is captured and replayed, and graphs end if that gives another output.
-
-        `output`, of `work(inputs)`, has just been computed. `found`: the call's cached outputs before.
-        """
+        """Capture and replay the micro-step once more. If the replay gives another output, stop using graphs. Returns the
+        outputs. `output`: just computed by `work(inputs)`. `found`: the call's cached outputs before that."""
         now, again = state.cache.of_call(), inputs.clone()
         # Keys and values are not extrapolated a second time, since their call has begun: the same rows are written over
         # themselves, and the output is the same.
@@ -316,7 +315,7 @@ class MicroStepGraphs:
     def _capture(
         self, kind: tuple[Kind, Hashable, Hashable], state: MicroStepState, inputs: MicroStepInputs, work: Work
     ) -> _Graph | None:
-        """None if the capture fails: the state is then as before. Else the host's part of the micro-step is done."""
+        """Capture a graph and do the host's part of the micro-step. None if the capture fails; then no state has changed."""
         slots, outputs, addresses, graph_inputs = state.slots(), state.cache.of_call(), state.addresses(), inputs.clone()
         recorded = self._record(state, lambda: work(graph_inputs))
         if recorded is None:
@@ -328,7 +327,7 @@ class MicroStepGraphs:
         return graph
 
     def _record(self, state: MicroStepState, work: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]] | None:
-        """See CudaCaptures.capture. None, and no graphs from now on, if it fails: the state is then as before."""
+        """See CudaCaptures.capture. None if it fails: then no state has changed, and no more graphs are captured."""
         made, slots = state.made(), state.slots()
         try:
             if self._captures is None:
@@ -345,14 +344,14 @@ class MicroStepGraphs:
         return recorded
 
     def _refuse(self, why: str) -> None:
-        """No graphs from now on."""
+        """Stop using graphs. `why`: a clause for the user."""
         self.refused = why
         self.drop()
         log.warning("Parallel DiT: cuda_graphs: the model runs without them, because %s", why)
 
 
 def _is_same(output: torch.Tensor, replayed: torch.Tensor) -> bool:
-    """Whether both are one output but for ROUNDING. An output with NaN or infinity is compared with nothing."""
+    """Whether the outputs differ at most by ROUNDING. True for any output with NaN or infinity."""
     size = torch.linalg.vector_norm(output, dtype=torch.float32)
     distance = torch.linalg.vector_norm(replayed - output, dtype=torch.float32)
     limit = ROUNDING * torch.finfo(output.dtype).eps * size

@@ -1,7 +1,5 @@
-"""Keeps a rank on the CPU cores that are nearest to its GPU, on a machine with several NUMA nodes.
-
-Memory that a rank then takes, such as page-locked weights, is on the GPU's side too. Linux only.
-"""
+"""Binds a rank to the CPU cores nearest to its GPU, on a machine with several NUMA nodes. Memory that the rank takes later,
+such as page-locked weights, is then also near the GPU. Linux only."""
 
 import logging
 import os
@@ -18,16 +16,17 @@ log = logging.getLogger(__name__)
 
 SYSTEM = Path("/sys")
 NVIDIA = Path("/proc/driver/nvidia/gpus")
-"""Has a folder for each GPU, named by its place on the bus."""
+"""Folder with a subfolder for each GPU, named by its PCI address."""
 NO_NODE = -1
-"""In the system's file of a device that is not near to any node."""
+"""The system's value for a device that is not near any node."""
 
 
 def bind_to_gpu(device: str, devices: Sequence[str], threads: int) -> int:
-    """Bind this thread, and those that it starts, to the cores of the GPU's node. Returns the CPU threads for the rank.
+    """Bind this thread, and threads that it starts, to the cores of the GPU's node. Returns the rank's number of CPU
+    threads.
 
-    Does nothing on one node, or if this process may use only some of those cores, because a user has chosen them. `device`:
-    the rank's, by torch's name. `devices`: of all ranks. `threads`: for the rank if it is not bound.
+    Does nothing with a single node, or if the user has restricted this process to some of those cores. `device`: the rank's,
+    by torch's name. `devices`: of all ranks. `threads`: number of threads if the rank is not bound.
     """
     nodes = list((SYSTEM / "devices/system/node").glob("node*"))
     if sys.platform != "linux" or device_kind(device) != "cuda" or len(nodes) < 2:
@@ -45,7 +44,7 @@ def bind_to_gpu(device: str, devices: Sequence[str], threads: int) -> int:
 
 
 def node_of(device: str) -> int:
-    """The NUMA node of a GPU. NO_NODE: none, or it is not known."""
+    """Return the NUMA node of a GPU. NO_NODE if there is none or it is unknown."""
     try:
         return int((SYSTEM / "bus/pci/devices" / bus_place(device) / "numa_node").read_text())
     except (OSError, ValueError):
@@ -53,7 +52,7 @@ def node_of(device: str) -> int:
 
 
 def cores_of(node: int) -> set[int]:
-    """Numbers of a node's CPU cores; of none if it has none."""
+    """Return the numbers of a node's CPU cores. Empty if they are unknown."""
     try:
         text = (SYSTEM / f"devices/system/node/node{node}/cpulist").read_text()
     except OSError:
@@ -63,7 +62,7 @@ def cores_of(node: int) -> set[int]:
 
 
 def bus_place(device: str) -> str:
-    """The GPU's place on the PCI bus, such as 0000:65:00.0. OSError if it is not known. Makes no context on it."""
+    """Return the GPU's PCI address, such as 0000:65:00.0. Raises OSError if it is unknown. Creates no context on the GPU."""
     found: Any = torch.cuda.get_device_properties(device)
     if hasattr(found, "pci_bus_id"):  # torch newer than 2.9
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

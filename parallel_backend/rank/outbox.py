@@ -13,20 +13,21 @@ from parallel_backend.wire.sampling import Output
 
 
 class Outbox:
-    """Outputs on their way to the client, in the order of `send`.
+    """Sends outputs to the client, in the order of `send`.
 
-    A CUDA device computes an output some time after its kernels have been launched. The main thread only starts the copy to
-    the host; a thread of the outbox waits for it and sends the message. On other devices `send` sends it at once.
+    A CUDA device computes an output some time after its kernels were launched. The main thread only starts the copy to the
+    host; the outbox's thread waits for it and sends the message. On other devices `send` sends it at once.
     """
 
     def __init__(self, channel: Channel, device: torch.device, failed: Callable[[BaseException], None]):
-        """`failed`: called on the outbox's thread with an error of the device or of the channel, after which it ends."""
+        """`failed`: called on the outbox's thread with an error of the device or channel, after which the thread ends."""
         self._channel, self._device, self._failed = channel, device, failed
         self._queue: queue.SimpleQueue[tuple[Output, torch.cuda.Event, int | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, name="outputs", daemon=True)
 
     def send(self, output: Output, model: int | None) -> None:
-        """`model`: see wire.encoding.Envelope. On the main thread, on whose current stream the output is computed."""
+        """Send an output. `model`: see wire.encoding.Envelope. To be called on the thread whose current stream computes
+        it."""
         if not page_locked(self._device):
             self._channel.send(output, model=model)
             return

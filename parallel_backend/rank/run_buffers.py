@@ -9,7 +9,8 @@ from .conditioning_store import RankConditioning
 
 
 class RunBuffers:
-    """K/V buffers by run and conditioning, from the first micro-step until the run or the conditioning is dropped."""
+    """K/V buffers by run and conditioning. A buffer exists from its first micro-step until its run or conditioning is
+    dropped."""
 
     def __init__(self):
         self.buffers: dict[tuple[int, int], KVBuffer] = {}
@@ -26,7 +27,7 @@ class RunBuffers:
         self._runs[run.run] = run
 
     def close_run(self, run: int) -> int:
-        """Drop the run's buffers. Returns the largest size in bytes of all buffers since the last `close_run`."""
+        """Drop the run's buffers. Returns the largest bytes of all buffers together since the last `close_run`."""
         largest, self._largest = self._largest, 0
         self._runs.pop(run, None)
         self._drop(lambda key: key[0] == run)
@@ -36,7 +37,7 @@ class RunBuffers:
         self._drop(lambda key: key[1] == conditioning)
 
     def wait_pending(self) -> None:
-        """Wait until no transfer to a buffer is in progress. Received rows are written at the buffer's next call."""
+        """Wait for all transfers to buffers. The buffers' next call writes the received rows."""
         for buffer in self.buffers.values():
             buffer.wait_pending()
 
@@ -44,7 +45,7 @@ class RunBuffers:
         self._drop(lambda key: True)
 
     def begin_step(self, step: Step, conditioning: RankConditioning) -> KVBuffer | None:
-        """A micro-step begins. Returns the buffer of its run and conditioning, made at the first. None outside of runs."""
+        """The K/V buffer for a micro-step, created at the first one of its run and conditioning. None outside of runs."""
         if step.run == 0:
             return None
         key = (step.run, step.conditioning)
@@ -58,7 +59,7 @@ class RunBuffers:
         return self.buffers[key]
 
     def end_step(self, step: Step) -> None:
-        """The micro-step has written its tokens."""
+        """Record that the micro-step has written its tokens."""
         if step.run:
             buffer = self.buffers[step.run, step.conditioning]
             buffer.filled = max(buffer.filled, step.tokens.stop)

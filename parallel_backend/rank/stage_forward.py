@@ -34,31 +34,31 @@ from .loaded_stage import LoadedStage
 from .micro_step_graphs import MicroStepGraphs, MicroStepInputs, MicroStepState, Outputs
 
 ALIKE = "alike"
-"""Key of RankConditioning.kept."""
+"""Key of an Alike in RankConditioning.kept."""
 
 
 @dataclass(frozen=True)
 class Alike:
-    """What all calls of a conditioning with the same image tokens share."""
+    """Values shared by all calls of a conditioning with the same image tokens."""
 
     patching: Patching
     structure: Mapping[str, Any]
-    """See call_arguments.STRUCTURE."""
+    """The decoded call_arguments.STRUCTURE."""
     sizes: tuple[int, ...]
     """(Frames,) rows and columns of the latent that the class gets."""
     band: BandTokens | None
-    """None: the class has not been tried in bands."""
+    """None: no trial of bands was made for the class."""
 
 
 class StageForward:
     """Runs the forward of `stage`'s model."""
 
     def __init__(self, stage: LoadedStage, graphs: MicroStepGraphs | None = None):
-        """`graphs`: of the micro-steps of `stage`; None: micro-steps are not captured."""
+        """`graphs`: CUDA graphs of the stage's micro-steps; None: micro-steps are not captured."""
         self._stage, self._graphs = stage, graphs
 
     def compute(self, step: Step, conditioning: RankConditioning, buffer: KVBuffer | None) -> torch.Tensor:
-        """[b, n, channels] on the last stage; elsewhere no tokens. What the next stage gets is on its way."""
+        """Output tokens [b, n, channels] on the last stage; on others without tokens. Starts sending to the next stage."""
         stage = self._stage
         inputs = MicroStepInputs(to_device(step.timestep, stage.device), to_device(step.x, stage.device, stage.dtype))
         stage.module_cache.begin_step(step, whole=conditioning.is_whole(step))
@@ -80,8 +80,8 @@ class StageForward:
             stage.module_cache.end_step()
 
     def _forward(self, state: MicroStepState, inputs: MicroStepInputs) -> Outputs:
-        """What `compute` returns, and what the next stage gets. It may be captured: all data on the host that it depends on
-        is in `state`."""
+        """Return (the result of `compute`, *tensors for the next stage). May be captured: `state` has all host data it
+        depends on."""
         stage, step, conditioning = self._stage, state.step, state.conditioning
         form = conditioning.form(step, stage.image)
         words = None if step.run or step.residuals else conditioning.words
@@ -109,8 +109,8 @@ class StageForward:
             stage.attention.step = None
 
     def _call(self, conditioning: RankConditioning, form: StepForm, inputs: MicroStepInputs) -> torch.Tensor:
-        """Call the class with the micro-step's inputs -> [b, m + a, c]: the m tokens of `form.pictures`, and those of the
-        companion that the rank has. A stage that is not the last one returns no tokens."""
+        """Call the class with the micro-step's inputs. Returns [b, m + a, c]: the m tokens of `form.pictures`, and the
+        rank's a tokens of the companion. A stage that is not the last one returns no tokens."""
         stage, pictures, order = self._stage, form.pictures, conditioning.token_order
         alike, companion_tokens = self._alike(conditioning, form), conditioning.companion_tokens
         patching, structure = alike.patching, alike.structure
@@ -135,7 +135,7 @@ class StageForward:
         return torch.cat((tokens[:, pictures.slice], tokens[:, order.image if has_companion else tokens.shape[1] :]), dim=1)
 
     def _alike(self, conditioning: RankConditioning, form: StepForm) -> Alike:
-        """Made once: the host waits for the device to read the structure."""
+        """Return the Alike for these tokens, made once: to read the structure, the host waits for the device."""
         kept = conditioning.kept[form.image]
         if ALIKE not in kept:
             stage, latent = self._stage, self._stage.built.own.latent
@@ -152,7 +152,7 @@ class StageForward:
         return kept[ALIKE]
 
     def _arguments(self, conditioning: RankConditioning, form: StepForm, alike: Alike) -> dict[str, Any]:
-        """The call's arguments by name, without latent and timestep. Tells the blocks which band the call is for."""
+        """Return the call's arguments by name, without latent and timestep. Also tells the blocks the call's band."""
         blocks = self._stage.blocks
         named: dict[str, Any] = {OPTIONS: {}} | from_tensors(form.tensors, alike.structure)
         if alike.band is not None and blocks.tokens is not None:
@@ -164,14 +164,14 @@ class StageForward:
         return named
 
     def _residuals(self, step: Step) -> dict[str, torch.Tensor]:
-        """Residuals of a control for the rank's tokens, by the control's names."""
+        """Return residuals of a ControlNet for the rank's tokens, by the names of residuals.by_name."""
         # Always copies: the client reuses the shared memory once it has the micro-step's outputs, and other tensor ranks may
         # then still compute.
         added = [to_device(tensor, self._stage.device, self._stage.dtype, copy=True) for tensor in step.added]
         return {name: added[index] for name, index in step.residuals}
 
     def _sparse(self, state: MicroStepState) -> SparseStep | None:
-        """Block-sparse attention of the micro-step. None: it attends in full."""
+        """Block-sparse attention of the micro-step. None: its attention is dense."""
         conditioning, stage = state.conditioning, self._stage
         settings = conditioning.changes.sparse
         if settings is None:

@@ -1,4 +1,4 @@
-"""Which micro-steps leave their words out, since the rank has kept their keys and values (OwnLatent.steady)."""
+"""Finds the micro-steps that need not compute their text, because the rank has its keys and values (OwnLatent.steady)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,18 +7,16 @@ from parallel_backend.wire.sampling import Step
 
 
 class WordsOnce:
-    """Steady words run once in a run, with the first call of each batch entry.
-
-    All ranks get the same messages in the same order, so each decides alike, before it looks for what it receives.
-    """
+    """Steady text is computed once in a run, with the first call of each batch entry. All ranks get the same messages in the
+    same order, so each decides alike, before it knows what it will receive."""
 
     def __init__(self) -> None:
         self._have: dict[tuple[int, int], set[int]] = {}  # by run and conditioning, batch entries whose words have run
         self._decided: dict[int, Step] = {}  # by `seq`, the newest two: one is looked at before it is computed
 
     def of(self, step: Step) -> Step:
-        """The micro-step, without its words if they have run. A control may add to them: they then hold for this call alone,
-        and are those in the K/V buffer of its run."""
+        """Return the micro-step, without its text if that was computed before. With residuals of a ControlNet, which may
+        change the text, the keys and values hold for this call only, and overwrite those in its run's K/V buffer."""
         if not step.with_text:
             return step
         if step.seq in self._decided:
@@ -34,14 +32,14 @@ class WordsOnce:
         return decided
 
     def close_run(self, run: int) -> None:
-        """The run's buffers are dropped, and with them what calls outside of runs have kept."""
+        """A run's buffers are dropped, and stored keys of calls outside of runs too: their text is computed again."""
         self._drop(lambda key: key[0] in (0, run))
 
     def drop_conditioning(self, conditioning: int) -> None:
         self._drop(lambda key: key[1] == conditioning)
 
     def forget(self) -> None:
-        """All text runs again, because weights have changed."""
+        """Compute all text again, because weights have changed."""
         self._drop(lambda _key: True)
 
     def _drop(self, which: Callable[[tuple[int, int]], bool]) -> None:

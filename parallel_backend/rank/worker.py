@@ -1,4 +1,4 @@
-"""One rank: a process that handles the client's messages, in order, until the connection ends."""
+"""One rank: a process that handles the client's messages in order until the connection ends."""
 
 import contextlib
 import functools
@@ -48,12 +48,11 @@ from .outbox import Outbox
 log = logging.getLogger(__name__)
 
 REPORT_STEP = 0.01
-"""Share of a rank's weights that is loaded between two reports of progress."""
+"""Fraction of a rank's weights that is loaded between two progress reports."""
 
 REST_SECONDS = 0.2
-"""A CPU rank returns freed memory if no message comes for so long, beyond the time between the last two messages.
-
-Not within a sampler's run, where messages come at about equal intervals."""
+"""A CPU rank returns freed memory if no message comes for this long beyond the time between the last two messages. So it
+does not within a sampler's run, in which messages come at about equal intervals."""
 
 LOADING = "loading"
 DOING = {
@@ -67,15 +66,15 @@ DOING = {
     m.Unload: "unloading",
     m.FindNotFinite: "looking for NaN and infinite values",
 }
-"""What the rank does at a message, in the words of an error. Micro-steps are named by number."""
+"""What the rank does for a message, as text for an error. Micro-steps are named by number."""
 BETWEEN = "between micro-steps"
 READING = "reading what the client sent"
 LONGEST_TEXT = 1 << 16
-"""Maximum characters of an error's summary or traceback that are sent, since the size of a message's header is limited."""
+"""Maximum characters of an error's summary or traceback that are sent, because a message's header is limited."""
 
 
 class Worker:
-    """Receives in a separate thread, to notice a lost client even during a transfer."""
+    """Handles messages. A separate thread receives them, so that a lost client is noticed even during a transfer."""
 
     def __init__(
         self,
@@ -85,18 +84,19 @@ class Worker:
         peers: Peers,
         copies: DeviceCopies | None = None,
     ):
-        """`copies`: to and from the rank's device; None: those for its type of device."""
+        """`copies`: to and from the rank's device. None: the usual ones for its type of device."""
         self.settings, self.channel, self.heartbeat, self._peers = settings, channel, heartbeat, peers
         self.device = torch.device(settings.device)
         self.copies = copies or copies_of(self.device)
         self.engines: dict[int | None, Engine] = {}
         """Number of a model -> its engine."""
         self._outside: dict[int | None, tuple[Peers, Degrees]] = {}
-        """By the model's number, models on other ranks alone: this one takes part in making their process groups."""
+        """Number of a model that only other ranks have -> its peers and degrees. This rank takes part in creating its
+        groups."""
         self._threads: dict[int | None, int] = {}
         """Number of a model -> CPU threads of its micro-steps."""
         self.vae: VAEPart | None = None
-        """The part of a VAE, decoder or encoder, that this rank has. None: it has none."""
+        """The decoder or encoder part of a VAE on this rank, or None."""
         self._inbox: queue.SimpleQueue[m.Envelope] = queue.SimpleQueue()
         self._ahead: list[m.Envelope] = []
         self._outbox = Outbox(channel, self.device, lambda error: self._inbox.put(m.Envelope(error)))
@@ -123,7 +123,7 @@ class Worker:
 
     @property
     def engine(self) -> Engine:
-        """Engine of the model that the message is for."""
+        """Engine of the model that the present message is for."""
         return self.engines[self._model]
 
     def _handle(self, message: Any) -> None:
@@ -211,7 +211,7 @@ class Worker:
                 raise m.BadMessage(f"{type(message).__name__} is not for a rank")
 
     def _load(self, message: m.Load, peers: Peers, place: int) -> m.Loaded:
-        """`peers`: the ranks that get the model. `place`: this rank's number among them."""
+        """Load the rank's part of a model. `peers`: the model's ranks. `place`: this rank's number among them."""
         self._threads[self._model] = message.threads or self.settings.threads
         self._use_threads(self._threads[self._model])
         stage = LoadedStage(place, self.device, message, self._report, peers, self.heartbeat, self.copies)
@@ -231,11 +231,11 @@ class Worker:
         return probe(self.settings.rank, checkpoint, self.device, message.dtype, message.calls)
 
     def _reply(self, message: Any) -> None:
-        """Answer the request that is being handled."""
+        """Answer the present request."""
         self.channel.send(message, self._request_id)
 
     def _report(self, fraction: float) -> None:
-        """Tell the client the share of the weights that is loaded. Called before each weight."""
+        """Tell the client the fraction of the weights that is loaded. Called before each weight."""
         self.heartbeat.done()
         if fraction == 0.0 or fraction - self._reported >= REPORT_STEP:
             self._reported = fraction
@@ -249,14 +249,15 @@ class Worker:
         return self.vae.begin(message)
 
     def _turn_to(self, engine: Engine | None) -> None:
-        """Let the transfers of another model end. Call before transfers of `engine`'s groups, or, with None, of others."""
+        """Finish another model's transfers. To be called before transfers of `engine`'s groups, or of other groups if it is
+        None."""
         # NCCL may deadlock if transfers of two groups are in progress and ranks' devices begin them in different orders.
         if self._newest is not None and self._newest is not engine:
             self._newest.rest()
         self._newest = engine
 
     def _read_memory(self) -> m.DeviceMemoryReport:
-        """The device's memory, and the share of the model that the message is for."""
+        """Return the device's memory, with the share of the model that the present message is for."""
         engines = self.engines.items()
         sizes = {number: each.residency.device_bytes + each.stage.adapters.nbytes for number, each in engines}
         of_model = sizes.pop(self._model, 0)
@@ -276,7 +277,7 @@ class Worker:
         return held
 
     def _unload(self) -> None:
-        """Free the model that the message is for. A message for no model frees all of them, and the VAE's part."""
+        """Free the model that the present message is for. A message for no model frees all of them, and the VAE's part."""
         self._turn_to(None)
         for number in [number for number in self.engines if self._model in (None, number)]:
             self.engines.pop(number).close()
@@ -290,12 +291,12 @@ class Worker:
         self._free()
 
     def _free(self) -> None:
-        """Return memory of objects that have just been dropped."""
+        """Return the memory of objects that have just been dropped."""
         gc.collect()  # engine and model refer to each other: without this the old weights would stay beside the new ones
         self._release_unused()
 
     def _release_unused(self) -> int:
-        """Return unused memory to the driver or the system. Returns its bytes; 0 on a CPU, since the number is unknown."""
+        """Return unused memory to the driver or the system. Returns its bytes; 0 on a CPU, because they are unknown."""
         if self.device.type != "cuda":
             give_back()
             return 0
@@ -304,7 +305,7 @@ class Worker:
         return before - torch.cuda.memory_reserved(self.device)
 
     def _next(self) -> Any:
-        """The next message. From now on `_reply` answers it."""
+        """Return the next message. From now on `_reply` answers it."""
         message, self._request_id, self._model = self._ahead.pop(0) if self._ahead else self._wait()
         now = time.monotonic()
         self._interval, self._handled_at = now - self._handled_at, now
@@ -320,7 +321,7 @@ class Worker:
             return self._inbox.get()
 
     def _upcoming(self) -> m.Step | None:
-        """The next message, if it has arrived and is a micro-step of the same model."""
+        """Return the next message, if it has arrived and is a micro-step of the same model."""
         if not self._ahead:
             try:
                 self._ahead.append(self._inbox.get_nowait())
@@ -330,7 +331,8 @@ class Worker:
         return message if isinstance(message, m.Step) and model == self._model else None
 
     def _read(self) -> None:
-        """Put messages into the inbox. Every error ends the process, since the main thread may be blocked in a transfer."""
+        """Receive messages into the inbox. Every error ends the process, because the main thread may be blocked in a
+        transfer."""
         try:
             while True:
                 self._inbox.put(self.channel.receive())
@@ -347,13 +349,14 @@ class Worker:
 
 
 def run(settings: RankSettings, connection: Connection, make_worker: Callable[..., Worker] | None = None) -> None:
-    """A rank from start to end: join the other ranks, serve, and report errors. `make_worker`: called in place of Worker."""
+    """Run a rank: join the other ranks, serve, and report errors. `make_worker`: called in place of Worker."""
     channel, heartbeat = Channel(connection, borrowed=pinning(torch.device(settings.device))), Heartbeat()
     beating = (heartbeat, settings.rank, channel, settings.heartbeat_seconds)
     threading.Thread(target=send_heartbeats, args=beating, name="heartbeat", daemon=True).start()
 
     def fail(error: BaseException) -> None:
-        """Report the error and end the process. From any thread, since the main one may be blocked for ever."""
+        """Report the error and end the process. May be called from any thread, because the main one may be blocked
+        forever."""
         summary, peer, transport = f"{type(error).__name__}: {error}", isinstance(error, PeerError), ""
         if isinstance(error, LinkError):
             summary, peer, transport = str(error), True, error.backend

@@ -19,9 +19,9 @@ from .tcp import socket_of, stop_sending
 
 CLOSE_SECONDS = 1.0
 FRAME_BYTES = 1 << 20
-"""Largest frame of a tensor's bytes. It also limits a single read, even if a frame claims to be longer."""
+"""Largest frame of a tensor's bytes. It also limits the size of one read, even if a frame claims to be longer."""
 HANDLE_FOLLOWS = b"\0"
-"""The byte with which a segment's handle is sent."""
+"""The one byte that is sent together with a segment's file handle."""
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -29,21 +29,21 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 Borrowed = Callable[[torch.Tensor], Callable[[], None]]
-"""Called on the receiving thread with the memory of a new segment that this end reads. `return_segment` calls the function
-that it returns."""
+"""Function that is called on the receiving thread with the memory of a new segment that this end reads. It returns a
+function, which `return_segment` calls."""
 
 
 class Channel:
-    """Sends and receives messages. `send` may be called from any thread, `receive` from one only.
+    """Sends and receives messages. `send` may be called from any thread, `receive` from one thread only.
 
-    `lends`: the other end is a process of this machine, to which tensors can be lent in shared memory. `borrowed`: called
-    for segments that this end borrows and reads. None: this end borrows no segments.
+    `lends`: the other end is a process of this machine, so tensors can be shared with it in memory. `borrowed` is called for
+    each segment that the other end shares with this end; None: this end accepts no segments.
     """
 
     def __init__(self, connection: Connection, lends: bool = False, borrowed: Borrowed | None = None):
         self.connection, self.lends = connection, lends
         self.begun = 0
-        """Number of messages that may have been written, at least in part."""
+        """The number of messages that may have been written, at least in part."""
         self._sending = threading.Lock()
         self._lent: dict[int, Segment] = {}
         self._borrowed: dict[int, Segment] = {}
@@ -52,19 +52,18 @@ class Channel:
         self._models: dict[int, int | None] = {}  # by borrowed segment, the model whose messages use it
 
     def send(self, message: Any, request_id: int | None = None, model: int | None = None) -> None:
-        """Raises OSError when the other end is gone, AssertionError for an object that is not a message.
+        """Send a message. Raises OSError if the other end is gone, AssertionError if the object is not a message.
 
-        `request_id`, `model`: see Envelope. The whole message is encoded before any of it is written. An error while it is
-        written ends the connection in this direction: the other end would take the next message for the missing bytes.
+        `request_id`, `model`: see Envelope. The message is encoded completely before any byte is written. An error during
+        writing closes the connection in this direction, because the other end would read the next message as the missing
+        bytes.
         """
         with self._sending:
             self._send(message, request_id, model)
 
     def lend(self, segment: Segment, model: int | None = None) -> None:
-        """From now on messages refer to tensors in the segment, which must not change while the other end uses them.
-
-        `model`: the segment is returned with this model, see `return_segments`. Raises as `send`.
-        """
+        """Share a segment with the other end. Later messages can refer to its tensors, which must not change while they are
+        in use. `model`: the segment is returned together with this model, see `return_segments`. Raises as `send` does."""
         assert self.lends, "the other end is not on this machine"
         with self._sending:
             with self._whole():  # no other message may come between OpenSegment and the handle
@@ -75,13 +74,13 @@ class Channel:
             self._lent[segment.number] = segment
 
     def drop(self, number: int) -> None:
-        """No later message refers to that segment. The other end may use it for earlier messages. Raises as `send`."""
+        """Announce that no later message refers to the segment; earlier messages still may. Raises as `send` does."""
         with self._sending:
             if self._lent.pop(number, None) is not None:  # None: `lend` failed, since the other end was gone
                 self._send(DropSegment(number))
 
     def forget(self, number: int) -> None:
-        """As `drop`, without a message: the other end drops its segments by itself. Never blocks."""
+        """Like `drop`, but without a message, because the other end drops its segments by itself. Never blocks."""
         self._lent.pop(number, None)
 
     def _send(self, message: Any, request_id: int | None = None, model: int | None = None) -> None:
@@ -96,7 +95,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """Context in which one message is written. An error in it ends the connection in this direction."""
+        """Context in which one message is written. An error in it closes the connection in this direction."""
         try:
             yield
         except BaseException:  # a KeyboardInterrupt too
@@ -104,10 +103,8 @@ class Channel:
             raise
 
     def receive(self) -> Envelope:
-        """Blocks. Raises EOFError or OSError when the other end is gone, BadMessage for bytes that are not a message.
-
-        After a BadMessage nothing more can be received, since it is unknown where the next message begins.
-        """
+        """Wait for the next message and return it. Raises EOFError or OSError if the other end is gone, BadMessage for other
+        bytes. After a BadMessage nothing more can be received, because it is unknown where the next message begins."""
         while True:
             envelope = self._receive()
             if self._on_borrowed is None or not isinstance(envelope.message, OpenSegment):
@@ -115,17 +112,15 @@ class Channel:
             self._borrow(envelope.message, envelope.model, self._on_borrowed)
 
     def return_segments(self, model: int | None = None) -> None:
-        """Return the segments that were lent for `model`, or for any model: no tensor in them is read any more.
-
-        Segments without a model stay until the other end sends DropSegment.
-        """
+        """Return the segments that were lent for `model`, or for any model: their tensors are no longer read. Segments
+        without a model stay open until the other end sends DropSegment."""
         for number, owner in list(self._models.items()):
             if owner is not None and model in (None, owner):
                 self.return_segment(number)
 
     def _borrow(self, message: OpenSegment, model: int | None, on_borrowed: Borrowed) -> None:
         if message.number in self._borrowed or len(self._borrowed) == MAX_SEGMENTS or message.nbytes > MAX_SEGMENT_BYTES:
-            raise BadMessage(f"segment {message.number} of {message.nbytes} bytes beside {len(self._borrowed)} others")
+            raise BadMessage(f"segment {message.number}: {message.nbytes} bytes, {len(self._borrowed)} segments are open")
         try:
             segment = open_segment(message, None if message.name else self._handle())
         except (ValueError, OSError) as error:
@@ -134,7 +129,7 @@ class Channel:
         self._borrowed[message.number], self._models[message.number] = segment, model
 
     def return_segment(self, number: int) -> None:
-        """Return a borrowed segment. To be called on the thread that computes with it."""
+        """Return a borrowed segment. Must be called on the thread that computes with its tensors."""
         if self._borrowed.pop(number, None) is not None:
             self._models.pop(number, None)
             self._let_go.pop(number)()
@@ -155,7 +150,7 @@ class Channel:
                 length = min(FRAME_BYTES, nbytes - start)
                 frame = self._frame(length)
                 if len(frame) != length:
-                    raise BadMessage(f"{len(frame)} bytes of a tensor where {length} belong")
+                    raise BadMessage(f"{len(frame)} bytes of a tensor instead of {length}")
                 if not start:
                     content = self._room(tensor, shape)
                 content[start : start + length] = frame
@@ -167,7 +162,7 @@ class Channel:
         return self._sending.locked()
 
     def close(self) -> None:
-        """Close the connection. If the other end is gone, a `send` in progress fails at once, and is waited for."""
+        """Close the connection. If the other end is gone, a `send` in progress fails at once; `close` waits for it."""
         idle = self._sending.acquire(timeout=CLOSE_SECONDS)
         self.connection.close()
         if idle:
@@ -183,7 +178,7 @@ class Channel:
 
     @staticmethod
     def _room(tensor: torch.Tensor, shape: list[int]) -> memoryview:
-        """Allocate the tensor when its first bytes arrive, so that a header alone cannot take memory."""
+        """Allocate the tensor when its first bytes arrive, so that a header without bytes cannot use up memory."""
         try:
             return _bytes(tensor.resize_(shape))
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Messages that ask ranks for timings of blocks and links, timelines, memory, and NaN and infinite values."""
+"""Messages that ask ranks for timings of blocks and links, timelines, memory use, and NaN and infinite values."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ import torch
 from parallel_backend.core.own_class import OwnClass
 
 PROBE_COLUMNS, PROBE_TEXT = 32, 64
-"""Image tokens in a row, and text tokens, of the timed sequences."""
+"""The number of image tokens in a row, and of text tokens, of the sequences whose computation is timed."""
 
 
 @dataclass(frozen=True)
 class OwnCall:
-    """A call of ComfyUI's own class: latent [1, C, (T,) H, W] or nested ones in their packed form, timestep [1] and
-    conditioning."""
+    """A call of ComfyUI's own class: its latent [1, C, (T,) H, W], or nested latents in their packed form; its timestep [1]
+    and its conditioning."""
 
     x: torch.Tensor
     timestep: torch.Tensor
@@ -22,27 +22,28 @@ class OwnCall:
 
 @dataclass(frozen=True)
 class Probe:
-    """Client -> rank: time the blocks of the model at `path` on the rank's device. The rank drops the models that it has."""
+    """Client -> rank: time the blocks of the model at `path` on the rank's device. The rank first drops the models that it
+    has."""
 
     path: str
     dtype: str
     own_class: OwnClass
     """See Setup."""
     calls: tuple[OwnCall, ...] = ()
-    """A call with a longer and a call with a shorter sequence."""
+    """One call with a longer sequence and one with a shorter sequence."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """Rank -> client: seconds of the blocks, in pairs for the longer and the shorter sequence."""
+    """Rank -> client: the blocks' compute times in seconds, in pairs for the longer and the shorter sequence."""
 
     rank: int
     blocks: dict[str, tuple[float, ...]]
-    """Block list -> seconds of one of its blocks."""
+    """Name of a block list -> seconds for one of its blocks."""
     ends: tuple[float, ...]
-    """Seconds of the modules before and behind the blocks."""
+    """Seconds for the modules before and after the blocks."""
     free_bytes: int | None
-    """Free device memory. None for a CPU, whose memory all ranks share."""
+    """Free device memory. None for a CPU, because all ranks share its memory."""
 
 
 @dataclass(frozen=True)
@@ -65,50 +66,50 @@ class Timeline:
     labels: torch.Tensor
     """[n, 5] int64: kind and StepLabel."""
     lost: int
-    """Number of older spans that were not kept."""
+    """The number of older spans that were dropped."""
 
 
 @dataclass(frozen=True)
 class ReadMemory:
-    """Client -> rank: answer DeviceMemoryReport."""
+    """Client -> rank: answer with DeviceMemoryReport."""
 
 
 @dataclass(frozen=True)
 class DeviceMemoryReport:
-    """Rank -> client: bytes of the memory of its device."""
+    """Rank -> client: how many bytes of its device's memory are free and used."""
 
     rank: int
     place: str
-    """Name of the memory. Ranks with equal names share one memory."""
+    """Name of the memory. Ranks that report the same name share one memory."""
     free_bytes: int | None
-    """Bytes free for any process. None: unknown."""
+    """Bytes that any process may allocate. None: unknown."""
     held_bytes: int
-    """Bytes of the rank's model."""
+    """Bytes that the rank's model takes."""
     cached_bytes: int
-    """Bytes that the rank's allocator keeps, free for this rank only, in addition to `free_bytes`."""
+    """Bytes that the rank's allocator caches. Only this rank can use them; `free_bytes` does not include them."""
     total_bytes: int | None
-    """None: unknown."""
+    """Size of the memory in bytes. None: unknown."""
     host: str = ""
-    """Name of the machine, if it has memory apart from the device's. Empty: the device computes in host memory."""
+    """Name of the machine, if its memory is not the device's memory. Empty: the device computes in host memory."""
     host_free_bytes: int | None = None
-    """Bytes of the memory of machine `host` that weights may take. None without `host`."""
+    """Bytes of host memory of the machine `host` that weights may take. None if `host` is empty."""
     copy_rate: float = 0.0
-    """Bytes a second from host memory to the device. 0: unknown, or without `host`."""
+    """Bytes per second from host memory to the device. 0: unknown, or `host` is empty."""
     vae_bytes: int = 0
-    """Bytes of VAE weights on a GPU, which are freed for a model (DropVAE)."""
+    """Bytes of VAE weights on a GPU. They are freed when a model needs the memory (DropVAE)."""
     working_bytes: int = 0
-    """The largest temporary memory of a micro-step of the rank's model since the last report. 0: none was computed, or it is
-    unknown."""
+    """The largest temporary memory of a micro-step of the rank's model since the last report. 0: no micro-step was computed,
+    or the number is unknown."""
 
 
 @dataclass(frozen=True)
 class ReleaseUnused:
-    """Client -> rank: free the unused memory that the rank's allocator keeps. Answered by UnusedReleased."""
+    """Client -> rank: free the unused memory that the rank's allocator caches. Answered by UnusedReleased."""
 
 
 @dataclass(frozen=True)
 class UnusedReleased:
-    """Rank -> client: unused memory is freed; `freed_bytes` of it on a GPU. 0 on a CPU: the number is unknown."""
+    """Rank -> client: `freed_bytes` of unused GPU memory were freed. 0 on a CPU, because the number is unknown."""
 
     rank: int
     freed_bytes: int
@@ -116,26 +117,26 @@ class UnusedReleased:
 
 @dataclass(frozen=True)
 class FindNotFinite:
-    """Client -> rank: an output was not finite. Answer NotFiniteFound."""
+    """Client -> rank: an output had NaN or infinite values. Answer with NotFiniteFound."""
 
 
 @dataclass(frozen=True)
 class NotFiniteFound:
-    """Rank -> client: weights and additions of this rank with values that are not finite."""
+    """Rank -> client: which of this rank's weights and LoRA additions have NaN or infinite values."""
 
     rank: int
     weights: tuple[str, ...]
-    """Names of the first few parameters with such values."""
+    """Names of the first few parameters that have such values."""
     adapters: tuple[str, ...]
-    """Names of the first few parameters whose additions (LoRA) have such values."""
+    """Names of the first few parameters with LoRA additions that have such values."""
 
 
 @dataclass(frozen=True)
 class ProbeLinks:
-    """Client -> rank: time transfers between every two ranks. Every rank takes part."""
+    """Client -> rank: time transfers between every two ranks. All ranks take part."""
 
     sizes: tuple[int, ...]
-    """Bytes of each transfer."""
+    """The size of each transfer in bytes."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +145,14 @@ class LinksProbed:
 
     rank: int
     name: str
-    """Name of the device, such as the GPU's model."""
+    """Name of the device, such as the GPU's product name."""
     free_bytes: int | None
-    """Free device memory. None for a CPU, whose memory all ranks share."""
+    """Free device memory. None for a CPU, because all ranks share its memory."""
     total_bytes: int | None
-    """None for a CPU, too."""
+    """Size of the device memory. None for a CPU."""
     links: dict[int, tuple[tuple[int, float], ...]]
-    """Later rank -> (bytes, seconds one way) for each size."""
+    """Later rank -> a pair (bytes, seconds in one direction) for each size."""
     peers: dict[int, bool]
-    """Other rank on a CUDA device -> whether this rank's device can access that one's memory directly (P2P)."""
+    """Other rank on a CUDA device -> whether this rank's device can access the other device's memory directly (P2P)."""
     together: float = 0.0
-    """Seconds in which every rank sends the largest size to every other rank at the same time."""
+    """Seconds that it takes if every rank sends the largest size to every other rank at the same time."""

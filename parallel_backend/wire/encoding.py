@@ -1,10 +1,11 @@
-"""Messages as bytes: one JSON header, then the raw bytes of the message's tensors. Nothing is ever unpickled.
+"""Encodes messages as bytes: one JSON header, then the raw bytes of the message's tensors. Nothing is ever unpickled.
 
-The dataclasses' annotations say what each field may hold. The sender checks it before anything is sent, the receiver before
-anything is done. A header is a list of the type's name and the fields in order: `["CloseRun", 4]`. In front come the request
-id, in a request and its replies (`[17, "ReadMemory"]`), and the model's number, in a message of a model (`[17, 2, "Load",
-...]`; without a request `[0, 2, "Step", ...]`). A tensor is `[dtype, shape]`, or `[dtype, shape, segment, offset]` in shared
-memory; then no bytes follow (shared_memory.py). A tuple or nested message is a list, a dict a list of pairs.
+The dataclasses' annotations define the values that each field may have. The sender checks values before it sends anything,
+the receiver before it uses anything. A header is a list of the type's name and the fields in order: `["CloseRun", 4]`. A
+request and its replies have the request id before the name (`[17, "ReadMemory"]`), and messages about a model also have the
+model's number (`[17, 2, "Load", ...]`; without a request `[0, 2, "Step", ...]`). A tensor is `[dtype, shape]`, or, in shared
+memory, `[dtype, shape, segment, offset]` without following bytes (shared_memory.py). A tuple or nested message is a list, a
+dict a list of pairs.
 """
 
 import dataclasses
@@ -23,12 +24,12 @@ from .shared_memory import Segment
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 1 << 12
-"""Limit for one message: a VAE's decoder has some hundred."""
+"""Maximum number of tensors of a message. A VAE's decoder has several hundred."""
 MAX_TENSOR_BYTES = 1 << 33
-"""Limit for all tensors of a message together."""
+"""Maximum number of bytes of all tensors of a message together."""
 MAX_AXES = 8
 MAX_INT = 1 << 128
-"""Integers are from 0 to below this: some are random numbers of 128 bits."""
+"""Integers must be at least 0 and below this. Some are random numbers of 128 bits."""
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -38,17 +39,17 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class BadMessage(ValueError):
-    """The bytes are not a valid message, or this sender may not send the message."""
+    """The bytes are not a valid message, or this sender must not send this message."""
 
 
 class Envelope(NamedTuple):
-    """A message with its request and model."""
+    """A message, the request that it belongs to, and the model that it is about."""
 
     message: Any
     request_id: int | None = None
-    """Id of the request that the message makes or answers. None: neither."""
+    """Id of the request that the message makes or answers. None: it does neither."""
     model: int | None = None
-    """Number of the model that the message is for or comes from. None: no model."""
+    """Number of the model that the message is for or comes from. None: it is not about a model."""
 
 
 class Pending(NamedTuple):
@@ -60,14 +61,14 @@ class Pending(NamedTuple):
 
 
 class _Leaving(list[torch.Tensor]):
-    """Tensors whose bytes follow the header of a message to be sent. `lent`: segments that the other end has open."""
+    """Tensors whose bytes follow the header of an outgoing message. `lent`: segments that the other end has open."""
 
     def __init__(self, lent: Iterable[Segment] = ()):
         self.lent = tuple(lent)
 
 
 class _Arriving(list[Pending]):
-    """Tensors whose bytes follow the header of a received message, in order. `borrowed`: open segments by number."""
+    """Tensors whose bytes follow the header of an incoming message, in order. `borrowed`: open segments by number."""
 
     nbytes = 0
 
@@ -111,14 +112,14 @@ class _Arriving(list[Pending]):
 
 
 class _Kind(NamedTuple):
-    """How a type of field is encoded. `pack`: (value, tensors) -> JSON value. `read`: (JSON value, tensors) -> value."""
+    """How a type of field is encoded. `pack` converts (value, tensors) to a JSON value; `read` converts it back."""
 
     pack: Callable[[Any, _Leaving], Any]
     read: Callable[[Any, _Arriving], Any]
 
 
 class Encoding:
-    """Encodes and decodes messages of `types`, which are dataclasses. A header with the name of another type is refused."""
+    """Encodes and decodes messages of `types`, which are dataclasses. Headers that name another type are rejected."""
 
     def __init__(self, types: Iterable[type]):
         self._kinds: dict[Any, _Kind] = {}
@@ -128,9 +129,10 @@ class Encoding:
     def encode(
         self, message: Any, request_id: int | None = None, lent: Iterable[Segment] = (), model: int | None = None
     ) -> tuple[bytes, list[torch.Tensor]]:
-        """Header, and the tensors (CPU, contiguous) that follow it. AssertionError for a value that has no encoding.
+        """Return the header, and the tensors (CPU, contiguous) that follow it. Raises AssertionError for values without an
+        encoding.
 
-        `request_id`, `model`: from 1 on, see Envelope. Tensors in a segment of `lent` do not follow the header.
+        `request_id`, `model`: at least 1, see Envelope. Tensors in a segment of `lent` do not follow the header.
         """
         tensors = _Leaving(lent)
         pack = self._pack.get(type(message))
@@ -144,10 +146,8 @@ class Encoding:
         return header, tensors
 
     def decode(self, header: bytes, borrowed: Mapping[int, Segment] | None = None) -> tuple[Envelope, list[Pending]]:
-        """The message, and those of its tensors whose bytes follow. BadMessage for an invalid header.
-
-        `borrowed`: segments of shared memory in which tensors may lie, by number.
-        """
+        """Return the message, and those of its tensors whose bytes follow. Raises BadMessage for an invalid header.
+        `borrowed`: segments of shared memory that may contain tensors, by number."""
         arriving = _Arriving(borrowed)
         numbers: list[int] = []
         try:
@@ -271,7 +271,7 @@ def _pack_int(value: Any, _tensors: _Leaving) -> int:
 
 def _read_int(value: Any, _arriving: _Arriving) -> int:
     if type(value) is not int or not 0 <= value < MAX_INT:
-        raise BadMessage(f"{_short(value)} is not a whole number from 0 on")
+        raise BadMessage(f"{_short(value)} is not an integer of at least 0")
     return value
 
 
@@ -348,6 +348,6 @@ def _unfit(value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """The value for an error, cut to 80 characters."""
+    """Return the value as text for an error, cut to 80 characters."""
     text = repr(value) if isinstance(value, (str, int, float, bool, NoneType)) else type(value).__name__
     return text if len(text) <= 80 else f"{text[:80]}..."

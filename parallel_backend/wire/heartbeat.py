@@ -1,11 +1,12 @@
 """A rank's heartbeat: what the rank is doing, and how much it has done. The watchdog judges by heartbeats (watchdog.py).
 
 On CUDA the host runs ahead of its device: the host may be idle while the device is stuck in an earlier micro-step. So the
-main thread puts marks (CUDA events) between the device's operations, and the heartbeat says which marks the device passed.
+main thread records marks (CUDA events) between the device's operations, and the heartbeat says which marks the device has
+passed.
 
-A question to the device's driver may wait for as long as another thread of the rank does: behind a full queue a first launch
-of a kernel holds the driver's lock. So one thread asks, another sends what is known, and for how long the driver has not
-answered.
+A query of the device's driver may block as long as another thread of the rank does: if the queue is full, the first launch
+of a kernel holds the driver's lock. So one thread queries the driver, and another sends the last known state, with the time
+for which the driver has not answered.
 """
 
 import contextlib
@@ -21,21 +22,23 @@ from .channel import Channel
 from .lifecycle import START_UP, HeartbeatMessage
 
 ASKING_THREAD = "device"
-"""Name of the thread that asks the driver."""
+"""Name of the thread that queries the driver."""
 MARKS = 1 << 14
-"""Maximum marks that are kept. The host is a few micro-steps ahead at most, with some marks for each of their transfers."""
+"""Maximum number of marks that are stored. The host is at most a few micro-steps ahead, with several marks for each of their
+transfers."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A point between the device's operations, and the work of the device behind it."""
+    """A point between the device's operations, and the work that the device does after it."""
 
     passed: Callable[[], bool]
-    """Whether the device has passed the point. Waits for the driver alone. RuntimeError if the device has failed."""
+    """Returns whether the device has passed the point. Waits only for the driver. Raises RuntimeError if the device has
+    failed."""
     doing: str | None
-    """As Heartbeat.doing. None: the device does nothing up to the next mark."""
+    """The work after the mark, as Heartbeat.doing. None: the device does nothing until the next mark."""
     waiting: bool
-    """The device waits for another rank, in a transfer."""
+    """Whether the device then waits for another rank, in a transfer."""
 
 
 @dataclass(frozen=True)
@@ -43,47 +46,46 @@ class Seen:
     """An answer of the device's driver."""
 
     at: Mark | None = None
-    """The last mark that the device has passed."""
+    """The last mark that the device has passed. None: it has passed none."""
     next: Mark | None = None
     """The first mark that it has not passed. None: it has passed all."""
     passed: int = 0
-    """Number of marks that it has passed."""
+    """The number of marks that it has passed."""
     memory: tuple[int, int] = (0, 0)
-    """Free and all memory, as of the last question about it."""
+    """Free and total memory in bytes, from the last query."""
 
 
 @dataclass
 class Heartbeat:
-    """The state of a rank. The main thread writes it, but for `_seen` and `_asked`, which `ask` writes."""
+    """The state of a rank. The main thread writes all of it except `_seen` and `_asked`, which `ask` writes."""
 
     doing: str = START_UP
-    """The rank's present work, in the words of an error."""
+    """What the rank is doing now, as text for an error."""
     progress: int = 0
-    """Number of messages handled, blocks computed, transfers waited for and tensors loaded so far."""
+    """The number of messages handled, blocks computed, transfers waited for and tensors loaded so far."""
     waiting: bool = False
-    """The rank waits for another rank, in a transfer."""
+    """Whether the rank is waiting for another rank, in a transfer."""
     run_bytes: int = 0
-    """Bytes on the rank's device of all models' K/V buffers and prompts."""
+    """Bytes that all models' K/V buffers and prompts take on the rank's device."""
     memory: Callable[[], tuple[int, int]] | None = None
-    """Returns free and all memory of the rank's device. `ask` calls it, and keeps the last answer after an exception. None:
-    the rank has not got its device yet."""
+    """Returns free and total memory of the rank's device. `ask` calls it; after an exception the last answer stays. None:
+    the rank does not have its device yet."""
     _marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS))
-    """Marks that the device has not passed yet."""
+    """Marks that the device has not passed, as far as is known."""
     _seen: Seen = Seen()
     _asked: float | None = None
-    """When the question in progress began, by time.monotonic. None: there is none."""
+    """When the present query of the driver began, by time.monotonic. None: there is none."""
     _asking: threading.Lock = field(default_factory=threading.Lock)
-    """Held while the driver is asked, and while it may not be."""
+    """Held while the driver is queried, and while it must not be."""
 
     def mark(self, passed: Callable[[], bool], waiting: bool = False, idle: bool = False) -> None:
-        """Put a mark behind the device's work so far: from there on it does the rank's present work; if `idle`, nothing."""
+        """Record a mark after the device's work so far. After it the device does the rank's present work, or nothing if
+        `idle`."""
         self._marks.append(Mark(passed, None if idle else self.doing, waiting))
 
     def ask(self) -> None:
-        """Ask the driver for the device's place and memory. Waits while the driver does.
-
-        To be called on one thread only, never on that of `beat`.
-        """
+        """Query the driver for the device's progress and memory. Blocks as long as the driver does. Must be called on one
+        thread only, and never on the thread that calls `beat`."""
         with self._asking:
             self._asked = time.monotonic()
             try:
@@ -99,7 +101,7 @@ class Heartbeat:
                 self._asked = None
 
     def beat(self, rank: int) -> HeartbeatMessage:
-        """The device's work, else the host's, according to the driver's last answer. Never waits."""
+        """Return a heartbeat with the device's work, or else the host's, from the driver's last answer. Never waits."""
         seen, asked = self._seen, self._asked
         progress = self.progress + seen.passed
         rest = (*seen.memory, self.run_bytes, 0.0 if asked is None else time.monotonic() - asked)
@@ -110,10 +112,8 @@ class Heartbeat:
         return HeartbeatMessage(rank, seen.at.doing, progress, seen.at.waiting, *rest)
 
     def unasked(self) -> AbstractContextManager[Any]:
-        """Context in which the driver is not asked; beats go on. Waits for a question in progress.
-
-        On ROCm a query from another thread makes a capture invalid in every mode (pytorch issue 177309).
-        """
+        """Context in which the driver is not queried; heartbeats continue. Waits for a query in progress. On ROCm a query
+        from another thread makes a graph capture invalid in every mode (pytorch issue 177309)."""
         return self._asking
 
     def _next(self) -> Mark | None:
@@ -125,7 +125,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def within(self, doing: str) -> Iterator[None]:
-        """Context in which heartbeats report `doing`. Afterwards they report the work of before."""
+        """Context in which heartbeats report `doing`. Afterwards they report the previous work again."""
         before, self.doing = self.doing, f"{doing} ({self.doing})"
         try:
             yield
@@ -134,7 +134,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
-        """Context of an operation that ends only when other ranks take part in it. Sets `waiting`."""
+        """Context for an operation that ends only when other ranks take part in it. Sets `waiting`."""
         self.waiting = True
         try:
             yield
@@ -144,8 +144,7 @@ class Heartbeat:
 
 
 def send_heartbeats(heartbeat: Heartbeat, rank: int, channel: Channel, seconds: float) -> None:
-    """Main function of a thread: sends a HeartbeatMessage every `seconds`, even if the main thread or the driver is
-    stuck."""
+    """Main function of a thread: send a HeartbeatMessage every `seconds`, even if the main thread or the driver is stuck."""
     ended = threading.Event()
     threading.Thread(target=_ask_on, args=(heartbeat, seconds, ended), name=ASKING_THREAD, daemon=True).start()
     try:
@@ -158,14 +157,15 @@ def send_heartbeats(heartbeat: Heartbeat, rank: int, channel: Channel, seconds: 
 
 
 def _ask_on(heartbeat: Heartbeat, seconds: float, ended: threading.Event) -> None:
-    """Main function of the thread that asks the driver. Nobody waits for its end, which a driver may delay."""
+    """Main function of the thread that queries the driver. Nothing waits for its end, which a driver may delay."""
     while not ended.is_set():
         heartbeat.ask()
         ended.wait(seconds)
 
 
 def _has_passed(mark: Mark) -> bool:
-    """False for a device that has failed: the main thread meets the same error, and reports it."""
+    """Return whether the device has passed the mark; False if it has failed, because the main thread then reports the
+    error."""
     try:
         return mark.passed()
     except RuntimeError:

@@ -11,24 +11,25 @@ class Ready:
 
 
 START_UP, IDLE, COMPILING = "start-up", "idle", "compiling"
-"""HeartbeatMessage.doing of a rank before its first message, between messages, and while torch.compile makes a graph."""
+"""Values of HeartbeatMessage.doing: before a rank's first message, between messages, and while torch.compile creates a
+graph."""
 
 
 @dataclass(frozen=True)
 class HeartbeatMessage:
-    """Rank -> client, about every second as long as the process runs. Fields: see heartbeat.Heartbeat."""
+    """Rank -> client, about once a second as long as the process runs. The fields are described in heartbeat.Heartbeat."""
 
     rank: int
     doing: str
     progress: int
     waiting: bool
     free_bytes: int = 0
-    """Free memory of the rank's device; of a CPU rank's machine."""
+    """Free memory of the rank's device, or of the machine for a CPU rank."""
     total_bytes: int = 0
-    """All of that memory. 0: not known yet."""
+    """Total size of that memory. 0: not known yet."""
     run_bytes: int = 0
     unanswered: float = 0.0
-    """Seconds for which the driver of the rank's device has not answered a question. What is said of the device is older."""
+    """Seconds for which the device's driver has not answered a query. What the message says about the device is as old."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +39,25 @@ class Unload:
 
 @dataclass(frozen=True)
 class Unloaded:
-    """Rank -> client: the model, its conditionings and its buffers are freed."""
+    """Rank -> client: the model, its conditionings and its buffers have been freed."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Rank -> client: the rank has failed, and is about to end."""
+    """Rank -> client: the rank has failed and is about to end."""
 
     rank: int
     doing: str
-    """As HeartbeatMessage.doing."""
+    """The rank's work when it failed, as HeartbeatMessage.doing."""
     peer: bool
-    """The rank failed in a transfer, so another rank may be the cause."""
+    """Whether the rank failed in a transfer, so that another rank may be the cause."""
     summary: str
     """Type and text of the exception."""
     traceback: str
     transport: str = ""
-    """The backend whose self-test failed, nccl or gloo. Empty: another failure."""
+    """The backend, nccl or gloo, whose self-test failed. Empty: something else failed."""
 
 
 @dataclass(frozen=True)

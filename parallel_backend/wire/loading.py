@@ -1,4 +1,4 @@
-"""Messages that bring a model and its LoRA onto the ranks."""
+"""Messages that load a model and its LoRA on the ranks."""
 
 from dataclasses import dataclass
 
@@ -10,37 +10,34 @@ from parallel_backend.core.spans import Span
 
 @dataclass(frozen=True)
 class Load:
-    """Client -> rank: load the rank's part of a model. Models that the rank has stay.
-
-    Sent to all ranks of the pool: those without a part of the model take part in making its process groups, and answer
-    nothing.
-    """
+    """Client -> rank: load the rank's part of a model. Models that the rank has already stay loaded. Sent to all ranks of
+    the pool. Ranks without a part of the model help to create its process groups, and send no answer."""
 
     setup: Setup
     stage_blocks: tuple[Span, ...]
-    """Blocks of each stage, numbered through all block lists."""
+    """Range of the blocks of each pipeline stage. Blocks are numbered through all block lists."""
     patch_shares: tuple[float, ...]
-    """Each patch rank's share of the tokens."""
+    """For each patch rank, its fraction of the tokens."""
     fingerprint: str = ""
     """Expected Checkpoint.fingerprint. Empty: the file is on the client's machine."""
     resident: tuple[int, ...] = ()
-    """By rank, limit of the bytes of weights on its device, slots included (rank/stage/store/). Other weights are streamed
-    from host memory. Equal for ranks with the same weights. Empty: no limit."""
+    """For each rank, the maximum bytes of weights on its device, slots included (rank/stage/store/). Other weights are
+    streamed from host memory. Ranks with the same weights have the same limit. Empty: no limit."""
     ranks: tuple[int, ...] = ()
-    """The pool's ranks that have the model, ascending: the model's ranks 0, 1, ... Empty: all."""
+    """The pool's ranks that have the model, ascending. They are the model's ranks 0, 1, ... Empty: all ranks."""
     threads: int = 0
-    """CPU threads of each of them. 0: those of its start."""
+    """CPU threads of each rank of the model. 0: the number with which the rank was started."""
     file_state: str = ""
     """Expected Checkpoint.file_state. Empty: the file is on other machines."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """Rank -> client, about a hundred times while it loads."""
+    """Rank -> client: progress of loading, sent about a hundred times."""
 
     rank: int
     fraction: float
-    """Share of the rank's weights, by bytes, that is loaded."""
+    """The fraction of the bytes of the rank's weights that is loaded."""
 
 
 @dataclass(frozen=True)
@@ -53,78 +50,77 @@ class Loaded:
     parameters: tuple[str, ...]
     """Names of the rank's parameters."""
     host_bytes: int = 0
-    """Bytes of the rank's weights in host memory, whether shared with other ranks or not."""
+    """Bytes of the rank's weights in host memory, including weights shared with other ranks."""
 
 
 @dataclass(frozen=True)
 class SetResident:
     """Client -> rank: limit the bytes of weights on the device from now on. Answered by Residency.
 
-    Blocks move whole, and as few as possible. Limit 0 moves all weights to host memory, those outside of blocks too: no
-    micro-step may follow before another SetResident. Merged weights stay if host memory has no room for them.
+    The rank moves complete blocks, and as few as possible. Limit 0 moves all weights to host memory, including those outside
+    of blocks; then no micro-step may follow before another SetResident. Merged weights stay if host memory has no room for
+    them.
     """
 
     resident: tuple[int, ...]
-    """By rank, as Load.resident."""
+    """The limit of each rank, as Load.resident."""
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Rank -> client: where the rank's weights are."""
+    """Rank -> client: how many bytes of the rank's weights are on the device and in host memory."""
 
     rank: int
     device_bytes: int
-    """As Loaded.weight_bytes."""
+    """See Loaded.weight_bytes."""
     host_bytes: int
-    """As Loaded.host_bytes. Weights on the device may have a copy in host memory."""
+    """See Loaded.host_bytes. Weights on the device may also have a copy in host memory."""
 
 
 @dataclass(frozen=True)
 class DropAdapters:
-    """Client -> rank: undo every Adapt, so that the weights are the checkpoint's again."""
+    """Client -> rank: undo every Adapt, so that the weights are those of the checkpoint again."""
 
 
 @dataclass(frozen=True)
 class Adapt:
-    """Client -> rank: add `scale` * `up` [out, r] @ `down` [r, in] to one of the rank's parameters; earlier ones stay.
-
-    Without `down`, `up` has the parameter's shape. Both are for the whole parameter; the rank takes its shard.
-    """
+    """Client -> rank: add `scale` * `up` [out, r] @ `down` [r, in] to one parameter of the rank; earlier additions stay. If
+    `down` is None, `up` has the parameter's shape. Both are for the complete parameter; the rank uses its shard of them."""
 
     parameter: str
     up: torch.Tensor
     down: torch.Tensor | None
     scale: float
     group: int = 0
-    """The group of Weigh whose strength scales this addition. Group 0 has strength 1 always."""
+    """The group whose strength (see Weigh) scales this addition. Group 0 always has strength 1."""
     instead: bool = False
-    """`up` replaces the checkpoint's value of the parameter. Sent before all additions to this parameter."""
+    """Whether `up` replaces the checkpoint's value of the parameter. Such a message comes before all additions to it."""
 
 
 @dataclass(frozen=True)
 class Rescale:
-    """Client -> rank: new scales of every Adapt, in order. Groups other than 0 take them with the next Weigh."""
+    """Client -> rank: new scales of every Adapt, in order. In groups other than 0 they take effect with the next Weigh."""
 
     scales: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Weigh:
-    """Client -> rank: strengths of the groups 1, 2, ... from now on. A group without a strength adds nothing."""
+    """Client -> rank: the strengths of groups 1, 2, ... from now on. A group without a strength adds nothing."""
 
     strengths: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class AdaptersSent:
-    """Client -> rank: answer Adapted once every earlier Adapt, Rescale and Weigh is done."""
+    """Client -> rank: answer with Adapted once every earlier Adapt, Rescale and Weigh is done."""
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """Rank -> client: adapters are in place, with `adapter_bytes` bytes on this rank."""
+    """Rank -> client: the adapters are applied. They take `adapter_bytes` bytes on this rank."""
 
     rank: int
     adapter_bytes: int
     host_bytes: int
-    """As Loaded.host_bytes. A merge gives weights that are in host memory a copy for this rank alone."""
+    """See Loaded.host_bytes. Merging gives this rank its own copy of weights that are in host memory."""

@@ -1,4 +1,4 @@
-"""The settings that a rank's process is started with."""
+"""The settings with which a rank's process is started."""
 
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -7,7 +7,7 @@ from pathlib import Path
 from parallel_backend.core.devices import in_its_process
 
 P2P_DISABLE = "NCCL_P2P_DISABLE"
-"""NCCL's environment variable, which users may set too."""
+"""NCCL's environment variable for switching P2P off. Users may set it too."""
 
 
 @dataclass(frozen=True)
@@ -15,36 +15,37 @@ class SelfTest:
     """Settings of the self-test of the links between ranks (rank/comm/self_test.py)."""
 
     seconds: float = 60.0
-    """Time limit of each part of the test."""
+    """Time limit of each part of the test in seconds."""
     p2p: bool = True
-    """False: NCCL uses no direct access from GPU to GPU, the most frequent cause of failures."""
+    """False: NCCL uses no direct access between GPUs, which is the most frequent cause of failures."""
     gloo: bool = False
-    """True: Gloo instead of NCCL."""
+    """True: Gloo is used instead of NCCL."""
 
 
 SELF_TEST = SelfTest()
-"""The usual settings."""
+"""The default settings."""
 
 
 @dataclass(frozen=True)
 class RankSettings:
-    """Settings of one rank. Fields without a comment: see StartSettings."""
+    """Settings of one rank. Fields without a docstring: see StartSettings."""
 
     rank: int
     devices: tuple[str, ...]
     rendezvous: Path | tuple[str, int]
-    """The process group's store: a file on one machine, or the address of a server that all machines reach."""
+    """The process group's store: a file if all ranks are on one machine, or the address of a server that all machines
+    reach."""
     threads: int
     timeout: timedelta
     log: Path | None = None
-    """File for the rank's output. None: the output goes where the client's goes."""
+    """File for the rank's output. None: the output goes to the client's output."""
     heartbeat_seconds: float = 1.0
     self_test: SelfTest = SELF_TEST
     torch_settings: dict[str, bool | str] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
-        """The rank's device, by torch's name in the rank's process."""
+        """The rank's device, by the name that torch gives it in the rank's process."""
         return in_its_process(self.devices[self.rank])
 
 
@@ -55,13 +56,13 @@ class StartSettings:
     devices: tuple[str, ...]
     """Devices of all ranks, in rank order."""
     threads: int
-    """CPU threads of each rank."""
+    """The number of CPU threads of each rank."""
     timeout: timedelta
     """Time limit of the process group's operations."""
     logs: Path | None = None
     """Folder for the ranks' logs, see pool.Pool."""
     heartbeat_seconds: float = 1.0
-    """Time from one heartbeat to the next."""
+    """Seconds from one heartbeat to the next."""
     self_test: SelfTest = SELF_TEST
     torch_settings: dict[str, bool | str] = field(default_factory=dict)
     """Settings of torch in the ranks, see core/torch_settings.py."""

@@ -10,23 +10,23 @@ from parallel_backend.core.spans import Span
 
 @dataclass(frozen=True)
 class PutConditioning:
-    """Client -> rank: the tensors of a conditioning that this rank needs. Model calls refer to them by `id`."""
+    """Client -> rank: the tensors of a conditioning that this rank needs. Micro-steps refer to them by `id`."""
 
     id: int
     grid: tuple[int, ...]
-    """Numbers of tokens along the image's axes: (frames,) rows, columns."""
+    """The number of tokens along each of the image's axes: (frames,) rows, columns."""
     references: int
     """Number of tokens of reference images."""
     batch: int
-    """Number of batch entries of this replica."""
+    """The number of batch entries that this replica computes."""
     tensors: dict[str, torch.Tensor]
-    """[batch, ...] each, by the class's names."""
+    """Tensors of shape [batch, ...], by the names that the model class uses."""
     along: str = "rows"
-    """The axis by which tokens are ordered first, see Patching.along."""
+    """The outermost axis in the order of tokens, see Patching.along."""
     companion_tokens: int = 0
-    """Number of tokens of the companion latent (patching.Companion), which come first in the text stream."""
+    """The number of tokens of the companion latent (patching.Companion), which come first in the text stream."""
     changes: BlockChanges = UNCHANGED
-    """Changes of these calls inside the blocks."""
+    """What these calls change inside the blocks."""
 
 
 @dataclass(frozen=True)
@@ -41,33 +41,33 @@ class Step:
     """Client -> rank: compute one micro-step."""
 
     seq: int
-    """Number of the micro-step, ascending in the order of issue."""
+    """Number of the micro-step; numbers ascend in the order of sending."""
     run: int
-    """Run whose K/V buffers are read and written. 0: none, the step is exact."""
+    """The run whose K/V buffers are read and written. 0: no buffers are used, the step is exact."""
     conditioning: int
-    """PutConditioning.id."""
+    """The conditioning, by PutConditioning.id."""
     tokens: Span
-    """The micro-step's image tokens, over all ranks of the stage: a band's, or all."""
+    """The image tokens of the micro-step, over all ranks of the stage: those of one band, or all."""
     with_text: bool
-    """Text tokens run through the blocks too."""
+    """Whether text tokens are computed in the blocks too."""
     stale: bool
-    """Displaced patches use the other patches' keys of the call before."""
+    """Whether displaced patches use the other patches' keys of the previous call."""
     overlap: bool
-    """Transfers overlap with compute where possible. False: each transfer is waited for at once."""
+    """Whether transfers overlap with computation if possible. False: the rank waits for each transfer at once."""
     entries: Span
     """Batch entries, numbered within the replica's conditioning."""
     timestep: torch.Tensor
     """[entries] float32, in the sampler's units, see ModelCall.timestep."""
     residuals: tuple[tuple[str, int], ...]
-    """(name, see own_class/calls/residuals.py; index in `added` of the tensor that a ControlNet adds)."""
+    """For each tensor that a ControlNet adds: its name (see own_class/calls/residuals.py), and its index in `added`."""
     added: tuple[torch.Tensor, ...]
-    """[entries, m, hidden] each, for the rank's m image tokens, or of residuals.AROUND for all tokens."""
+    """Tensors [entries, m, hidden] for the m image tokens of the rank; for residuals.AROUND for all tokens."""
     x: torch.Tensor
-    """[entries, n + a, channels]: the rank's latent tokens and, if the text runs, companion tokens."""
+    """[entries, n + a, channels]: the rank's latent tokens and, if the text is computed, companion tokens."""
 
     @property
     def form(self) -> tuple[int, Span, Span, bool]:
-        """Alike for micro-steps whose tensors have the same shapes, as long as the rank has the conditioning."""
+        """A key that is equal for micro-steps with tensors of the same shapes, as long as the rank has the conditioning."""
         return self.conditioning, self.entries, self.tokens, self.with_text
 
 
@@ -78,57 +78,58 @@ class Output:
     rank: int
     seq: int
     value: torch.Tensor
-    """[entries, n + a, channels], as `Step.x`."""
+    """[entries, n + a, channels], for the same tokens as `Step.x`."""
 
 
 @dataclass(frozen=True)
 class OpenRun:
-    """Client -> rank: a run begins."""
+    """Client -> rank: a sampling run begins."""
 
     run: int
     extrapolate: bool
-    """Stale keys and values are extrapolated to the present call (extrapolation.py). False: used unchanged."""
+    """Whether stale keys and values are extrapolated to the present call (extrapolation.py). False: they are used
+    unchanged."""
 
 
 @dataclass(frozen=True)
 class CloseRun:
-    """Client -> rank: a run ends. Free its K/V buffers (run 0 has none) and answer RunStats."""
+    """Client -> rank: a run ends. Free its K/V buffers (run 0 has none) and answer with RunStats."""
 
     run: int
 
 
 @dataclass(frozen=True)
 class RunStats:
-    """Rank -> client: statistics of the rank since its last RunStats."""
+    """Rank -> client: the rank's statistics since its last RunStats."""
 
     rank: int
     run: int
     micro_steps: int
     compute_seconds: float
-    """Time in micro-steps, without `wait_seconds` and `streaming_wait_seconds`."""
+    """Seconds spent in micro-steps, without `wait_seconds` and `streaming_wait_seconds`."""
     transfer_seconds: float
-    """Sum of the transfers' times, whether the rank waited for them or not."""
+    """Sum of the durations of all transfers, whether the rank waited for them or not."""
     wait_seconds: float
-    """Time in which the rank waited for transfers."""
+    """Seconds for which the rank waited for transfers."""
     bytes_sent: dict[str, int]
-    """Payload that the rank sent to others, by mesh axis."""
+    """Bytes of payload that the rank sent to other ranks, by mesh axis."""
     buffer_bytes: int
-    """Largest size of all K/V buffers together."""
+    """The largest size in bytes of all K/V buffers together."""
     peak_bytes: int
-    """Peak device memory (CUDA), or peak resident set (CPU)."""
+    """Peak device memory (CUDA), or peak resident set (CPU), in bytes."""
     graphs: int = 0
-    """Number of graphs that torch.compile has made since the model was loaded."""
+    """The number of graphs that torch.compile has created since the model was loaded."""
     attention: str = ""
-    """For the report: the attention kernels that a GPU used, and why."""
+    """For the report: which attention kernels a GPU used, and why."""
     arithmetic: str = ""
-    """For the report: how the rank computes with quantised weights. Empty: it has none."""
+    """For the report: how the rank computes with quantized weights. Empty: it has none."""
     streamed_bytes: int = 0
     """Bytes of weights that were copied from host memory to the device."""
     streaming_wait_seconds: float = 0.0
-    """Time in which the rank waited for these copies."""
+    """Seconds for which the rank waited for these copies."""
     captured: int = 0
-    """Number of micro-steps that were captured in a CUDA graph."""
+    """The number of micro-steps that were captured in a CUDA graph."""
     replayed: int = 0
-    """Number of micro-steps that replayed a CUDA graph."""
+    """The number of micro-steps that replayed a CUDA graph."""
     without_graphs: str = ""
-    """For the report: why no micro-step is captured although the user wants it. Empty: they are, or are not to be."""
+    """For the report: why no micro-step is captured although the user wants it. Empty: they are captured, or not wanted."""

@@ -1,7 +1,7 @@
 """Segments of memory that the client shares with ranks of the same machine, for tensors too large for a pipe.
 
-The client makes a segment, copies tensors into it, and names their places in a message's header. On Linux a segment is an
-anonymous file in memory, whose handle is sent over the control socket: no other process can open it, the size of /dev/shm
+The client creates a segment, copies tensors into it, and gives their offsets in a message's header. On Linux a segment is an
+anonymous file in memory whose handle is sent over the control socket: no other process can open it, the size of /dev/shm
 does not limit it, and it is freed with the last process that has it. On Windows a segment has a random name, and is freed
 with the last handle. On other systems, and to other machines, all tensors are sent over the connection.
 """
@@ -18,21 +18,21 @@ import torch
 from parallel_backend.core.device_copies import copy_to_host
 
 ALIGNMENT = 64
-"""A tensor in a segment starts at a multiple of this many bytes."""
+"""A tensor in a segment starts at a multiple of this number of bytes."""
 MAX_SEGMENTS = 256
-"""Maximum number of segments that a rank has open at a time."""
+"""Maximum number of segments that a rank has open at the same time."""
 MAX_SEGMENT_BYTES = 1 << 33
 
 
 @dataclass(frozen=True)
 class OpenSegment:
-    """Client -> rank: tensors of later messages may be in this segment."""
+    """Client -> rank: open this segment, because tensors of later messages may be in it."""
 
     number: int
-    """Unique among the segments that are open."""
+    """A number that is unique among the open segments."""
     nbytes: int
     name: str
-    """The system's name. Empty: the handle follows over the control socket, with one byte."""
+    """The system's name of the segment. Empty: the handle follows over the control socket, together with one byte."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,16 @@ class Segment:
         return len(self.memory)
 
     def tensor(self, dtype: torch.dtype, shape: list[int], offset: int) -> torch.Tensor:
-        """A view of the bytes from `offset` on. ValueError if they are not all in the segment, or not aligned."""
+        """Return a view of the bytes from `offset` on. Raises ValueError if they are not aligned, or not all in the
+        segment."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if offset % ALIGNMENT or offset + nbytes > self.nbytes:
             raise ValueError(f"{nbytes} bytes at {offset} of a segment of {self.nbytes}")
         return self.memory[offset : offset + nbytes].view(dtype).view(shape)
 
     def copies(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of the tensors, one behind the other from the segment's start; see `bytes_of_copies`."""
+        """Copy the tensors into the segment, one after the other from its start (see `bytes_of_copies`). Returns the
+        copies."""
         copies, offset, tensors = [], 0, list(tensors)
         for tensor in tensors:
             copies.append(self.tensor(tensor.dtype, list(tensor.shape), offset))
@@ -69,30 +71,30 @@ class Segment:
         return copies
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Offset of a contiguous tensor in the segment. None: the tensor is not in it."""
+        """Return the offset of a contiguous tensor in the segment, or None if the tensor is not in it."""
         offset = tensor.data_ptr() - self.memory.data_ptr()
         inside = tensor.device.type == "cpu" and offset >= 0 and offset + tensor.nbytes <= self.nbytes
         return offset if inside and tensor.nbytes and tensor.is_contiguous() else None
 
     def close(self) -> None:
-        """Close this end's handle. The memory stays until all tensors in it, and the other end's, are gone."""
+        """Close this end's handle. The memory stays until all tensors in it are gone on both ends."""
         if self.handle is not None:
             os.close(self.handle)
             self.handle = None
 
 
 def bytes_of_copies(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of a segment for copies of these tensors, each aligned."""
+    """Return how many bytes of a segment copies of these tensors need. Each copy is aligned."""
     return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
 def sharing_possible() -> bool:
-    """Whether this system has segments."""
+    """Return whether this system supports shared segments."""
     return hasattr(os, "memfd_create") or sys.platform == "win32"
 
 
 def make_segment(number: int, nbytes: int) -> Segment:
-    """A new segment. OSError if the system refuses it. Memory is taken only when it is written to."""
+    """Create a segment. Raises OSError if the system refuses it. Memory is used only when it is written to."""
     if sys.platform == "win32":
         name = f"parallel-dit-{secrets.token_hex(16)}"
         return Segment(number, _named(name, nbytes), name=name)
@@ -109,7 +111,7 @@ def make_segment(number: int, nbytes: int) -> Segment:
 
 
 def open_segment(opened: OpenSegment, handle: int | None) -> Segment:
-    """The rank's view of a segment; closes `handle`. ValueError or OSError if the segment is not as `opened` says."""
+    """Open the rank's view of a segment, and close `handle`. Raises ValueError or OSError if it is not as `opened` says."""
     if handle is None:
         return Segment(opened.number, _named(opened.name, opened.nbytes))
     import fcntl

@@ -1,7 +1,5 @@
-"""Control connections over TCP, for ranks on other machines. Each end proves to the other that it knows the pool's key.
-
-The proof is that of multiprocessing.connection: an HMAC of random bytes, in both directions. Nothing is ever unpickled.
-"""
+"""Control connections over TCP, for ranks on other machines. Each end proves to the other that it knows the pool's key. The
+proof is that of multiprocessing.connection: an HMAC of random bytes, in both directions. Nothing is ever unpickled."""
 
 import contextlib
 import logging
@@ -18,10 +16,10 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 log = logging.getLogger(__name__)
 
 HELLO = struct.Struct("!II")
-"""A rank's first frame after the proof: its rank number and process id."""
+"""A rank's first frame after the proof contains its rank number and process id."""
 HANDSHAKE_SECONDS = 10.0
 MAX_UNAUTHENTICATED = 32
-"""Maximum callers without a proof at a time. Further callers wait."""
+"""Maximum number of callers at a time that have not proved that they know the key. Further callers wait."""
 LOOK_SECONDS = 0.1
 
 
@@ -30,15 +28,13 @@ class Peer:
     """A rank that has connected."""
 
     pid: int
-    """Process id on the rank's machine."""
+    """The process id on the rank's machine."""
     connection: Connection
 
 
 def dial(address: tuple[str, int], key: bytes, rank: int) -> Connection:
-    """The rank's end of its control connection. Waits as long as the other end neither answers nor hangs up.
-
-    AuthenticationError if the other end does not know the key, OSError if there is none.
-    """
+    """Return the rank's end of its control connection. Waits as long as the other end neither answers nor hangs up. Raises
+    AuthenticationError if the other end does not know the key, OSError if nothing listens at `address`."""
     connection = Client(address, authkey=key)
     assert isinstance(connection, Connection)
     _without_delay(connection)
@@ -47,7 +43,7 @@ def dial(address: tuple[str, int], key: bytes, rank: int) -> Connection:
 
 
 class Listener:
-    """Accepts the ranks of one pool, each once. Listens at `address` until it is closed."""
+    """Accepts each of the ranks of one pool once. Listens at `address` until it is closed."""
 
     def __init__(self, host: str, key: bytes, world: int):
         self._key, self._world = key, world
@@ -61,9 +57,10 @@ class Listener:
         self.address: tuple[str, int] = self._socket.getsockname()
 
     def receive(self, seconds: float, look: Callable[[], None]) -> list[Peer]:
-        """All ranks, in rank order, once the last has connected. The caller closes their connections.
+        """Return all ranks, in rank order, once the last one has connected. The caller closes their connections.
 
-        `look` is called meanwhile, and raises to give up. TimeoutError names the ranks that are missing after `seconds`.
+        `look` is called repeatedly during the wait, and raises an exception to stop it. Raises TimeoutError, which names the
+        missing ranks, after `seconds`.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -86,7 +83,7 @@ class Listener:
             threading.Thread(target=self._greet, args=caller, name="parallel-dit dial", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening, and close connections that `receive` has not returned. Idempotent."""
+        """Stop listening, and close connections that `receive` has not returned. May be called repeatedly."""
         self._socket.close()
         with self._lock:
             self._closed = True
@@ -95,7 +92,8 @@ class Listener:
             caller.connection.close()
 
     def _greet(self, stranger: socket.socket, address: tuple[str, int]) -> None:
-        """Main function of a thread for one caller. The time limit ends a silent caller, so that others get a place."""
+        """Main function of a thread for one caller. The time limit ends the connection of a silent caller, so that others
+        can connect."""
         connection = Connection(stranger.detach())
         try:
             with _time_limit(connection, HANDSHAKE_SECONDS):
@@ -118,7 +116,7 @@ class Listener:
 
 @contextlib.contextmanager
 def _time_limit(connection: Connection, seconds: float) -> Iterator[None]:
-    """Context that the connection's shutdown ends with an error in it after `seconds`."""
+    """Context in which the connection is shut down after `seconds`, which raises an error in the context."""
     alarm = threading.Timer(seconds, shutdown, (connection,))
     alarm.daemon = True
     alarm.start()
@@ -129,7 +127,7 @@ def _time_limit(connection: Connection, seconds: float) -> Iterator[None]:
 
 
 def is_closed(connection: Connection) -> bool:
-    """Whether the other end has closed the connection, and all its bytes have been read. Never waits."""
+    """Return whether the other end has closed the connection and all its bytes have been read. Never waits."""
     try:
         if not connection.poll(0):
             return False
@@ -146,14 +144,14 @@ def shutdown(connection: Connection) -> None:
 
 
 def stop_sending(connection: Connection) -> None:
-    """Shut the connection down in this direction. The other end's messages still arrive."""
+    """Shut the connection down in this direction. Messages of the other end still arrive."""
     with contextlib.suppress(OSError), socket_of(connection) as ours:  # OSError: it has ended already, or is no socket
         ours.shutdown(socket.SHUT_WR)
 
 
 @contextlib.contextmanager
 def socket_of(connection: Connection) -> Iterator[socket.socket]:
-    """The socket under a connection, which still owns it. OSError if it is closed."""
+    """Context with the socket of a connection, which continues to own it. Raises OSError if the connection is closed."""
     lent = socket.socket(fileno=connection.fileno())
     try:
         yield lent
@@ -162,6 +160,6 @@ def socket_of(connection: Connection) -> Iterator[socket.socket]:
 
 
 def _without_delay(connection: Connection) -> None:
-    """Switch off Nagle's algorithm, by which a message's second frame waits for the acknowledgement of the first."""
+    """Switch off Nagle's algorithm, which delays a message's second frame until the first is acknowledged."""
     with socket_of(connection) as ours:
         ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

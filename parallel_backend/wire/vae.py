@@ -1,7 +1,5 @@
-"""Messages by which ranks run a VAE's decoder or encoder on bands of an image, or of a video's frames.
-
-Ranks have one such part of a VAE at a time.
-"""
+"""Messages by which ranks run a VAE's decoder or encoder on bands of an image, or of the frames of a video. A rank has one
+such part of a VAE at a time."""
 
 from dataclasses import dataclass
 
@@ -10,31 +8,32 @@ import torch
 
 @dataclass(frozen=True)
 class RunVAE:
-    """Client -> rank: run the rank's band. Answered by VAEOutput."""
+    """Client -> rank: compute the rank's band. Answered by VAEOutput."""
 
     band: torch.Tensor
     """[B, C, (frames,) rows, columns]: the rank's band of the input."""
     sizes: tuple[int, ...]
-    """Each rank's number of input rows, or columns. Empty: `band` has independent batch entries (tiles) instead."""
+    """For each rank, its number of input rows or columns. Empty: `band` has independent batch entries (tiles) instead."""
     columns: bool
-    """Bands are columns instead of rows."""
+    """Whether bands are ranges of columns instead of rows."""
 
 
 @dataclass(frozen=True)
 class PutVAE:
-    """Client -> rank: keep this part of a VAE until DropVAE or Unload."""
+    """Client -> rank: store this part of a VAE until DropVAE or Unload."""
 
     name: str
-    """Name of the part; equal weights have equal names."""
+    """Name of the part. Equal names mean equal weights."""
     recipe: str
-    """JSON of own_class.built.module_tree: "tree", the module; "folder" and "settings", by which it is imported;
-    "constants". And "call", the name of the module's function that computes the part."""
+    """JSON of own_class.built.module_tree: "tree", the module; "folder" and "settings", with which it is imported;
+    "constants"; and "call", the name of the module's function that computes the part."""
     tensors: dict[str, torch.Tensor]
-    """All tensors by their names in the module, in the dtype to compute in."""
+    """All tensors by their names in the module, in the dtype in which to compute."""
     trial: RunVAE | None
-    """A small image with which bands are tried at the first BeginVAE; `band` is all of it. None: there are no bands."""
+    """A small image with which bands are tested at the first BeginVAE; `band` is the complete image. None: there are no
+    bands."""
     ranks: tuple[int, ...] = ()
-    """As Load.ranks."""
+    """The ranks of the pool that have the part, as Load.ranks."""
 
 
 @dataclass(frozen=True)
@@ -42,29 +41,29 @@ class BeginVAE:
     """Client -> rank: an image or video begins. Answered by VAEBegun."""
 
     name: str
-    """PutVAE.name of the part."""
+    """The part, by PutVAE.name."""
     bytes_needed: int
-    """Memory for the bands of all ranks on the rank's device, without weights."""
+    """Bytes that the bands of all ranks on the rank's device need, without weights."""
     weight_bytes: int = 0
-    """Memory for the weights on the rank's device, if the ranks lack them."""
+    """Bytes that the weights need on the rank's device, if the ranks do not have them."""
 
 
 @dataclass(frozen=True)
 class VAEBegun:
-    """Rank -> client: whether the rank has begun. No rank begins unless all can."""
+    """Rank -> client: whether the rank has begun. No rank begins unless all ranks can."""
 
     rank: int
     held: bool
-    """The rank has the part."""
+    """Whether the rank has the part."""
     missing: int
-    """Bytes that this rank's device lacks for bands, and for the weights if the rank lacks them."""
+    """Bytes that this rank's device is short of for bands, and for the weights if the rank does not have them."""
     wrong: str = ""
-    """Why the rank's bands are not those of the whole image, as a trial has shown. Empty: they are."""
+    """Why the rank's bands differ from those of the complete image, as a test has shown. Empty: they are equal."""
 
 
 @dataclass(frozen=True)
 class DropVAE:
-    """Client -> rank: free the part of a VAE, between images. Sent to all ranks or none."""
+    """Client -> rank: free the part of a VAE, between images. Sent to all ranks or to none."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,9 @@ class VAEOutput:
     band: torch.Tensor
     """[B, C, (frames,) rows, columns]."""
     bytes_sent: dict[str, int]
-    """Payload that the rank sent to others for it, by mesh axis."""
+    """Bytes of payload that the rank sent to other ranks for it, by mesh axis."""
 
 
 @dataclass(frozen=True)
 class EndVAE:
-    """Client -> rank: no band or tiles of this image follow. Memory that they took is given back."""
+    """Client -> rank: no more bands or tiles of this image follow. The memory that they used is freed."""

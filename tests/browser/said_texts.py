@@ -53,6 +53,12 @@ LINES = (
     "advice: pipefusion_degree 2, 4 patches, 1.25 s, 1.84 x one device",
     "advice: nothing fits these devices. Use a smaller image, weight_dtype fp8_e4m3fn, or more devices with "
     "pipefusion_degree.",
+    "with RTX 3060 12 GB, PCIe x4, predicted: nothing fits",
+    "with RTX 3060 12 GB, PCIe x4, predicted: no gain",
+    "with RTX 5090 32 GB, PCIe x8, predicted: RTX 5090 32 GB, 0.812 s a step, without it nothing fits",
+    "with RTX 5090 32 GB, PCIe x8, predicted: pipefusion_degree 2, 4 patches, 0.812 s a step, without it nothing fits",
+    "with NVIDIA GeForce RTX 4090, PCIe x8, predicted: ulysses_degree 2, 0.61 s a step, 1.83 x without it",
+    "with NVIDIA GeForce RTX 4090, PCIe x8, predicted: pipefusion_degree 2, 4 patches, 0.61 s a step, 1.83 x without it",
     "Decoded in 2 parts on cuda:0, cuda:1.",
     "Decoded whole by ComfyUI, because there is only one device for it.",
 )

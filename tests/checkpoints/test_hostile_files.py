@@ -14,13 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel_backend.checkpoints.checkpoint import open_own_class
-from parallel_backend.checkpoints.single_file import (
-    MAX_REFUSAL,
-    MAX_SETTING,
-    MAX_UNSEEN,
-    check_own_arguments,
-    contents_of,
-)
+from parallel_backend.checkpoints.single_file import MAX_REFUSAL, MAX_SETTING, MAX_UNSEEN, check_own_arguments, contents_of
 from parallel_backend.checkpoints.tensor_files import MAX_HEADER_BYTES, open_file
 from parallel_backend.own_class.built.building import build
 from testing import mini

@@ -15,10 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_own_class
-from parallel_backend.checkpoints.quantised_formats import (
-    FORMATS,
-    rotate,
-)
+from parallel_backend.checkpoints.quantised_formats import FORMATS, rotate
 from parallel_backend.checkpoints.reader import check_scales, reading
 from parallel_backend.client.loading import load_model
 from parallel_backend.core.degrees import Degrees

@@ -63,7 +63,7 @@ def test_bytes_are_of_all_ranks_by_axis():
         ({"calls": None, "degrees": Degrees()}, "exact, on 1 rank"),
         ({"calls": None, "transfer_dtype": "int8"}, "close to exact: packed transfers"),
         ({"degrees": Degrees(patch=2, patch_mode="displaced")}, "close to exact: patches, warm-up 1"),
-        ({"degrees": Degrees(patch=2, patch_mode="naive")}, "naive patches, a control"),
+        ({"degrees": Degrees(patch=2, patch_mode="naive")}, "naive patches, for comparison"),
     ],
     ids=str,
 )

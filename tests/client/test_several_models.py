@@ -9,85 +9,18 @@ from parallel_backend.checkpoints.reader import Reader
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.registry import Registry
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
-from parallel_backend.wire import messages as m
 from testing import mini
 from testing.emulated_device import EmulatedDevice
-from testing.models import nobody, on_ranks, whole_call
+from testing.models import nobody, whole_call
 
 pytestmark = pytest.mark.threads
 
-GIVEN = mini.inputs()
-PIPE = Degrees(pipe=2)
 
-
-@pytest.fixture(scope="module")
-def other_file(tmp_path_factory):
-    """Other weights of the same sizes."""
-    path = tmp_path_factory.mktemp("other") / "other.safetensors"
-    return mini.save(mini.random_model(seed=5), path)
-
-
-@pytest.fixture
-def two(pools, mini_file, other_file):
-    """`two(first, second)`: models of these degrees, with other weights, on the same ranks."""
-
-    def load(first: Degrees, second: Degrees) -> list[RemoteTransformer]:
-        pool = pools(first.world)
-        return [
-            on_ranks(pool, mini.opened(path), degrees, "fp32", "sdpa", nobody, keep_others=keep_others)
-            for path, degrees, keep_others in ((mini_file, first, False), (other_file, second, True))
-        ]
-
-    yield load
-    pools.forget(2)
-
-
-def delta(model: RemoteTransformer):
-    """Something to add to a weight."""
-    key = next(key for key in model.checkpoint.key_map.values() if key.endswith("img_in.weight"))
-    return Delta(key, torch.ones(model.checkpoint.original_shapes[key]) * 0.01)
-
-
-@pytest.mark.parametrize("second", [PIPE, Degrees(ulysses=2), Degrees(batch=2)], ids=str)
-def test_models_take_turns_and_answer_as_alone(two, remote, pools, mini_model, other_file, second):
-    references = [mini.reference(mini_model, *GIVEN), mini.reference(mini.random_model(seed=5), *GIVEN)]
-    assert mini.relative(*references) > 1e-2  # the control
-    models = two(PIPE, second)
-    for _ in range(2):
-        for model, reference in zip(models, references, strict=True):
-            assert mini.relative(model.predict(ModelCall(*GIVEN), nobody), reference) <= 1e-5
-    posted = []
-    for model in (*models, *models):  # none is waited for: their micro-steps mix
-        posted.append(whole_call(model, *GIVEN))
-        model.post(posted[-1])
-    first, other, *again = [call.future.result(timeout=60) for call in posted]
-    assert first.equal(again[0]) and other.equal(again[1]) and not first.equal(other)
-
-
-def test_what_is_added_to_one_model_or_ended_for_it_is_nothing_to_the_other(two, pools):
-    first, second = two(PIPE, PIPE)
-    before = [model.predict(ModelCall(*GIVEN), nobody) for model in (first, second)]
-    second.adapt("a LoRA", [delta(second)], nobody)
-    assert not second.predict(ModelCall(*GIVEN), nobody).equal(before[1])
-    run = first.open_run()
-    second.open_run()
-    assert first.predict(ModelCall(*GIVEN), nobody).equal(before[0])
-    found = first.pool.ask(m.ReadMemory(), m.DeviceMemoryReport).result(timeout=60)
-    assert [each.held_bytes for each in found] == [0, 0]  # of no model
-    second.unload().result(timeout=60)
-    with pytest.raises(RuntimeError, match="unloaded from its ranks"):
-        second.predict(ModelCall(*GIVEN), nobody)
-    assert first.on_ranks
-    first.close_run(run, nobody)
-    assert first.predict(ModelCall(*GIVEN), nobody).equal(before[0])
-
-
-def test_a_run_that_was_given_up_is_over(two):
+def test_a_run_that_was_given_up_is_over(remote):
     """What a LoRA has added stays during a run alone."""
-    model, _ = two(PIPE, PIPE)
+    model = remote(Degrees(pipe=2))
     run = model.open_run()
     model.watch_memory(run, 2, False, nobody)
     assert model._memory.in_run

@@ -13,7 +13,7 @@ WITHOUT = (
 )
 REFUSED = {
     "wan-2.2-animate, hook": "a LoRA in a conditioning .* for diffusion_model.face_encoder.out_proj.weight",
-    "wan-2.2-animate, skipped blocks": "between its blocks the class runs modules that are not skipped with them",
+    "wan-2.2-animate, skipped blocks": "the class has modules between its blocks, which skipping its blocks does not skip",
     "wan-2.2-animate, small faces": "positive, negative: the face video is 9 x 8, this model needs 512 x 512",
     "wan-animate-2, skipped blocks": "skipped blocks: the pose runs through a block that is skipped for the video",
     "wan-animate-2, other frames": "the pose video, with a frame for the reference image, is made for a latent of 5 x",

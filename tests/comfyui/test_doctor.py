@@ -3,13 +3,14 @@
 import copy
 import io
 import json
+import re
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from scripts.comfyui_server import PACK
-from tests.comfyui.websocket import Events
+from tests.comfyui.events import Events
 
 pytestmark = pytest.mark.comfyui
 
@@ -64,6 +65,21 @@ def test_it_advises_feeds_another_loader_and_the_next_run_loads_again(server):
     after = server.run(sampling(1) | {"2": {"class_type": "QuickstartPrompt", "inputs": {"text": "3 1 4 1 "}}})
     assert [run.status for run in (before, after)] == ["success", "success"]
     assert np.array_equal(*(np.asarray(Image.open(io.BytesIO(run.images[0]))) for run in (before, after)))
+
+
+def test_another_gpu_is_predicted(server):
+    """A CPU rank has no speed in the table, but the same one again needs none."""
+    prompt = doctor(devices="cpu", another_gpu="the same GPU again, PCIe x8")
+    outcome = server.run(prompt)
+    assert outcome.status == "success", outcome.error
+    (text,) = outcome.outputs["20"]["text"]
+    today, more = re.split("\n\nwith .*, PCIe x8, predicted: ", text)
+    assert "pipefusion_degree 2" not in today
+    assert "seconds a step, against one device (cpu), largest memory of a rank:" in more
+    assert all(f"{mode}_degree 2" in more for mode in ("pipefusion", "split_batch", "tensor_parallel", "ulysses", "patch"))
+    assert "5 % off in the median and 22 % at most" in more
+    prompt["20"]["inputs"]["another_gpu"] = "RTX 3090 24 GB, PCIe x8"
+    assert "another_gpu: the speed of cpu" in server.run(prompt).error
 
 
 def test_what_users_do_wrong_is_said(server):

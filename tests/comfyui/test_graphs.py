@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.comfyui.conftest import mostly_full
+from tests.comfyui.events import Events
 from tests.comfyui.graph import NATIVE, PIPELINED, PLAIN, SEED, WARM, Graph, copy_of_bundled
-from tests.comfyui.websocket import Events
 
 pytestmark = pytest.mark.comfyui
 

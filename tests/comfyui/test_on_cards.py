@@ -29,6 +29,14 @@ def found(comfyui, base, tmp_path_factory) -> dict:
     return results | {"violations": (folder / "violations").read_text()}
 
 
+def test_doctor_predicts_another_gpu_beside_a_card(found):
+    """A card that torch names NVIDIA GeForce RTX 4090 is in the table."""
+    _, predicted = found["doctor"].split("with RTX 3090 24 GB, PCIe x8, predicted: ")
+    assert "RTX 4090, 2" in found["doctor"]
+    assert all(f"{mode}_degree 2" in predicted for mode in ("pipefusion", "tensor_parallel", "ulysses", "patch"))
+    assert "one device (cuda:0)" in predicted or "one device (RTX 3090 24 GB)" in predicted
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_on_cards_give_what_cpu_ranks_give(found, case):
     """Nothing is noted of the cards, and Unload leaves nothing on them."""

@@ -51,7 +51,7 @@ def test_a_unet_by_split_batch(inside):
     for mode in ("one rank", "split batch"):
         assert found[f"{name}, {mode}"] <= LIMIT, (mode, found[f"{name}, {mode}"])
     for mode in ("stages", "tensor", "ulysses", "ring", "ulysses and stages"):
-        assert "runs by split_batch_degree alone" in found.error(f"{name}, {mode}")
+        assert "runs only with split_batch_degree" in found.error(f"{name}, {mode}")
     for case in ("LoRA", "Parallelize Model"):
         assert found[f"{name}, {case}"]["share"] <= LIMIT
         assert found[f"{name}, {case}"]["moved"] > 0.1

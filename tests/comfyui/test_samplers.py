@@ -13,7 +13,7 @@ RUNS = ("euler_ancestral", "odd size", "inpaint", "guider BasicGuider", "after t
 REPORTS = {
     "displaced report": "1 model call exact (warm-up), 7 in displaced patches with keys one step old",
     "displaced report, area": "all model calls exact, because the conditioning has its own area",
-    "naive report": "patches that never see each other (naive patches, a control)",
+    "naive report": "patches that never see each other (naive patches, for comparison)",
 }
 FAR = 0.1
 """How far from exact displaced patches may be, relative to the latent's norm, in 8 steps of the bundled model: a third above

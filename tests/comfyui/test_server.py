@@ -18,8 +18,8 @@ import pytest
 from PIL import Image
 
 from scripts.comfyui_server import PACK
+from tests.comfyui.events import Events
 from tests.comfyui.graph import CONFIG, small, workflow
-from tests.comfyui.websocket import Events
 
 pytestmark = pytest.mark.comfyui
 

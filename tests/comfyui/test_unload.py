@@ -10,8 +10,8 @@ import pytest
 
 from scripts.comfyui_server import ComfyUIServer
 from tests.client.test_unload import write_random
+from tests.comfyui.events import Events
 from tests.comfyui.test_server import LOADER, SAMPLER, pixels, small
-from tests.comfyui.websocket import Events
 
 pytestmark = pytest.mark.comfyui
 

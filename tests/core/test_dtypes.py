@@ -4,19 +4,7 @@ import pytest
 import torch
 
 from parallel_backend.core.dtypes import compute_dtype, compute_name, native_halves, resolve_dtype, storage_name
-from testing.fake_cuda import (
-    ADA,
-    AMPERE,
-    BLACKWELL,
-    HOPPER,
-    PASCAL,
-    RDNA2,
-    RDNA3,
-    TURING,
-    TURING_16,
-    VOLTA,
-    fake_cuda,
-)
+from testing.fake_cuda import ADA, AMPERE, BLACKWELL, HOPPER, PASCAL, RDNA2, RDNA3, TURING, TURING_16, VOLTA, fake_cuda
 
 BOTH, FP16_FIRST, BF16_ONLY = ("bf16", "fp16"), ("fp16", "bf16"), ("bf16",)
 NEW = [AMPERE, ADA, HOPPER, BLACKWELL, RDNA3]

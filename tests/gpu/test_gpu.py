@@ -18,6 +18,7 @@ from parallel_backend.checkpoints.packed_formats import FP8_KINDS, GGUF_BLOCKS, 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
+from parallel_backend.client.step_cache import StepCache
 from parallel_backend.client.vae import TooLittleMemory
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Offload
@@ -28,6 +29,7 @@ from testing import mini
 from testing.models import on_ranks
 from testing.vaes import OnRanks, made_of, small_vae
 from tests.checkpoints.test_formats import encode
+from tests.client.test_step_cache import THRESHOLD, decisions
 from tests.rank import test_vae
 from tests.rank.test_quantised_ranks import INPUTS, KINDS, files, plain, plain_file  # noqa: F401 (fixtures)
 from tests.rank.test_sparse_attention import block_sparse
@@ -125,7 +127,8 @@ def test_one_rank_equals_the_class(ranks, mini_model, given, expected, measured)
 
 
 def test_inputs_and_outputs_on_the_device(ranks, given):
-    """ComfyUI's latents and conditioning are on its own device, and its sampler goes on there with what comes back."""
+    """ComfyUI's latents and conditioning are on its own device, and its sampler goes on there with what comes back. A step
+    cache decides the same by them, and a latent is decoded from there."""
     alone = ranks.load(ALONE, Degrees())
     call, bands = alone.predict(ModelCall(*given), lambda: None), banded(alone, given)
     model = ranks.load(SHARED, Degrees(pipe=2))
@@ -134,6 +137,15 @@ def test_inputs_and_outputs_on_the_device(ranks, given):
     assert output.device == sample.device == there[0].device
     assert mini.relative(output.cpu(), call) <= TOLERANCE
     assert mini.relative(sample.cpu(), bands) <= TOLERANCE
+    logs = []
+    for x, _, tensors in (given, there):
+        cache = StepCache(2 * THRESHOLD, BANDS)
+        logs.append(decisions(cache))
+        sample_in_bands(model, x, linear_sigmas(10).to(x.device), Prompt(tensors, tensors, 1.0), BANDS, 1, cache=cache)
+    assert logs[0] == logs[1] and {".", "#"} <= {*logs[0]}
+    vae, x = small_vae(), test_vae.latent(1, 4, 6, 3)
+    decoded = OnRanks(ranks(SHARED), "vae", lambda: made_of(vae)).run(x.to(DEVICE), lambda: None)
+    assert test_vae.largest(decoded, test_vae.whole(vae, x)) <= TOLERANCE
 
 
 def test_streamed_weights_give_what_weights_on_the_device_give(ranks, tmp_path):

@@ -100,14 +100,18 @@ class PoolsResiduals(Controlled):
         return residual.mean(0, keepdim=True)
 
 
-class AroundBlocks(Tokens):
-    """As MiniMax H3: words and picture in one stream, and a function of another node may stand in place of a block."""
+class Replaced:
+    """A function of another node may stand in place of a block."""
 
     def forward(self, x, timestep, context=None, transformer_options=None, **_extra):
         self.replaced = (transformer_options or {}).get("patches_replace", {}).get("dit", {})
         out = super().forward(x, timestep, context)
         del self.replaced
         return out
+
+
+class AroundBlocks(Replaced, Tokens):
+    """As MiniMax H3: words and picture in one stream."""
 
     def mixed(self, h, words, emb, t):
         h = torch.cat((words, h), 1)

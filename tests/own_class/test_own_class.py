@@ -104,7 +104,7 @@ def test_tokens_that_can_be_cut_are_proven(name, batch):
         ("PoolsEachFrame", "blocks.1 attends to different values if its tokens are cut"),
         ("SharesKeysEarly", "blocks.0 attends with heads that share no keys"),
         ("PrefixAsItIs", "transformer_blocks.0 attends"),
-        ("CountsRows", "blocks.0 attends by rows in a different way if its tokens are cut"),
+        ("CountsRows", "blocks.0 attends differently for each row if its tokens are cut"),
     ],
 )
 def test_what_sequence_ranks_would_get_wrong_is_not_proven(name, why):

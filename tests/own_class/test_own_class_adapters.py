@@ -10,16 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from parallel_backend.own_class.adapters.adapters import (
-    Indexed,
-    PixartAttention,
-    PixartCrossAttention,
-)
+from parallel_backend.own_class.adapters.adapters import Indexed, PixartAttention, PixartCrossAttention
 from parallel_backend.own_class.adapters.animate2_forms import SameFrame
 from parallel_backend.own_class.adapters.ltx_forms import ltx2_arguments
-from parallel_backend.own_class.adapters.minimax_forms import (
-    minimax_h3_segments,
-)
+from parallel_backend.own_class.adapters.minimax_forms import minimax_h3_segments
 from parallel_backend.own_class.adapters.seedvr_forms import CONDITION, InWindows, places_of, seedvr2_arguments
 from parallel_backend.own_class.adapters.wan_forms import (
     MOTION,

@@ -103,7 +103,7 @@ OTHER = "a band gives a different result"
         ("PoolsBehindLate", OTHER),
         ("CountsBehind", OTHER),
         ("PoolsLatentBehind", OTHER),
-        ("LatentInTwoStreams", "a part of its latent is in several streams"),
+        ("LatentInTwoStreams", "tokens of its latent are in several streams"),
         ("PoolsRefined", MIXED),
         ("PoolsRefinedLate", ATTENDS),
         ("PoolsRefinedBehind", MIXED),

@@ -72,7 +72,7 @@ def test_a_plan_has_mixed_lists_in_the_order_of_a_call():
         # The hints' blocks run whole on every rank, of whose tokens a band has no part.
         ("NextHintLate", {"blocks"}, BEHIND_HINTS),
         ("HintsBehindAll", {"blocks"}, BEHIND_HINTS),
-        ("LatentInHints", {"blocks", "hints"}, "a part of its latent is in several streams"),
+        ("LatentInHints", {"blocks", "hints"}, "tokens of its latent are in several streams"),
     ],
 )
 def test_what_blocks_between_others_would_get_wrong_is_not_proven(name, lists, why):

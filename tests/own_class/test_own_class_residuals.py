@@ -5,12 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel_backend.own_class.calls.residuals import (
-    AROUND,
-    TRIED_ROWS,
-    fitted,
-    for_trial,
-)
+from parallel_backend.own_class.calls.residuals import AROUND, TRIED_ROWS, fitted, for_trial
 from parallel_backend.own_class.calls.tried_calls import Call
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.plans.proof import Proof
@@ -98,5 +93,5 @@ def test_residuals_of_all_tokens_fit_them():
     residual = torch.randn(1, TRIED_ROWS, 2)
     assert torch.equal(fitted(residual, 2 * TRIED_ROWS), residual.repeat(1, 2, 1))
     assert fitted(torch.zeros(1, 5, 2), 5).shape == (1, 5, 2)
-    with pytest.raises(Unproven, match="adds to 5 tokens, and there are 6"):
+    with pytest.raises(Unproven, match="adds to 5 tokens, but the call has 6"):
         fitted(torch.zeros(1, 5, 2), 6)

@@ -88,7 +88,7 @@ def test_a_rank_that_died_is_lost_unless_its_file_is_damaged(how, is_lost):
 
 @pytest.mark.parametrize(("ranks", "devices"), [((2,), ("cuda:1",)), ((0, 1, 2), ())])
 def test_ranks_that_hang_are_at_fault_unless_all_do(ranks, devices):
-    error = report(Ranks()).hang(Verdict(ranks, "came no further", hung=True))
+    error = report(Ranks()).hang(Verdict(ranks, "made no progress", hung=True))
     assert isinstance(error, RankLost)
     assert (error.devices, error.did) == (devices, "did not answer")
 

@@ -130,7 +130,7 @@ def test_work_of_which_nothing_is_known_gets_long():
     played.dog.sent(step(1))
     count, verdict = played.until(heard=working(played, 1, (False, True)))
     assert (count, verdict.ranks, verdict.hung) == (1800, (0,), True)
-    assert verdict.text.startswith("came no further for 1800 s, last seen in micro-step 1.")
+    assert verdict.text.startswith("made no progress for 1800 s, last seen in micro-step 1.")
 
 
 def measured(played: Played, seconds: int, tokens: int = 100, conditioning: int = 1) -> None:
@@ -420,7 +420,7 @@ def test_a_rank_that_hangs_in_python_is_named_with_its_stack(mini_file, given, o
         model = load(pool, mini_file, Degrees(pipe=2))
         pool.watchdog.stall, pool.watchdog.first, pool.watchdog.factor = 0.5, 2.0, 0.0
         orders("1 sleep")
-        with pytest.raises(RankError, match=r"rank 1 \(cpu\) came no further for 2 s, last seen in micro-step 1\.") as error:
+        with pytest.raises(RankError, match=r"rank 1 \(cpu\) made no progress for 2 s, last seen in micro-step 1") as error:
             model.predict(ModelCall(*given), nobody)
         assert "Current thread" in str(error.value) and " in sleep" in str(error.value)
 

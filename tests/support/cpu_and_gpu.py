@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -40,8 +40,6 @@ class Both:
     cpu: Pools
     gpu: Pools
     machine: Machine
-    caches: Sequence[dict] = ()
-    """Libraries keep tensors here, by device, as long as the process lives."""
 
     def check(self, run: Run) -> list[torch.Tensor]:
         """What it gives on the devices. AssertionError unless CPU ranks give the same."""
@@ -60,8 +58,6 @@ class Both:
             self.machine.record.forget()
             found = run(self.gpu.load, self.gpu)
             self.gpu.unload()
-            for cache in self.caches:
-                cache.clear()
             violations = self.machine.record.violations
             assert not violations, "\n".join(violations[:20])
             self.check_memory()

@@ -1,6 +1,7 @@
 """A ComfyUI that has only the planted classes, in the test process and in ranks that are threads of it."""
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,40 +11,11 @@ from unittest import mock
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.built.building import imported
 from parallel_backend.own_class.built.built_class import built_class
-from tests.own_class import (
-    planted_bands,
-    planted_between,
-    planted_classes,
-    planted_features,
-    planted_forms,
-    planted_guided,
-    planted_prefix,
-    planted_references,
-    planted_refiners,
-    planted_residuals,
-    planted_rows,
-    planted_second,
-    planted_skips,
-    planted_tokens,
-    planted_widths,
-)
 
+CLASSES = Path(__file__).parents[1] / "own_class"
 MODULES = {
-    "comfy.ldm.planted": planted_classes,
-    "comfy.ldm.planted_tokens": planted_tokens,
-    "comfy.ldm.planted_forms": planted_forms,
-    "comfy.ldm.planted_bands": planted_bands,
-    "comfy.ldm.planted_between": planted_between,
-    "comfy.ldm.planted_refiners": planted_refiners,
-    "comfy.ldm.planted_references": planted_references,
-    "comfy.ldm.planted_features": planted_features,
-    "comfy.ldm.planted_widths": planted_widths,
-    "comfy.ldm.planted_residuals": planted_residuals,
-    "comfy.ldm.planted_skips": planted_skips,
-    "comfy.ldm.planted_guided": planted_guided,
-    "comfy.ldm.planted_prefix": planted_prefix,
-    "comfy.ldm.planted_rows": planted_rows,
-    "comfy.ldm.planted_second": planted_second,
+    f"comfy.ldm.{path.stem}": importlib.import_module(f"tests.own_class.{path.stem}")
+    for path in sorted(CLASSES.glob("planted_*.py"))
 }
 
 
@@ -66,6 +38,11 @@ def as_folder(module: str, folder: Path) -> str:
 
 def planted(name: str) -> OwnClass:
     """The class of this name, as nodes would describe it."""
-    module = next(each for each, classes in MODULES.items() if hasattr(classes, name))
-    kind = getattr(getattr(MODULES[module], name), "kind", "Planted")
-    return OwnClass(kind, "/nowhere", module, name, "{}", (), (), (), ("bf16",), True)
+    kind = next(vars(module)[name] for module in MODULES.values() if _has(module, name))
+    module = f"comfy.ldm.{kind.__module__.rpartition('.')[2]}"
+    return OwnClass(getattr(kind, "kind", "Planted"), "/nowhere", module, name, "{}", (), (), (), ("bf16",), True)
+
+
+def _has(module: ModuleType, name: str) -> bool:
+    """Whether the class is defined there."""
+    return getattr(getattr(module, name, None), "__module__", "") == module.__name__

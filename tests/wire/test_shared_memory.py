@@ -13,12 +13,7 @@ import torch
 from parallel_backend.wire import channel as channels
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
-from parallel_backend.wire.shared_memory import (
-    DropSegment,
-    OpenSegment,
-    make_segment,
-    sharing_possible,
-)
+from parallel_backend.wire.shared_memory import DropSegment, OpenSegment, make_segment, sharing_possible
 from parallel_backend.wire.tcp import socket_of
 
 fcntl = pytest.importorskip("fcntl", reason="files without a name are Linux's")
@@ -180,7 +175,7 @@ def test_segments_by_name_numbers_that_are_taken_are_refused(ends, segment):
         ends.rank.receive()
     ends.client.lend(segment)
     ends.client.lend(segment)
-    with pytest.raises(m.BadMessage, match="beside 1 others"):
+    with pytest.raises(m.BadMessage, match="1 segments are open"):
         ends.rank.receive()
 
 
@@ -190,7 +185,7 @@ def test_a_client_that_opens_ever_more_segments_is_refused(ends, monkeypatch):
     for segment in segments:
         ends.client.lend(segment)
         segment.close()
-    with pytest.raises(m.BadMessage, match="beside 1 others"):
+    with pytest.raises(m.BadMessage, match="1 segments are open"):
         ends.rank.receive()
 
 

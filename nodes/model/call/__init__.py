@@ -1,4 +1,2 @@
-"""A call of the model: the native MODEL's stub checks it and hands it to the ranks.
-
-For ComfyUI's own class, the trial of its calls is here too.
-"""
+"""Answers a call of the model: the native MODEL's stub checks it and hands it to the ranks. The trial of calls of ComfyUI's
+own class is here too."""

@@ -1,4 +1,4 @@
-"""A call of ComfyUI's own class, answered by the ranks."""
+"""Has the ranks answer a call of ComfyUI's own class."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ def answered(
     is_carried: bool = True,
     **extra: Any,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """The output of a call of the native model. `is_carried`: latents are as its `forward` gets them, and not as its
-    `_forward` does."""
+    """Return the output of a call of the native model. `is_carried`: whether latents are as the native `forward` gets them;
+    otherwise they are as its `_forward` gets them."""
     options = transformer_options or {}
     latents = latents_of(x if isinstance(x, torch.Tensor) else tuple(x))
     if len(latents[0]) > 1 and adapter_of(stub.own.kind).one_entry:
@@ -76,7 +76,8 @@ def answered(
 
 
 def _in_rank_form(stub: Stub, x: Any, given: NativeArguments, control: Any, is_carried: bool) -> RankCall:
-    """ValueError for latents, timesteps and controls that ranks do not take."""
+    """Return the call in the form of ranks and trials. Raises ValueError for latents, timesteps and controls that ranks do
+    not take."""
     latents, built, adapter = given.latents, stub.checkpoint.built, adapter_of(stub.own.kind)
     axes, band = 5 if built.patching.video else 4, stub.band_of(latents, given.options)
     if band is None:
@@ -98,7 +99,7 @@ def _in_rank_form(stub: Stub, x: Any, given: NativeArguments, control: Any, is_c
 
 
 def _for_entries(timestep: torch.Tensor, entries: int) -> torch.Tensor:
-    """The timesteps of a call's batch entries [entries, ...]. ValueError for another number of timesteps."""
+    """Return the timesteps of a call's batch entries [entries, ...]. Raises ValueError for another number of timesteps."""
     if len(timestep) == 1:
         return timestep.expand(entries, *timestep.shape[1:])
     if len(timestep) != entries:
@@ -110,7 +111,7 @@ def _for_entries(timestep: torch.Tensor, entries: int) -> torch.Tensor:
 
 
 def _check_latents(latents: Latents, axes: int) -> None:
-    """ValueError for a latent of a call that ranks do not take. `axes`: of the first one."""
+    """Raise ValueError for a latent that ranks do not take. `axes`: the first latent's number of axes."""
     if latents[0].ndim != axes or any(0 in latent.shape for latent in latents):
         raise ValueError(
             f"latent_image: this model takes one latent with {axes} axes, none of them empty. Use the Empty Latent node "
@@ -121,7 +122,7 @@ def _check_latents(latents: Latents, axes: int) -> None:
 def _residuals(
     stub: Stub, given: NativeArguments, timestep: torch.Tensor, control: Any, band: Band | None, is_carried: bool
 ) -> Residuals:
-    """What ControlNets, and controls that run in this process, add to the call."""
+    """Return the residuals of ControlNets and of controls that run in this process, for the call."""
     latent, options = given.latents[0], given.options
     if control is None and not options.get(PATCHES) and not options.get(REPLACED):
         return {}
@@ -137,7 +138,7 @@ def _residuals(
 
 
 def _tried(stub: Stub, call: RankCall, plan: PreparedCall) -> torch.Tensor | list[torch.Tensor]:
-    """Zeros for a call that is only tried. Notes whether calls like it can run in bands."""
+    """Return zeros as the output of a call that is only tried. Records whether similar calls can run in bands."""
     if stub.run.whole_calls is not None:
         tensors = plan.tensors(call)
         tokens = stub.run.whole_calls[shapes(tensors)] = tokens_of(stub.checkpoint.built, call.latents[0], tensors)

@@ -1,9 +1,9 @@
 """Evaluates the conditionings of a step concurrently if ComfyUI cannot join them to one model call.
 
 ComfyUI makes one model call after the other for conditionings that it cannot join (prompts of different length, areas). A
-CALC_COND_BATCH wrapper splits them into parts and has ComfyUI evaluate each part by itself. A part's model call goes to the
-ranks; before it waits for the answer, it starts the next part. So one thread keeps all replicas and pipeline stages busy.
-Model calls and the result are the same as without the wrapper. Context windows are parts too (concurrent_windows.py).
+CALC_COND_BATCH wrapper splits them into parts and has ComfyUI evaluate each part separately. A part's model call is sent to
+the ranks; before it waits for the answer, it starts the next part. So one thread keeps all replicas and pipeline stages
+busy. Model calls and the result are the same as without the wrapper. Context windows are parts too (concurrent_windows.py).
 """
 
 import logging
@@ -27,7 +27,7 @@ EVALUATION_KEY = "parallel_dit_evaluation"
 """Key in `transformer_options` under which the model calls carry their `Evaluation`."""
 
 ONE_BY_ONE = ("hooks", "default", "gligen")
-"""Keys of a conditioning that make ComfyUI keep a state from one evaluation to the next."""
+"""Keys of a conditioning for which ComfyUI keeps a state from one evaluation to the next."""
 
 
 class Evaluation:
@@ -41,15 +41,13 @@ class Evaluation:
         return self  # ComfyUI copies transformer_options for each model call: all must share one evaluation
 
     def first_replica(self, entries: int) -> int:
-        """The replica for the first of a call's `entries` batch entries, to be taken modulo the number of replicas.
-
-        It counts the entries of the step's earlier calls, so that calls of one step go to different replicas.
-        """
+        """Return the replica for the first of a call's `entries` batch entries, modulo the number of replicas. It counts the
+        entries of the step's earlier calls, so that calls of one step go to different replicas."""
         before, self._entries = self._entries, self._entries + entries
         return before
 
     def start_next(self) -> None:
-        """Evaluate the next part, if any. A part's model call calls this once it is posted to the ranks."""
+        """Evaluate the next part, if any. A part's model call does this after it was posted to the ranks."""
         if self._parts:
             self._parts.popleft()()
 
@@ -114,7 +112,7 @@ def evaluate_concurrently(
 
 
 def why_sequential(model, entries: list[dict], model_options: dict) -> str | None:
-    """Reason for the user why the model calls must come one after the other. None: they need not."""
+    """Return the reason for the user why the model calls must come one after the other. None: they need not."""
     extension = comfy.patcher_extension
     for entry in entries:
         for key in ONE_BY_ONE:
@@ -135,10 +133,8 @@ def why_sequential(model, entries: list[dict], model_options: dict) -> str | Non
 
 
 def model_calls(entries: list[tuple[int, dict]], x_in: torch.Tensor, timestep: torch.Tensor) -> list[list[int]]:
-    """For each model call, the indices of the conditionings that ComfyUI joins to it.
-
-    `entries`: (index of the conditioning, entry).
-    """
+    """For each model call, the indices of the conditionings that ComfyUI joins to it. `entries`: (index of the conditioning,
+    entry)."""
     if len(entries) < 2:
         return [[index for index, _ in entries]]
     areas = [(index, comfy.samplers.get_area_and_mult(entry, x_in, timestep)) for index, entry in entries]
@@ -153,10 +149,8 @@ def model_calls(entries: list[tuple[int, dict]], x_in: torch.Tensor, timestep: t
 
 
 def independent_parts(calls: list[list[int]], count: int) -> list[set[int]]:
-    """Disjoint sets of the conditionings 0 .. count - 1, in the order of the calls. No call needs two of the sets.
-
-    Conditionings without a call are in the first set.
-    """
+    """Return disjoint sets of the conditionings 0 .. count - 1, in the order of the calls. No call needs two of the sets.
+    Conditionings without a call are in the first set."""
     parts: list[set[int]] = []
     for call in calls:
         touched = [part for part in parts if part & set(call)]

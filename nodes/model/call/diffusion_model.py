@@ -59,16 +59,16 @@ log = logging.getLogger(__name__)
 
 
 class RemoteDiffusionModel(torch.nn.Module):
-    """Answers ComfyUI's model call with the ranks' output. Holds no parameters and no process.
+    """Answers ComfyUI's model call with the ranks' output. Has no parameters and no process.
 
-    A call of another structure than before is tried first. `weights`: names and shapes of the weights; `unet_config`:
-    arguments of the native model's class. `devices`: the devices that the model may use. `setup.devices` are those that it
-    does use: with degrees `auto`, AutoDegrees sets `setup` before each run. `patchers_elsewhere`: see
+    A call of another structure than before is tried first. `weights`: names and shapes of the weights. `unet_config`:
+    arguments of the native model's class. `devices`: the devices that the model may use. `setup.devices`: those that it
+    uses; with degrees `auto`, AutoDegrees sets `setup` before each run. `patchers_elsewhere`: see
     RemoteModelPatcher.get_nested_additional_models.
     """
 
     on_ranks = True
-    """Tells the model from a native one, as RankMemoryPatcher.on_ranks does."""
+    """Distinguishes the model from a native one, as RankMemoryPatcher.on_ranks does."""
 
     def __init__(
         self,
@@ -86,22 +86,20 @@ class RemoteDiffusionModel(torch.nn.Module):
         self.patchers_elsewhere: dict[torch.device, comfy.model_patcher.ModelPatcher] = {}
         self.dtype = weights.dtype
         self.current_patcher: comfy.model_patcher.ModelPatcher | None = None
-        """Set by ComfyUI's own BaseModel of Qwen-Image 2.1 before a run, and None again after it."""
+        """Set by ComfyUI's own BaseModel of Qwen-Image 2.1 before a run, and set to None after it."""
         self.advised = False
-        """Whether faster degrees have been looked for, to tell the user."""
+        """Whether faster degrees have been searched for, to tell the user."""
         self._finished = True
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What isinstance sees beside the type: the native model's class, by which nodes tell models apart. Model Sparse
-        Attention does, and nodes that go on to change the model's inside, which is refused by their name then."""
+        """The native model's class, which isinstance accepts in addition to the type: nodes tell models apart by it. Model
+        Sparse Attention does. So do nodes that then change the inside of the model; those are refused by name."""
         return self.native
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """ValueError if another node replaces one of the native model's layers or functions.
-
-        Private names that the model does not have, such as `_is_torch_compile`, may be set.
-        """
+        """Set an attribute. Raises ValueError if another node replaces one of the native model's layers or functions.
+        Private names that the model does not have, such as `_is_torch_compile`, may be set."""
         known = name in self.__dict__ or "_finished" not in self.__dict__
         if not known and (not name.startswith("_") or hasattr(type(self), name)):
             _refuse_inside(name)
@@ -117,14 +115,13 @@ class RemoteDiffusionModel(torch.nn.Module):
         return type(self)(self.checkpoint, *device_settings, self.weights, self.unet_config)
 
     def enlarged_by(self, patches: Mapping[str, list[Patch]]) -> TensorSizes:
-        """Tensors that the patches enlarge, with their new sizes. Further output heads do not count."""
+        """Return the tensors that the patches enlarge, with their new sizes. Additional output heads do not count."""
         banked = BANK_KEYS if self._has_bank else frozenset()
         return self.weights.sizes_with({key: each for key, each in patches.items() if key not in banked})
 
     def enlarged(self, sizes: TensorSizes) -> "RemoteDiffusionModel":
-        """A copy of this model in which a LoRA enlarges the tensors `sizes`. ComfyUI's detection finds its class.
-
-        ValueError if ranks cannot run the enlarged model."""
+        """Return a copy of this model in which a LoRA enlarges the tensors `sizes`. ComfyUI's detection finds its class.
+        Raises ValueError if ranks cannot run the enlarged model."""
         try:
             file = open_file(self.setup.path, importing(self.devices[0]), sizes)
         except ValueError:
@@ -138,7 +135,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     @property
     def own(self) -> OwnClass:
-        """ComfyUI's class of the model, with the proofs of trials so far."""
+        """ComfyUI's class of the model, with the proofs of all trials so far."""
         return self.setup.own_class
 
     @functools.cached_property
@@ -156,8 +153,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         return Proofs()
 
     def reset_prefix_cache(self, _enabled: bool) -> None:
-        """Called by ComfyUI's own BaseModel of Qwen-Image 2.1 before and after a run, for keys that the native model keeps.
-        Ranks drop what they have kept by themselves when the conditioning or the weights change."""
+        """Does nothing. ComfyUI's own BaseModel of Qwen-Image 2.1 calls it before and after a run, for keys that the native
+        model keeps. Ranks drop their stored keys themselves when the conditioning or the weights change."""
 
     @functools.cached_property
     def controls_here(self) -> ControlsHere:
@@ -169,9 +166,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         return class_of(self.own)
 
     def __getattr__(self, name: str) -> Any:
-        """The native model's shapes of layers, such as `img_in.weight.shape`, and its own values, such as sizes of patches
-        and SeedVR2's texts, which ComfyUI's BaseModels and nodes read. ValueError for one of its functions, which ComfyUI
-        calls before the model: `hasattr` has to see that it is there."""
+        """Attributes of the native model that ComfyUI's BaseModels and nodes read: shapes of layers, such as
+        `img_in.weight.shape`, and plain values, such as patch sizes and SeedVR2's texts. Raises ValueError for functions
+        that ComfyUI would call before the model; `hasattr` must find them."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -203,13 +200,14 @@ class RemoteDiffusionModel(torch.nn.Module):
         return self._methods.computed(method, both, self.run.patches_uuid, *arguments, **named)
 
     def state_dict(self, *_args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Names and shapes of the weights, which are on the ranks. ComfyUI matches a LoRA's keys with them."""
+        """Return the names and shapes of the weights, which are on the ranks. ComfyUI matches a LoRA's keys with them."""
         destination = {} if destination is None else destination
         destination.update({prefix + name: tensor for name, tensor in self.weights.tensors.items()})
         return destination
 
     def transformer(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
-        """The model on its ranks, patched. At first use the ranks are started and loaded, for a run like `expected()`."""
+        """Return the model on its ranks, with its patches. At first use the ranks are started and loaded, for a run like
+        `expected()`."""
 
         def adapted(model: RemoteTransformer) -> RemoteTransformer:
             model.adapt(self._patches_name(), self._deltas(), check_cancelled, self._strengths())
@@ -218,7 +216,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         return kept(self, lambda: self._loaded(expected), adapted)
 
     def _loaded(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
-        """As `transformer`, but the weights may still have the patches of an earlier run."""
+        """Return the model on its ranks. Its weights may still have the patches of an earlier run."""
         known = self.run.loaded()
         if known is not None and self.run.of_setup is self.setup and registry().use_again(known):
             return known
@@ -229,7 +227,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         return model
 
     def follow_files(self) -> None:
-        """At the first use in a prompt: take the model's files as they are now, as ranks do. See PromptFiles."""
+        """Use the model's files as they were at the first use in the present prompt, as ranks do. See PromptFiles."""
         self._take(registry().checkpoint(present_prompt(), self.setup, self.checkpoint))
 
     def _take(self, checkpoint: Checkpoint) -> None:
@@ -240,14 +238,14 @@ class RemoteDiffusionModel(torch.nn.Module):
                 vars(self).pop(made, None)
 
     def _patches_name(self) -> tuple[Any, ...] | None:
-        """Stands for all patches of the run. None: it has none."""
+        """Return a name for all patches of the run. None: there are no patches."""
         run = self.run
         is_patched = run.patches or run.bypass_patches or run.hook_patches
         return (run.patches_uuid, *run.hook_patches) if is_patched else None
 
     def _deltas(self) -> Iterator[Delta]:
-        """All changes of weights for the ranks. Group 0 always applies. Each further group is one hook, whose strength
-        may change from call to call."""
+        """All changes of weights for the ranks. Group 0 always applies. Each other group is one hook, whose strength may
+        change from call to call."""
         groups = enumerate(self.run.hook_patches.values(), 1)
         heads = self.heads_of(self.run.patches)
         left_out = frozenset() if heads == 1 else BANK_KEYS
@@ -259,11 +257,11 @@ class RemoteDiffusionModel(torch.nn.Module):
             yield from bank_deltas(self.weights, self.run.patches, heads, 1 + len(self.run.hook_patches))
 
     def heads_of(self, patches: Mapping[str, list[Patch]]) -> int:
-        """Output heads of a PDD acceleration LoRA among the patches. 1: there is none."""
+        """Return the number of output heads of a PDD acceleration LoRA in the patches. 1: there is no such LoRA."""
         return heads_of(self.weights, patches) if self._has_bank else 1
 
     def choose_heads(self, timestep: torch.Tensor, options: Mapping[str, Any]) -> None:
-        """Set the strengths of the heads for a call at `timestep`, if the run's patches have a bank of heads."""
+        """Set the strengths of the heads for a call at `timestep`, if the run's patches have several heads."""
         if (heads := self.heads_of(self.run.patches)) > 1:
             self.run.head_strengths = strengths_in_call(heads, timestep, options)
 
@@ -272,10 +270,8 @@ class RemoteDiffusionModel(torch.nn.Module):
         return self.own.kind == BANKED
 
     def _strengths(self) -> tuple[float, ...]:
-        """Strengths of the hooks in the present model call, in the order of `hook_patches`.
-
-        ComfyUI only joins conditionings with the same hooks to a call, so one strength holds for all its entries.
-        """
+        """Return the strengths of the hooks in the present model call, in the order of `hook_patches`. ComfyUI only joins
+        conditionings with the same hooks to a call, so one strength holds for all its entries."""
         if not self.run.hook_patches:
             return self.run.head_strengths
         patcher = self.run.patcher()
@@ -301,8 +297,8 @@ class RemoteDiffusionModel(torch.nn.Module):
     ) -> torch.Tensor | list[torch.Tensor]:
         """ComfyUI's diffusion_model call: latent x [B, C, (T,) H, W], timestep [B] or [B, T] -> the model's output.
 
-        Nested latents are lists, the video's latent first, as input and output. A list of timesteps is joined along the
-        second axis: [B, k + l]. Other nodes' wrappers are run if the native model runs them.
+        Nested latents are lists, as input and output, with the video's latent first. A list of timesteps is joined along the
+        second axis: [B, k + l]. Other nodes' wrappers run if the native model runs them.
         """
         options = transformer_options or {}
         self.run.call = time.perf_counter(), options
@@ -315,27 +311,25 @@ class RemoteDiffusionModel(torch.nn.Module):
         return answered(self, x, timestep, **arguments)
 
     def wrappers(self, options: dict[str, Any], is_model_options: bool = False) -> list[Any]:
-        """Other nodes' wrappers around a call with these transformer_options, or with those inside model_options."""
+        """Return other nodes' wrappers around a call with these transformer_options, or with those inside model_options."""
         return wrappers_of(options, is_model_options) if runs_wrappers(self.native) else []
 
     def _forward(self, *arguments: Any, **named: Any) -> torch.Tensor | list[torch.Tensor]:
-        """The call inside wrappers, with the arguments of the native class's `_forward`.
-
-        The native `forward` has already changed the latents, as it does before its `_forward`.
-        """
+        """Return the call inside of wrappers, with the arguments of the native class's `_forward`. The native `forward` has
+        already changed the latents, as it does before its `_forward`."""
         return answered(self, **by_name(self.native, arguments, named), is_carried=False)
 
     def band_of(self, latents: Latents, options: dict[str, Any]) -> Band | None:
-        """The band that this call computes. None: it is a call for the whole latent."""
+        """Return the band that this call computes. None: the call is for the whole latent."""
         band: Band | None = options.get(BAND_KEY)
         return band if band is not None and band.takes(self, latents, options) else None
 
     def forward_orig(self, *_arguments: Any, **_named: Any) -> None:
-        """ValueError: nodes call or replace it to reach the inside of the native model."""
+        """Always raises ValueError: nodes call or replace it to reach the inside of the native model."""
         _refuse_inside("forward_orig")
 
     def predict(self, call: ModelCall, shape: CallShape, steps: int, evaluation: Evaluation) -> torch.Tensor | Latents:
-        """The ranks' output for a call with the whole latent, of a sampler with `steps` steps."""
+        """Return the ranks' output for a call with the whole latent, from a sampler with `steps` steps."""
         batch = shape.latent[0]
         expected = functools.partial(expected_request, self.checkpoint, shape.latent, batch, shape.text_tokens)
 
@@ -348,9 +342,9 @@ class RemoteDiffusionModel(torch.nn.Module):
         return kept(self, lambda: self.transformer(expected), predict)
 
     def prove(self, run: Callable[[dict[str, Any]], Any], channels: Sequence[int], bands: bool = True) -> str:
-        """Have the class tried for a run before its model is loaded: why `bands` are not proven. Empty: they are.
+        """Have the class tried for a run before its model is loaded. Returns why `bands` are not proven. Empty: they are.
 
-        `run` makes the calls of a step with these entries of transformer_options, which get zeros. `channels`: of each of
+        `run` makes the calls of a step with these entries of transformer_options; they return zeros. `channels`: of each of
         the sampler's latents.
         """
         self.run.whole_calls, self.run.unproven_bands = {} if bands else None, ""
@@ -359,7 +353,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         return self.run.unproven_bands
 
     def without_bands(self, reason: str) -> str:
-        """The refusal of bands that the user has asked for."""
+        """Return the error text if the user asked for bands and they are not possible."""
         name = self.checkpoint.path.name
         if (degrees := self.setup.degrees).patch > 1:
             return f"patch_degree: {name} cannot run in {degrees.patch_mode} patches: {reason}. Set it to 1."
@@ -371,7 +365,7 @@ def _refuse_inside(name: str) -> None:
 
 
 def remote_stub(model: comfy.model_patcher.ModelPatcher) -> RemoteDiffusionModel:
-    """The RemoteDiffusionModel inside a MODEL. ValueError if the MODEL is a native one."""
+    """Return the RemoteDiffusionModel inside a MODEL. Raises ValueError if the MODEL is a native one."""
     stub = getattr(getattr(model, "model", None), "diffusion_model", None)
     if not isinstance(stub, RemoteDiffusionModel):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Calls of ComfyUI's own class for a trial: the values that they can have, and which calls are alike."""
+"""Calls of ComfyUI's own class for a trial: the values they may have, and the properties by which calls are alike."""
 
 import functools
 import itertools
@@ -35,30 +35,30 @@ from ..patches.sparse_attention import settings_of
 from ..patches.text_guidance import GUIDANCE_KEY, TextGuidance
 
 HEEDS_FILES = hasattr(comfy.ldm.modules.attention, "ComfyAttention")
-"""ComfyUI takes notice of the attention that a model's file asks for (0.37 and newer)."""
+"""Whether ComfyUI respects the attention that a model's file asks for (0.37 and newer)."""
 OF_UNETS = "comfy.ldm.modules.attention"
-"""Module of UNets' blocks, which all classes import for its attention functions."""
+"""Module of UNets' blocks. All classes import it for its attention functions."""
 
 
 def is_held(value: Any) -> bool:
-    """Whether a trial can hold the value: a tensor, or what JSON has."""
+    """Whether a trial can use the value: a tensor, or a JSON value."""
     return isinstance(value, torch.Tensor) or is_plain(value)
 
 
 def on_host(values: Any) -> dict[str, Any]:
-    """The values with their tensors in host memory."""
+    """Return the values, with all tensors in host memory."""
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(values))
 
 
 def shapes(tensors: dict[str, torch.Tensor]) -> Any:
-    """Names and shapes of a call's conditioning tensors, whatever the batch: a side of 1 in front may be that of a tensor
-    that entries share, or of a single entry."""
+    """Return the names and shapes of a call's conditioning tensors, whatever the batch. Leading sides of 1 are removed,
+    because they may belong to a tensor that entries share, or to a single entry."""
     sides = {name: tuple(itertools.dropwhile(lambda side: side == 1, each.shape[1:])) for name, each in tensors.items()}
     return frozenset((name, each) for name, each in sides.items() if name != STRUCTURE)
 
 
 def returned(latents: Latents) -> torch.Tensor | list[torch.Tensor]:
-    """A call's outputs as ComfyUI's classes return them."""
+    """Return a call's outputs in the form in which ComfyUI's classes return them."""
     return list(latents) if len(latents) > 1 else latents[0]
 
 
@@ -76,14 +76,14 @@ def by_entry(x: Any, timestep: Any, named: Mapping[str, Any]) -> Iterator[dict[s
 
 
 def joined(outputs: Sequence[torch.Tensor | list[torch.Tensor]]) -> torch.Tensor | list[torch.Tensor]:
-    """The outputs of calls of an entry each, as one call's."""
+    """Return the outputs of one call, from those of calls with one entry each."""
     latents = [latents_of(each if isinstance(each, torch.Tensor) else tuple(each)) for each in outputs]
     return returned(tuple(torch.cat(parts) for parts in zip(*latents, strict=True)))
 
 
 def own_residuals(control: Control | None, x: torch.Tensor, bands: Patching | None) -> Residuals:
-    """What a ControlNet adds for the latent `x`, by the names that ranks know. `bands`: those that the latent is of, or has.
-    Its tokens are then in their order, and else in raster order. ValueError for outputs of another model's size."""
+    """A ControlNet's residuals for the latent `x`, by the names that ranks use. Raises ValueError for outputs of another
+    size. `bands`: the patching if the latent is, or has, bands. Tokens are then in its order, otherwise in raster order."""
     residuals = by_name(control or {})
     for residual in residuals.values():
         if side_of(residual, x.shape[2:]) is None or len(residual) != len(x):
@@ -97,20 +97,20 @@ def own_residuals(control: Control | None, x: torch.Tensor, bands: Patching | No
 
 @dataclass(frozen=True)
 class NodeChanges:
-    """Changes inside the class that other nodes ask for in a call."""
+    """Changes inside the class that other nodes request in a call."""
 
     skipped: Mapping[tuple[str, int], Any] = field(default_factory=dict)
-    """(kind, number) of each block -> the function in its place."""
+    """(kind, number) of each skipped block -> the function that replaces it."""
     nag: Callable[..., torch.Tensor] | None = None
-    """NAG's function."""
+    """The function of ComfyUI's NAGuidance."""
     guidance: NormalizedGuidance | None = None
-    """The node's settings. None: it does not change the call."""
+    """The settings of ComfyUI's NAGuidance. None: it does not change the call."""
     text: TextGuidance | None = None
-    """WanVideoNAG's."""
+    """The guidance of WanVideoNAG."""
 
     @property
     def of_batch(self) -> bool:
-        """Whether parts of it belong to single batch entries."""
+        """Whether some of the changes are for single batch entries."""
         return self.guidance is not None or self.text is not None
 
     def __bool__(self) -> bool:
@@ -120,8 +120,8 @@ class NodeChanges:
 def changes_and_options(
     checkpoint: Checkpoint, loaded: str, options: Mapping[str, Any], entries: int
 ) -> tuple[BlockChanges, NodeChanges, dict[str, Any]]:
-    """(how a call of so many batch entries attends, what other nodes change in it, what ranks get of its
-    transformer_options: see told_to_own_class). `loaded`: see chosen_attention. ValueError for what they do not get."""
+    """Return (attention of a call with `entries` batch entries, other nodes' changes in it, transformer_options for ranks).
+    `loaded`: see chosen_attention. Raises ValueError for options that ranks cannot get, see told_to_own_class."""
     built, override = checkpoint.built, options.get(OVERRIDE)
     preferred = preferred_attention(checkpoint, loaded, options) if HEEDS_FILES else ""
     kernel, unknown = kernel_of_call(override, loaded, preferred)
@@ -142,7 +142,8 @@ def changes_and_options(
 def sparse_attention(
     checkpoint: Checkpoint, options: Mapping[str, Any], latents: Latents, arguments: Mapping[str, Any], native: type
 ) -> SparseAttention | None:
-    """Model Sparse Attention's settings of a call whose blocks are proven. None: it attends in full. `native`: the class."""
+    """Model Sparse Attention's settings for a call whose blocks are proven. None: its attention is dense. `native`: the
+    class."""
     built, of_block = checkpoint.built, sparse_blocks(options.get(REPLACED) or {})
     found = settings_of(options.get(OVERRIDE), of_block, built.counts, options)
     if found is None:
@@ -152,29 +153,30 @@ def sparse_attention(
 
 
 def is_sparse(options: Mapping[str, Any]) -> bool:
-    """Whether Model Sparse Attention has put something into a call's transformer_options."""
+    """Whether Model Sparse Attention has added anything to a call's transformer_options."""
     return has_override(options.get(OVERRIDE)) or sparse_blocks(options.get(REPLACED) or {}) is not None
 
 
 @functools.lru_cache(maxsize=4)
 def _code_of_calls(own: OwnClass) -> str:
-    """The code that can call a patch of another node: the class's module, and those that it imports. A patch of a kind that
-    this code does not name has no effect, as natively. The module of UNets' blocks is left out, unless the class has one."""
+    """Return the code that can call a patch of another node: the class's module and those that it imports.
+
+    A patch of a kind that this code does not name has no effect, as natively. The module of UNets' blocks is left out,
+    unless the class has such blocks."""
     used = {type(module).__module__ for module in build(own).modules()}
     return "\n".join(text.decode() for name, text in class_code(own, helpers=False) if name != OF_UNETS or name in used)
 
 
 def structure(call: Call, sizes: tuple[int, ...]) -> str:
-    """What a trial is for: the form of the call, the batch, and what ranks do not get. `sizes`: see form."""
+    """Key for trials: the form of the call, the batch, and the names of options that ranks do not get. `sizes`: see form."""
     return repr((len(call.x), form(call, sizes), sorted(map(str, call.options))))
 
 
 def form(call: Call, sizes: tuple[int, ...]) -> str:
     """Text of the call's structure: names and axes of its tensors, and its values that are neither tensors nor numbers.
 
-    `sizes`: of the whole latent. A single frame has another structure than several frames.
-
-    Of dtypes those of times and whole numbers: other values are drawn in float32, whatever theirs is.
+    `sizes`: of the whole latent. A single frame has another structure than several frames. Only the dtypes of timesteps and
+    integers count, because a trial draws other values in float32.
     """
     numbers = numbers_of(call)
 
@@ -195,7 +197,7 @@ def form(call: Call, sizes: tuple[int, ...]) -> str:
 
 
 def widths_of(call: Call) -> frozenset[tuple[str, int, bool]]:
-    """Channels of the call's tensors, by name, and of its latents, each with whether it is empty."""
+    """Return (name, channels, whether it is empty) of each of the call's tensors and latents."""
     latents = {f"latent {number}": latent.movedim(1, -1) for number, latent in enumerate(call.latents)}
     values = {**call.named, **latents}.items()
     return frozenset(
@@ -204,26 +206,26 @@ def widths_of(call: Call) -> frozenset[tuple[str, int, bool]]:
 
 
 def asked(call: Call, sizes: tuple[int, ...], times: Sequence[float], sequence: bool, bands: bool, tensor: int) -> Asked:
-    """What a shipped plan has to prove for this call. `times`: the model's. `sizes`: see form."""
+    """Return the requirements that a shipped plan has to meet for this call. `times`: the model's. `sizes`: see form."""
     names = frozenset(map(str, call.options))
     return Asked(form(call, sizes), names, tuple(near(times)), len(call.x), numbers_of(call), sequence, bands, tensor)
 
 
 def times_of(sampling: Any) -> tuple[float, ...]:
-    """The first and last time of ComfyUI's model sampling, and one between them, as the class gets them."""
+    """Return the first and last timestep of ComfyUI's model sampling, and one between them, as the class gets them."""
     first, last = float(sampling.sigma_max), float(sampling.sigma_min)
     sigmas = torch.tensor([first, (first + last) / 2, last])
     return tuple(dict.fromkeys(sampling.timestep(sigmas).float().tolist()))
 
 
 def share_of_work(own: OwnClass, call: Call) -> str:
-    """The line that says how much of a step's operations the ranks share out. Every rank does the rest. Empty: unknown."""
+    """A line that says what share of a step's operations the ranks split. Every rank does the rest. Empty: unknown."""
     counts = counted(own, call)
     return "" if counts is None else f"{100 * counts.shared:.1f} % of a step's operations are shared out"
 
 
 def near(times: Sequence[float]) -> list[float]:
-    """Times of a trial that are as good as these: the first of them, and of the others the nearest tenth of it. A shift of
-    the sigmas, which depends on the image's size, moves the last one a little."""
+    """Return timesteps for a trial's key. Timesteps with equal results need no other trial: the first one is exact, others
+    are rounded to a tenth of it. The last one depends a little on the image's size, by the shift of the sigmas."""
     scale = (times[0] or 1.0) if times else 1.0  # a logarithm of a sigma of 1 is a time of 0
     return [*(round(time, 3) for time in times[:1]), *(round(time / scale, 1) for time in times[1:])]

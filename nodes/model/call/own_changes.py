@@ -1,5 +1,5 @@
-"""Changes that other nodes make inside ComfyUI's own class, once a trial has shown what ranks do for them: skipped blocks
-(Skip Layer Guidance), and normalized attention guidance (NAG)."""
+"""Changes that other nodes make inside ComfyUI's own class, done by ranks after a trial has proven them: skipped blocks
+(Skip Layer Guidance) and normalized attention guidance (NAG)."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +30,11 @@ from .own_calls import NodeChanges, form, on_host, structure
 
 OTHER_CALL = "a patch calls the model differently from the whole latent in the trial"
 CLOSE = 1e-5
-"""Largest difference of two functions, as a share of the largest value."""
+"""Largest difference between two functions' results, relative to the largest value."""
 
 
 class OwnChanges:
-    """Results of trials in this process, by structure of a call."""
+    """Results of this process's trials, by structure of a call."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
@@ -51,8 +51,9 @@ class OwnChanges:
         tensor: int,
         asked: NodeChanges,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(fields of BlockChanges, further arguments) of a `call`, which has the `proof`. `lists`: all blocks of the class;
-        `tensor`: ranks that share its layers. ValueError, with the node, if ranks are not proven to do what is `asked`."""
+        """Return (fields of BlockChanges, further arguments) for a `call` that has the `proof`. `lists`: all blocks of the
+        class. `tensor`: number of ranks that share its layers. Raises ValueError, with the node, if ranks are not proven to
+        do what is `asked`."""
         given = own, proof, call, times
         of_call = structure(call, sizes), tuple(numbers_of(call).items()), proof
         fields: dict[str, Any] = {}
@@ -105,14 +106,16 @@ class OwnChanges:
 
 
 def whole_call(call: Call, known: Call | None, sizes: tuple[int, ...], proof: Proof, asked: NodeChanges) -> Call:
-    """The whole latent's call for that of a band. `known`: the one that was tried, if any. NotLocal if it differs."""
+    """Return the whole latent's call, for that of a band. `known`: the call that was tried, if any. Raises NotLocal if it
+    differs."""
     if known is None or form(known, sizes) != form(call, sizes) or (asked.of_batch and len(known.x) != len(call.x)):
         raise NotLocal(OTHER_CALL)
     return known if proof.batch or asked.of_batch else entry_of(known, 0)
 
 
 def computes(function: Callable[..., torch.Tensor], guidance: NormalizedGuidance, call: Call) -> bool:
-    """Whether another node's function computes what ranks do with these settings, for a call of these prompts."""
+    """Whether another node's guidance function computes the same as ranks do with these settings, for a call with these
+    prompts."""
     g = torch.Generator().manual_seed(0)
     out_BSC, ours = torch.randn(len(call.x), 5, 8, generator=g), Guide(guidance)
     told = {PROMPTS: call.options[PROMPTS]}

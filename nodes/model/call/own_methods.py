@@ -1,4 +1,4 @@
-"""Methods of ComfyUI's own class that this process computes, with the file's weights, so that no rank has them."""
+"""Computes methods of ComfyUI's own class in this process, with the file's weights. No rank has these weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,14 +15,14 @@ from ..lora.lora import PREFIX
 from ..lora.patch_trial import Patch
 
 TEXT_METHOD = "preprocess_text_embeds"
-"""The class's method for a prompt's text, which ComfyUI's BaseModel calls before sampling."""
+"""The class's method for a prompt's text. ComfyUI's BaseModel calls it before sampling."""
 KEPT = 4
-"""Results that are kept: of positive and negative prompt of two sampling runs, with a LoRA and without, for instance."""
+"""Number of stored results, such as those of the positive and negative prompt of two sampling runs with different LoRAs."""
 
 
 class OwnMethods:
-    """Computes methods. A layer's weights are read when it is called, so that those of blocks are not, and none is kept:
-    they are large and calls with new values are few."""
+    """Computes methods. A layer's weights are read when it is called, so those of blocks are never read. None is kept,
+    because they are large, and calls with new values are rare."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype):
         self._checkpoint, self._dtype = checkpoint, dtype
@@ -31,10 +31,10 @@ class OwnMethods:
     def computed(
         self, method: str, patches: Mapping[str, list[Patch]], name: Any, first: torch.Tensor, *more: Any, **named: Any
     ) -> torch.Tensor:
-        """Result of the method, on the device of `first`, such as text [B, T, C] of the text encoder.
+        """Return the result of the method, on the device of `first`, such as text [B, T, C] of the text encoder.
 
-        `patches`: a ModelPatcher's, some of them for these weights. `name` stands for the patches. `first`, `more`, `named`:
-        what the method is given. They are kept in host memory: a video of faces is large.
+        `patches`: a ModelPatcher's; some may be for these weights. `name`: stands for the patches. `first`, `more`, `named`:
+        the method's arguments. Copies of them are stored in host memory, because a video of faces is large.
         """
         given = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, [first, *more, *sorted(named.items())])
         of_what = method, name, first.device
@@ -54,7 +54,8 @@ class OwnMethods:
         with reading(self._checkpoint) as reader:
 
             def read(module: torch.nn.Module, _arguments: Any) -> None:
-                """With all layers in it: code may use a layer's weight without calling the layer."""
+                """Pre-forward hook: reads the module's weights and those of all layers in it, which its code may use without
+                calling them."""
                 for each in module.modules():
                     if each in unread:
                         self._read(reader, patches, first.device, each, unread.pop(each))
@@ -72,7 +73,7 @@ class OwnMethods:
         module: torch.nn.Module,
         name: str,
     ) -> None:
-        """Give the module the file's values, and put its tables on the device."""
+        """Give the module the file's values, and move its buffers to the device."""
         values = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
         for leaf, value in values.items():
             key = f"{name}.{leaf}".strip(".")
@@ -85,13 +86,13 @@ class OwnMethods:
 
 
 def patched(value: torch.Tensor, patches: Mapping[str, list[Patch]], key: str) -> torch.Tensor:
-    """A weight with the patches that there are for this key of the native model, in the weight's dtype."""
+    """Return a weight with the patches for this key of the native model, in the weight's dtype."""
     of_key = patches.get(f"{PREFIX}{key}")
     return comfy.lora.calculate_weight(of_key, value.float(), key).to(value.dtype) if of_key else value
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether values are equal, tensors also in dtype. All are in host memory."""
+    """Whether values are equal, tensors also in dtype. All tensors are in host memory."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Decisions made once for all similar calls of a sampling run, which differ in values alone."""
+"""Decisions made once for all calls of a sampling run that differ only in values."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping
@@ -29,12 +29,13 @@ from .own_changes import whole_call
 from .proofs import Stub, of_band, proven, times_of_run
 
 PROVE_KEY = "parallel_dit_prove"
-"""Key in transformer_options of a call that is tried, and not computed: the channels of each of the sampler's latents, to
-which ComfyUI may add others."""
+"""Key in transformer_options of a call that is only tried: the channels of each of the sampler's latents, to which ComfyUI
+may add others."""
 OF_EACH_CALL = (BOOKKEEPING | FOR_PATCHES) - {"cond_or_uncond"}
-"""Entries of transformer_options whose values decide nothing here."""
+"""Entries of transformer_options whose values do not affect decisions here."""
 MOST_PREPARED = 64
-"""PreparedCalls that a run keeps, before it drops all: nodes may put other functions or numbers into each call."""
+"""Maximum number of PreparedCalls of a run; then all are dropped. Nodes may put other functions or numbers into each
+call."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class RankCall:
 
     given: NativeArguments
     band: Band | None
-    """None: the call is for the whole latent."""
+    """The band that the call computes. None: it is for the whole latent."""
     sizes: tuple[int, ...]
     """(Frames,) rows and columns of the whole latent."""
     x: torch.Tensor
@@ -59,15 +60,15 @@ class RankCall:
 
     @property
     def latent(self) -> tuple[int, ...]:
-        """See call_arguments.LATENT."""
+        """The value of call_arguments.LATENT."""
         return () if LATENTS in self.named else (self.latents[0].shape[1], *self.sizes)
 
     def structure(self, told: Mapping[str, Any], more: Mapping[str, Any] = {}) -> torch.Tensor:
-        """See call_arguments.STRUCTURE. `told`: what ranks get of transformer_options. `more`: further arguments."""
+        """The tensor call_arguments.STRUCTURE. `told`: the transformer_options for ranks. `more`: further arguments."""
         return to_tensors({**self.named, OPTIONS: told, **more}, self.timestep, self.latent)[STRUCTURE]
 
     def likeness(self) -> Hashable:
-        """Key of the PreparedCall that the call can use."""
+        """Return the key of the PreparedCall that the call can use. Calls that only differ in values have equal keys."""
         options = {
             name: None if name in OF_EACH_CALL else value
             for name, value in self.given.options.items()
@@ -81,29 +82,29 @@ class RankCall:
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """Holds for alike calls as long as the model has this `setup`. ValueErrors for what ranks cannot compute are raised when
-    it is made."""
+    """Decisions for similar calls, valid as long as the model has this `setup`. Creating one raises ValueError for requests
+    that ranks cannot compute."""
 
     setup: Setup
     changes: BlockChanges
     """Without `sparse`, which depends on the call's sigma."""
     is_sparse: bool
-    """Model Sparse Attention is on the MODEL."""
+    """Whether Model Sparse Attention is on the MODEL."""
     proof: Proof
     more: Mapping[str, Any]
-    """Further arguments that ranks get: the second text of a guidance."""
+    """Further arguments for ranks: the second text of a guidance."""
     structure: torch.Tensor
-    """See call_arguments.STRUCTURE."""
+    """The tensor call_arguments.STRUCTURE."""
     shape: CallShape
 
     def tensors(self, call: RankCall) -> dict[str, torch.Tensor]:
-        """The call's conditioning tensors."""
+        """Return the call's conditioning tensors."""
         options = {OPTIONS: {name: call.given.options[name] for name in self.proof.options}}
         return tensors_in({**call.named, **options, **self.more}, len(call.x)) | {STRUCTURE: self.structure}
 
 
 def prepared(stub: Stub, call: RankCall) -> PreparedCall:
-    """The run's PreparedCall for this call. It is made at the first call of its likeness."""
+    """Return the run's PreparedCall for this call. The first call of its likeness creates it."""
     known, key = stub.run.prepared, call.likeness()
     found = known.get(key)
     if found is None or found.setup is not stub.setup:
@@ -141,7 +142,7 @@ def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
 def _changed(
     stub: Stub, asked: NodeChanges, proof: Proof, tried: Call, call: RankCall
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """See OwnChanges.of. A band's are those of the whole latent's call."""
+    """Return the result of OwnChanges.of. A band's changes are those of the whole latent's call."""
     tried = with_tensors_told(tried) if proof.options else tried
     if call.band is not None:
         tried = whole_call(tried, stub.checkpoint.built.call, call.sizes, proof, asked)
@@ -156,7 +157,7 @@ PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class Itself:
-    """An object that is like no other one. It is kept alive, so that no later object gets its id."""
+    """Wraps an object so that it only equals itself. It is kept alive, so that no later object gets its id."""
 
     def __init__(self, value: Any):
         self._value = value
@@ -170,7 +171,7 @@ class Itself:
 
 def likeness(value: Any) -> Hashable:
     """Equal for tensors of one shape and dtype, for equal plain values of one type, and for the same other object; and for
-    lists and dictionaries of such, in one order."""
+    lists and dictionaries of these in equal order."""
     kind = type(value)
     if kind in PLAIN:
         return kind, value

@@ -1,4 +1,4 @@
-"""Proofs of a MODEL's calls: how ranks share out the class in them, as trials have shown."""
+"""Proofs of a MODEL's calls: how ranks can split the class in them, as trials have shown."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ from .own_changes import OTHER_CALL, OwnChanges
 log = logging.getLogger(__name__)
 
 Key = tuple[str, bool, bool, int]
-"""Key of a trial: structure of the call, whether tokens are cut, whether in bands, tensor degree."""
+"""Key of a trial: structure of the call, whether tokens are cut, whether there are bands, tensor degree."""
 
 
 @dataclass
@@ -61,7 +61,8 @@ class Proofs:
     """Widths of a call's tensors that fit the class's layers."""
 
     def kept(self, key: Key, numbers: Mapping[str, Any], sizes: tuple[int, ...] | None = None) -> Proof | None:
-        """`sizes`: see kept_proof. None: of a call whose refusal would be no help."""
+        """Return the stored proof for a trial with this key, or one that also covers bands. None: there is none. `numbers`:
+        the call's. `sizes`: see kept_proof. None: only proofs that hold for all sizes count."""
         of_numbers = key, tuple(numbers.items())
         found = self.known.get(key) or self.known.get(of_numbers) or self.known.get((*of_numbers, sizes))
         with_bands = key[0], key[1], True, key[3]
@@ -69,7 +70,7 @@ class Proofs:
 
 
 class Stub(Protocol):
-    """RemoteDiffusionModel, as far as its calls are tried and answered."""
+    """The attributes of RemoteDiffusionModel by which its calls are tried and answered."""
 
     checkpoint: Checkpoint
     setup: Setup
@@ -94,14 +95,14 @@ class Stub(Protocol):
 
 
 def times_of_run(stub: Stub) -> tuple[float, ...]:
-    """See times_of. Empty: no sampler makes the call."""
+    """Return the timesteps of the run's model sampling, see times_of. Empty: no sampler makes the call."""
     patcher = stub.run.patcher()
     return () if patcher is None else times_of(patcher.model.model_sampling)
 
 
 def of_band(stub: Stub, call: Call, sizes: tuple[int, ...], wholes: Sequence[Sequence[int]]) -> Proof:
-    """The proof for a band's call. NotTried if there is none, and NotLocal if it is not the one by which the model was
-    loaded. `wholes`: shapes of the whole latents."""
+    """Return the proof for a band's call. `wholes`: shapes of the whole latents. Raises NotTried if there is no proof,
+    NotLocal if it is not the one with which the model was loaded."""
     proof = stub.proofs.kept(_key(stub, call, sizes), numbers_of(call))
     if proof is None:
         whole = call.with_latents([torch.zeros(len(call.x), *shape[1:]) for shape in wholes])
@@ -112,8 +113,8 @@ def of_band(stub: Stub, call: Call, sizes: tuple[int, ...], wholes: Sequence[Seq
 
 
 def _key(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Key:
-    """What a trial is for. Bands are tried only for a run in bands, since that takes many calls of the model, and for words
-    that run once; and a plan is made of all modes."""
+    """Key of the trial for this call. Bands are only tried for a run in bands, for naive patches and for steady text,
+    because they need many calls of the model. With `planned`, tokens are tried too, because a plan compares all modes."""
     setup = stub.run.before or stub.setup
     degrees = setup.degrees
     bands = stub.run.whole_calls is not None or degrees.naive or adapter_of(stub.own.kind).steady
@@ -121,7 +122,7 @@ def _key(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Key:
 
 
 def proven(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Proof:
-    """The proof for such calls, from now on that of `setup`. ValueError if the degrees are not proven."""
+    """Return the proof for such calls, which `setup` has from now on. Raises ValueError if the degrees are not proven."""
     key, tried_sizes = _key(stub, call, sizes), (*call.x.shape, words_of(call))
     proof, how = stub.proofs.kept(key, numbers_of(call), tried_sizes), None
     if proof is None:
@@ -143,7 +144,7 @@ def proven(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Proof:
 
 
 def _new(stub: Stub, call: Call, sizes: tuple[int, ...], key: Key, tried_sizes: tuple[int, ...]) -> tuple[Proof, str]:
-    """(the proof, of a plan that ships, an earlier process or a trial; words for the report)."""
+    """Return (the proof, from a shipped plan, an earlier process or a trial; its source as text for the report)."""
     own, numbers, times = stub.own, numbers_of(call), times_of_run(stub)
     _, sequence, bands, tensor = key
 
@@ -171,7 +172,7 @@ def _new(stub: Stub, call: Call, sizes: tuple[int, ...], key: Key, tried_sizes: 
 
 
 def _check(stub: Stub, proof: Proof, sizes: tuple[int, ...]) -> None:
-    """ValueError if the setup's degrees are not proven."""
+    """Raise ValueError if the setup's degrees are not proven."""
     name, degrees = stub.checkpoint.path.name, stub.setup.degrees
     proof.check(degrees, name)
     if degrees.naive and proof.latent is not None and (why := proof.latent.why_uneven(sizes)):
@@ -181,7 +182,7 @@ def _check(stub: Stub, proof: Proof, sizes: tuple[int, ...]) -> None:
 
 
 def _adopt(stub: Stub, proof: Proof, call: Call, tried_sizes: tuple[int, ...]) -> None:
-    """Have the model loaded by this proof, with this call as its example."""
+    """Use this proof for loading the model, with this call as the example."""
     known = stub.checkpoint.built.call
     is_known = known is not None and (*known.x.shape, words_of(known)) == tried_sizes
     is_of_setup = (stub.own.blocks, stub.own.latent) == (proof.blocks, proof.latent)

@@ -1,4 +1,2 @@
-"""ControlNets and other networks that add to the model's blocks.
-
-Those networks run in ComfyUI's process, and the ranks get their residuals.
-"""
+"""ControlNets and other networks that add to the model's blocks. These networks run in ComfyUI's process. Ranks get their
+residuals."""

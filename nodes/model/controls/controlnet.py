@@ -5,9 +5,8 @@ from typing import NoReturn
 import torch
 
 Control = dict[str, list[torch.Tensor | None]]
-"""The result of ComfyUI's `get_control`: "input", "middle" or "output" -> for each block [B, tokens, hidden] or None.
-
-Tokens are in ComfyUI's model's order: (frames,) rows, columns."""
+"""The result of ComfyUI's `get_control`: "input", "middle" or "output" -> for each block [B, tokens, hidden] or None. Tokens
+are in the order of ComfyUI's model: (frames,) rows, columns."""
 
 
 def refuse_control(why: str) -> NoReturn:

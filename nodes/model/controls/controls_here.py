@@ -19,7 +19,7 @@ from .sequence_control import SequenceControl, sequence_controls
 
 
 class ControlsHere:
-    """`native` gives ComfyUI's class, `unet_config` has its arguments. `dtype`: in which ranks compute."""
+    """`native()`: ComfyUI's class. `unet_config`: its arguments. `dtype`: compute dtype of the ranks."""
 
     def __init__(
         self, checkpoint: Checkpoint, native: Callable[[], NativeClass], unet_config: Mapping[str, Any], dtype: torch.dtype
@@ -33,7 +33,7 @@ class ControlsHere:
         return [layers.model(patches, hooked, name) for layers in self._needed(options)]
 
     def of_all_tokens(self, call: NativeArguments, run: SamplingRun, is_carried: bool) -> Residuals:
-        """What controls of all tokens add around blocks. `is_carried`: see RemoteDiffusionModel._call."""
+        """Return the residuals that controls for all tokens add around blocks. `is_carried`: see answered_call.answered."""
         if not (controls := sequence_controls(call.options)):
             return {}
         layers = self._layers(call.options, run)
@@ -48,7 +48,7 @@ class ControlsHere:
         options: Mapping[str, Any],
         run: SamplingRun,
     ) -> Control | None:
-        """The outputs of ControlNets and of an image's Fun controls, which are in transformer_options."""
+        """The outputs of ControlNets together with those of an image's Fun controls, which are in transformer_options."""
         if not (controls := fun_controls(self._checkpoint.built.own.kind, options)):
             return control
         assert context is not None, "calls of these models need a text"
@@ -61,7 +61,7 @@ class ControlsHere:
         return self.models(options, patches, run.hook_patches.values(), run.patches_uuid)[0]
 
     def _needed(self, options: Mapping[str, Any]) -> list[LayersHere]:
-        """A model has at most one of the two kinds."""
+        """Return the layers for the controls in `options`. A model has at most one of the two kinds."""
         if fun_controls(self._checkpoint.built.own.kind, options):
             return [self._fun_control.layers]
         return [self._sequence_control.layers] if sequence_controls(options) else []

@@ -1,9 +1,9 @@
 """Z-Image's Fun control (ZImageFunControlnet), run in ComfyUI's process. Ranks get its output as residuals.
 
-The node puts a network on the MODEL, as a patch that the native model calls behind each noise refiner and each block. The
-network reads the image's tokens before the refiners and before the blocks, the time and the positions, but no block's
-output. So all residuals of a call can be computed before the ranks begin. The few layers in front of the blocks run here
-too, and the patch is called with zeros, to which it adds the residual.
+The node puts a network on the MODEL, as a patch that the native model calls after each noise refiner and each block. The
+network reads the image's tokens before the refiners and before the blocks, the timestep and the positions, but no block's
+output. So all residuals of a call can be computed before the ranks begin. The few layers before the blocks run here too, and
+the patch is called with zeros, to which it adds the residual.
 """
 
 import re
@@ -34,7 +34,7 @@ EMBEDDING = ("x_embedder.", "t_embedder.", "cap_embedder.", "x_pad_token", "cap_
 
 
 def fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Kind of patch -> the Fun controls in a call's transformer_options. `kind`: the model's, see OwnClass."""
+    """Return kind of patch -> the Fun controls in a call's transformer_options. `kind`: the model's, see OwnClass."""
     of_kind = {
         name: [each for each in functions if is_known(FUN_CONTROL, type(each))]
         for name, functions in options.get("patches", {}).items()
@@ -44,7 +44,7 @@ def fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def without_fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """transformer_options without them."""
+    """Return the transformer_options without Fun controls."""
     controls = fun_controls(kind, options)
     patches = {
         name: [each for each in functions if each not in controls.get(name, ())]
@@ -54,10 +54,10 @@ def without_fun_controls(kind: str, options: Mapping[str, Any]) -> dict[str, Any
 
 
 class FunControl:
-    """Computes the residuals of Fun controls, with the checkpoint's layers in front of the blocks."""
+    """Computes the residuals of Fun controls, with the checkpoint's layers before the blocks."""
 
     def __init__(self, checkpoint: Checkpoint, native: NativeClass, unet_config: Mapping[str, Any], dtype: torch.dtype):
-        """`native`: ComfyUI's class, `unet_config` its arguments. `dtype`: in which ranks compute."""
+        """`native`: ComfyUI's class. `unet_config`: its arguments. `dtype`: compute dtype of the ranks."""
         self._checkpoint, self._native, self._unet_config, self._dtype = checkpoint, native, unet_config, dtype
         self.layers = LayersHere(self._make, "ZImageFunControlnet")
 
@@ -70,10 +70,10 @@ class FunControl:
         context: torch.Tensor,
         options: Mapping[str, Any],
     ) -> Control:
-        """The residuals of `controls` in a model call: kind -> for each block [B, image tokens, hidden] or None.
+        """Return the residuals of `controls` in a model call: kind -> for each block [B, image tokens, hidden] or None.
 
-        `model`: from `self.model`. x [B, C, H, W], timestep [B], context [B, T, C] and `options` (transformer_options) are
-        the arguments of the native model's call.
+        `model`: from `layers`. x [B, C, H, W], timestep [B], context [B, T, C] and `options` (transformer_options) are the
+        arguments of the native model's call.
         """
         layers = model.model.diffusion_model
         for control in (control for each in controls.values() for control in each):
@@ -84,7 +84,7 @@ class FunControl:
         residuals: Control = {REFINERS: [], BLOCKS: []}
 
         def add(kind: str, arguments: dict[str, Any]) -> torch.Tensor:
-            """Call the controls behind one block. They add to `arguments["img"]`, which is zeros [B, T, C]."""
+            """Call the controls that follow one block. They add to `arguments["img"]`, which is zeros [B, T, C]."""
             residual = arguments["img"]
             for control in controls.get(kind, ()):
                 control(dict(arguments))
@@ -92,7 +92,7 @@ class FunControl:
             return residual
 
         def refined(arguments: dict[str, Any]) -> dict[str, Any]:
-            """The patch behind a noise refiner, whose output the next refiner needs."""
+            """Return the patch after a noise refiner, whose output the next refiner needs."""
             zeros = torch.zeros_like(arguments["img"])
             return {"img": arguments["img"] + add(REFINERS, arguments | {"img": zeros})}
 
@@ -112,7 +112,7 @@ class FunControl:
         return residuals
 
     def _make(self) -> torch.nn.Module:
-        """ComfyUI's class without its blocks and without the refiners of the text, whose outputs no control reads."""
+        """ComfyUI's class without blocks and without the text's refiners, whose outputs no control reads."""
         settings = {**self._unet_config, "n_layers": 0, "dtype": self._dtype, "device": "meta"}
         layers = self._native(**settings, operations=comfy.ops.manual_cast)
         layers.context_refiner, layers.final_layer = torch.nn.ModuleList(), torch.nn.Identity()

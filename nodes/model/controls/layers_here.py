@@ -1,4 +1,4 @@
-"""A part of the native model that runs in ComfyUI's process, beside the ranks that have all of it."""
+"""A part of the native model that runs in ComfyUI's process. Ranks have the whole model."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
@@ -17,20 +17,16 @@ Patches = Mapping[str, list[Patch]]
 
 
 class LayersHere:
-    """Layers of the native model, read at the first use. ComfyUI moves and unloads them as any other model.
-
-    `make` gives ComfyUI's class, with weights for these layers alone. `node`: title of the node that needs them.
-    """
+    """Layers of the native model, read at the first use. ComfyUI moves and unloads them like any other model. `make` returns
+    ComfyUI's class with weights only for these layers. `node`: title of the node that needs them."""
 
     def __init__(self, make: Callable[[], torch.nn.Module], node: str):
         self._make, self._node = make, node
         self._patched: dict[Any, comfy.model_patcher.ModelPatcher] = {}  # the last patches' name -> layers with them
 
     def model(self, patches: list[Patches], hooked: Collection[Patches], name: Any) -> comfy.model_patcher.ModelPatcher:
-        """The layers as a model for ComfyUI to load, with the `patches` that are for them. `name` stands for `patches`.
-
-        ValueError if `hooked`, the patches of a conditioning's LoRAs, have some for these layers.
-        """
+        """Return the layers as a model for ComfyUI to load, with those `patches` that are for them. `name` stands for
+        `patches`. Raises ValueError if `hooked`, the patches of a conditioning's LoRAs, has some for these layers."""
         layer_patches: dict[str, list[Patch]] = {}
         for key in self._layers.model.state_dict():
             if key_patches := [patch for table in patches for patch in table.get(key, ())]:

@@ -1,9 +1,9 @@
 """Controls of VACE's kind (Fun control of Qwen-Image 2.1 and MiniMax H3), run in ComfyUI's process. Ranks get residuals.
 
-The node puts a patch around some blocks of the native model. A branch of copies of such blocks starts from the first
-block's input, and each copy adds to the output of one block, for all tokens. The branch reads times and positions, but no
-block's output. So the native model runs here without its blocks. Each patch is called around a block that returns zeros.
-The residual is what the patch adds.
+The node puts a patch around some blocks of the native model. A branch of copies of such blocks starts from the first block's
+input, and each copy adds to the output of one block, for all tokens. The branch reads timesteps and positions, but no
+block's output. So the native model runs here without its blocks. Each patch is called around a block that returns zeros;
+what it adds is the residual.
 """
 
 import copy
@@ -26,14 +26,14 @@ from ..native.native_call import NativeArguments, NativeClass
 from .layers_here import LayersHere
 
 CONTROL = re.compile(r"nodes_(?:qwen\.QwenImage21|minimax_h3\.MiniMaxH3)FunControlBlockPatch")
-"""Class of the nodes' patches around a block. All of a branch have one `control_patch`. `previous` is the patch that was
-around the block before, or None."""
+"""Class of the nodes' patches around a block. All patches of a branch have the same `control_patch`. `previous`: the patch
+that was around the block before, or None."""
 
 Replacement = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 
 def controls_around(function: Any) -> list[Any]:
-    """The controls among the patches around a block, outermost first."""
+    """Return the controls among the patches around a block, outermost first."""
     controls = []
     while function is not None and is_known(CONTROL, function):
         controls.append(function)
@@ -42,7 +42,7 @@ def controls_around(function: Any) -> list[Any]:
 
 
 def below_controls(function: Any) -> Any:
-    """The patch around a block inside its controls. None: there is no other."""
+    """Return the patch around a block inside its controls. None: there is no other."""
     controls = controls_around(function)
     return controls[-1].previous if controls else function
 
@@ -52,7 +52,7 @@ Controls = Mapping[tuple[str, int], list[Any]]
 
 
 def sequence_controls(options: Mapping[str, Any]) -> Controls:
-    """The controls in a call's transformer_options."""
+    """Return the controls in a call's transformer_options."""
     replaced = options.get(REPLACED, {}).get(BLOCKS, {})
     found = {block[:2]: controls_around(function) for block, function in replaced.items()}
     return {block: controls for block, controls in found.items() if controls}
@@ -73,10 +73,8 @@ class SequenceControl:
         call: NativeArguments,
         is_carried: bool,
     ) -> Residuals:
-        """Residuals for all tokens, in the class's own order, on the CPU. Their names: see own_class.calls.residuals.
-
-        `model`: from `layers`. `call`: arguments of the native class's `_forward`. If `is_carried`: of its `forward`.
-        """
+        """Residuals for all tokens, in the class's order, on the CPU, by the names of own_class.calls.residuals. `model`:
+        from `layers`. `call`: the arguments of the native class's `forward` if `is_carried`, otherwise of its `_forward`."""
         added = self._added(model, controls, call, self._native.forward if is_carried else self._native._forward)
         return {f"{AROUND}{kind}.{index}": residual for (kind, index), residual in added.items()}
 
@@ -136,6 +134,6 @@ class SequenceControl:
 
 
 def _blocks_of(layers: torch.nn.Module) -> torch.nn.ModuleList:
-    """The list of blocks that controls are around: the longest one, with or without its blocks."""
+    """Return the list of blocks that controls are around: the longest list, even if its blocks were removed."""
     lists = [each for each in layers.children() if isinstance(each, torch.nn.ModuleList)]
     return max(lists, key=len)

@@ -1,4 +1,2 @@
-"""What is needed to make a MODEL from a file: its layout, the source of its weights, its class and left-over tensors.
-
-Proofs of how ComfyUI's own class can be shared out are kept and shipped here.
-"""
+"""Creates a MODEL from a file: its layout, the source of its weights, its class and unused tensors. Proofs of how ranks can
+split ComfyUI's own class are stored and shipped here."""

@@ -1,4 +1,4 @@
-"""All-in-one files: ComfyUI makes their text encoder and VAE, without reading the transformer in the same file."""
+"""All-in-one files: ComfyUI creates their text encoder and VAE, without reading the transformer in the same file."""
 
 import math
 from pathlib import Path
@@ -16,14 +16,14 @@ from safetensors import safe_open
 from parallel_backend.checkpoints.tensor_files import DTYPES
 
 NOTE = ".comfy_quant"
-"""Suffix of the names of tensors that note how a layer is quantised."""
+"""Suffix of the names of tensors that describe how a layer is quantized."""
 
 
 def clip_and_vae(path: Path) -> tuple[comfy.sd.CLIP | None, comfy.sd.VAE]:
-    """CLIP and VAE as Load Checkpoint gives them. The transformer's weights are not read.
+    """CLIP and VAE as Load Checkpoint returns them. The transformer's weights are not read.
 
-    As from Load Checkpoint, a file without a text encoder gives None, and one without a VAE gives a VAE that raises when it
-    is used. ValueError for a file that has nothing but a transformer.
+    As with Load Checkpoint, a file without a text encoder gives None, and one without a VAE gives a VAE that raises when
+    used. Raises ValueError for a file that only has a transformer.
     """
     parts = _load(path)
     for index, part in enumerate(parts):
@@ -33,7 +33,7 @@ def clip_and_vae(path: Path) -> tuple[comfy.sd.CLIP | None, comfy.sd.VAE]:
 
 
 def _patcher(path: Path, index: int, **options: Any) -> comfy.model_patcher.ModelPatcher:
-    """The patcher of the CLIP (index 0) or the VAE (1), loaded again."""
+    """Return the patcher of the CLIP (index 0) or the VAE (1), loaded again."""
     part = _load(path, **options)[index]
     assert part is not None  # only a part with a patcher has this function on it
     return part.patcher
@@ -52,10 +52,8 @@ def _load(path: Path, **options: Any) -> tuple[comfy.sd.CLIP | None, comfy.sd.VA
 
 
 def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
-    """The file's tensors, which are views of the mapped file, and its header's metadata.
-
-    The transformer's tensors are on the meta device, except single values and notes, which ComfyUI's detection reads.
-    """
+    """Return (the file's tensors as views of the mapped file, metadata of its header). The transformer's tensors are on the
+    meta device, except single values and descriptions that ComfyUI's detection reads."""
     with safe_open(path, framework="pt", device="cpu") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         prefix = comfy.model_detection.unet_prefix_from_state_dict(slices)
@@ -75,5 +73,5 @@ def _mapped(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]
 
 
 def _shape_alone(part: Any) -> torch.Tensor:
-    """safetensors' slice of a tensor -> the tensor on the meta device. `get_tensor` would read its first page."""
+    """Return a safetensors slice as a tensor on the meta device. `get_tensor` would read its first page."""
     return torch.empty(part.get_shape(), dtype=DTYPES.get(part.get_dtype(), torch.uint8), device="meta")

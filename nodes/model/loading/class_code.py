@@ -1,4 +1,4 @@
-"""The code of ComfyUI's classes that a trial holds for: modules, what they import, and which arguments they read."""
+"""The code of ComfyUI's classes for which a trial holds: modules, their imports, and the arguments that they read."""
 
 import ast
 import hashlib
@@ -14,15 +14,15 @@ from parallel_backend.own_class.built.building import class_of
 
 PACKAGE = "comfy"
 UNREAD = frozenset({"comfy.cli_args", "comfy.model_management"})
-"""Say on which device and in which memory values are, and not what they are. Almost every release changes them."""
+"""Modules that decide on devices and memory but not on values. Almost every release changes them."""
 
 
 Code = list[tuple[str, bytes]]
-"""Names of modules and their code."""
+"""(name of a module, its code) for several modules."""
 
 
 def code_digest(code: Code) -> str:
-    """Digest of the code that `class_code` found."""
+    """Return the digest of the code that `class_code` returned."""
     found = hashlib.sha256()
     for name, text in code:
         found.update(name.encode() + b"\0" + text + b"\0")
@@ -30,10 +30,8 @@ def code_digest(code: Code) -> str:
 
 
 def class_code(own: OwnClass, helpers: bool = True) -> Code:
-    """The class's module and all that it imports below ROOT, in the class's folder. Nothing is imported.
-
-    `helpers`: and what those import of the rest of PACKAGE, but for UNREAD. Their own imports are left aside.
-    """
+    """Return the class's module and everything that it imports below ROOT, from the class's folder. Nothing is imported.
+    `helpers`: also what these import from the rest of PACKAGE, except UNREAD, but not the imports of those."""
     found: dict[str, bytes] = {}
     coming = [own.module]
     while coming:
@@ -48,8 +46,8 @@ def class_code(own: OwnClass, helpers: bool = True) -> Code:
 
 
 def deciding_arguments(own: OwnClass, code: Code) -> dict[str, Any]:
-    """The constructor's arguments that can matter: that the class's `code`, without helpers, names, and that are not what it
-    has by default."""
+    """Return the constructor's arguments that can matter: those that the class's `code` (without helpers) names and that
+    differ from the class's defaults."""
     words = {word for _, text in code for word in re.findall(r"\w+", text.decode())}
     given = json.loads(own.arguments)
     parameters = inspect.signature(class_of(own)).parameters
@@ -60,7 +58,7 @@ def deciding_arguments(own: OwnClass, code: Code) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> Any:
-    """As JSON has it."""
+    """Return the value as JSON has it."""
     return [_listed(each) for each in value] if isinstance(value, tuple) else value
 
 
@@ -70,8 +68,7 @@ def _file(folder: Path, module: str) -> Path | None:
 
 
 def _named(module: str, text: str, is_package: bool) -> Iterator[str]:
-    """Modules of PACKAGE that the code imports, or uses by their full names without an import. Some names may not be
-    modules."""
+    """Modules of PACKAGE that the code imports, or uses by full name without an import. Some names may not be modules."""
     for statement in ast.walk(ast.parse(text)):
         if isinstance(statement, ast.ImportFrom):
             # Of a package's own file the first level is the package itself.

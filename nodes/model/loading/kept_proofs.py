@@ -1,4 +1,4 @@
-"""Proofs of trials, kept on disk: a class is tried once on a machine, and not at each start of ComfyUI."""
+"""Stores proofs on disk, so that a class is tried once on a machine, and not at each start of ComfyUI."""
 
 import hashlib
 import importlib.metadata
@@ -15,7 +15,7 @@ from .class_code import class_code, code_digest
 
 NAME = "proof"
 PACKAGES = "torch", "comfy-kitchen", "einops"
-"""Packages that classes use beside ComfyUI's code."""
+"""Packages that classes use in addition to ComfyUI's code."""
 
 
 def kept_proof(
@@ -26,12 +26,10 @@ def kept_proof(
     numbers: Mapping[str, float],
     sizes: object = None,
 ) -> Proof:
-    """The proof of calls of this structure from its file in `folder`; else `prove` finds it, and it is written there.
+    """The proof for calls of this structure from its file in `folder`. Without a file, `prove` finds it, and it is stored.
 
-    `numbers`: the call's numbers. A proof holds for them alone, or for all if it says so. `sizes`: the call's, see
-    is_of_sizes.
-
-    A file holds for the class, its arguments and code, for PACKAGES and for the code of the trial.
+    `numbers`: the call's numbers. A proof holds only for them, or for all numbers if it says so. `sizes`: the call's, see
+    is_of_sizes. A file holds for the class, its arguments and code, for PACKAGES, and for the code of the trial.
     """
     encoding = Encoding((Proof,))
     of_all: dict[str, object] = {
@@ -54,13 +52,13 @@ def kept_proof(
 
 
 def is_of_sizes(proof: Proof) -> bool:
-    """Whether the proof is for calls of the same sizes alone: with more tokens more may be proven, as after a call for a
+    """Whether the proof only holds for calls of equal sizes: with more tokens more may be proven, as after a call for a
     small area."""
     return bool(proof.blocks) and any(why not in ("", NOT_TRIED) for why in (proof.sequence, proof.bands, proof.tensor))
 
 
 def _of_code(folder: Path) -> str:
-    """Digest of all Python files below the folder."""
+    """Return the digest of all Python files below the folder."""
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         found.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")

@@ -25,7 +25,7 @@ from parallel_backend.own_class.built.building import meta_parameters
 
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 NAMED = 3
-"""Tensors that a line names."""
+"""Maximum number of tensors that a line names."""
 ARGUMENTS = "comfy.cli_args"
 
 
@@ -37,11 +37,11 @@ class ModelFile:
     own: OwnClass
     """ComfyUI's class of the model, which ranks run."""
     model: comfy.model_base.BaseModel
-    """ComfyUI's, without its diffusion_model."""
+    """ComfyUI's BaseModel, without its diffusion_model."""
 
     @property
     def left_over(self) -> str:
-        """The line that tells the user which tensors of the file are dropped. Empty if there is none."""
+        """A line that tells the user which tensors of the file are dropped. Empty if there are none."""
         names = list(map(short, self.checkpoint.unused))
         if not names:
             return ""
@@ -52,9 +52,9 @@ class ModelFile:
 
 
 def open_file(path: Path, imported: Mapping[str, Any], enlarged: TensorSizes = ()) -> ModelFile:
-    """A single file, for ranks that have ComfyUI `imported` so. Its header is read, and no weights.
+    """Open a single file for ranks that have ComfyUI `imported` in this way. Its header is read, but no weights.
 
-    ValueError, beginning with the input's name, for a file that ranks cannot run, such as audio, 3D and tool models.
+    Raises ValueError, beginning with the input's name, for a file that ranks cannot run, such as audio, 3D and tool models.
     `enlarged`: sizes of tensors that a LoRA enlarges.
     """
     with refusals(path):
@@ -62,15 +62,15 @@ def open_file(path: Path, imported: Mapping[str, Any], enlarged: TensorSizes = (
 
 
 def importing(device: str) -> dict[str, Any]:
-    """`folder` and `settings` of an OwnClass for ranks on this kind of device. A rank imports ComfyUI once, for models and
-    VAEs alike."""
+    """`folder` and `settings` of an OwnClass for ranks on this kind of device. A rank imports ComfyUI once, for both models
+    and VAEs."""
     cpu = device_kind(device) == "cpu"
     settings = (ARGUMENTS, "args.cpu", cpu), (ARGUMENTS, "args.use_pytorch_cross_attention", True)
     return {"folder": str(Path(comfy.model_base.__file__).resolve().parents[1]), "settings": settings}
 
 
 def _detected(contents: Contents, enlarged: TensorSizes) -> tuple[Contents, dict[str, torch.Tensor], Any]:
-    """The contents, converted if ComfyUI converts such a file, their tensors, and ComfyUI's config of the file."""
+    """Return (the contents, converted if ComfyUI converts such a file; their tensors; ComfyUI's config of the file)."""
     stored = contents
     try:
         tensors = contents.tensors(enlarged)
@@ -87,10 +87,8 @@ def _detected(contents: Contents, enlarged: TensorSizes) -> tuple[Contents, dict
 
 
 def conversion_of(tensors: Mapping[str, torch.Tensor]) -> Conversion:
-    """How ComfyUI converts a file in diffusers' layout, as rows of its tensors. Empty: it does not convert the file.
-
-    `tensors`: of a file that ComfyUI's detection does not know. They may be on the meta device.
-    """
+    """Return how ComfyUI converts a file in diffusers' layout, as rows of its tensors. Empty: it does not convert the file.
+    `tensors`: of a file that ComfyUI's detection does not know. They may be on the meta device."""
     rows = {key: tensor.shape[0] if tensor.ndim else 1 for key, tensor in tensors.items()}
     if converted := _of_transformer(rows):
         return converted
@@ -102,7 +100,7 @@ def conversion_of(tensors: Mapping[str, torch.Tensor]) -> Conversion:
 
 
 def _of_transformer(rows: Mapping[str, int]) -> Conversion:
-    """ComfyUI converts row numbers in the place of weights, so that they show where each row comes from."""
+    """Return the conversion of a transformer, found by having ComfyUI convert row numbers in place of weights."""
     numbered, starts, start = {}, {}, 0
     for key, count in rows.items():
         numbered[key] = torch.arange(start, start + count)
@@ -116,7 +114,7 @@ def _of_transformer(rows: Mapping[str, int]) -> Conversion:
 
 
 def _runs(rows: torch.Tensor, starts: Mapping[int, str]) -> list[tuple[str, int, int]]:
-    """Row numbers -> (tensor, first row, row after the last), in order."""
+    """Return row numbers as runs (tensor, first row, row after the last), in order."""
     ends = [*(torch.nonzero(rows.diff() != 1).flatten() + 1).tolist(), len(rows)]
     known = torch.tensor(list(starts))
     runs = []
@@ -128,7 +126,7 @@ def _runs(rows: torch.Tensor, starts: Mapping[int, str]) -> list[tuple[str, int,
 
 
 def _model_file(contents: Contents, imported: Mapping[str, Any], enlarged: TensorSizes) -> ModelFile:
-    """The file with these contents, for the class by which ComfyUI would compute it. As `open_file`."""
+    """Return the file with these contents, for the class by which ComfyUI would compute it. Errors: as `open_file`."""
     contents, tensors, config = _detected(contents, enlarged)
     name, stated, other = contents.name, contents.stated or {}, contents.other
     if other is not None and other.what not in (NOT_RUN, UNET):
@@ -174,7 +172,7 @@ def _model_file(contents: Contents, imported: Mapping[str, Any], enlarged: Tenso
 
 
 def _dtype_name(value: Any) -> str:
-    """An argument of a class that is no JSON."""
+    """Return a class's argument that JSON does not have, as text."""
     if isinstance(value, torch.dtype):
         return f"{DTYPE}{str(value).removeprefix('torch.')}"
     raise TypeError(type(value))

@@ -22,9 +22,9 @@ LOADERS = {
     "sd.load_checkpoint_guess_config": "ckpt_path",
     "model_optimization_nodes._load_diffusion_model_kj": "unet_path",
 }
-"""`name_of` functions of ComfyUI and KJNodes that load a MODEL -> their argument for the file."""
+"""Name of a loading function of ComfyUI or KJNodes, as from `name_of` -> its argument for the file."""
 WITHOUT_MEANING = ("load_device", "offload_device", "fp8_optimizations")
-"""Options that mean nothing to ranks: ComfyUI's devices, and fp8 products, which ranks always compute if the GPU can."""
+"""Options without meaning for ranks: ComfyUI's devices, and fp8 products, which ranks always compute if the GPU can."""
 DTYPES = {
     None: "default",
     torch.float32: "fp32",
@@ -36,21 +36,21 @@ INSTEAD = "Replace its loader by Parallel DiT Loader, or by Parallel Checkpoint 
 HALF = torch.bfloat16, torch.float16
 """Dtypes that convert to fp32 without loss."""
 COMPARED = 4096
-"""Values in the middle of each tensor that are compared with the file: a page or two of the file for each tensor."""
+"""Number of values in the middle of each tensor that are compared with the file: one or two pages of the file."""
 
 
 @dataclass(frozen=True)
 class NativeSource:
-    """A file of weights, and the `weight_dtype` of Parallel DiT Loader that stands for the native loader's choice."""
+    """A file of weights, and the `weight_dtype` of Parallel DiT Loader that corresponds to the native loader's choice."""
 
     path: Path
     weight_dtype: str
 
 
 def native_source(model: comfy.model_patcher.ModelPatcher, named: Path | None = None) -> NativeSource:
-    """The source of a native MODEL. ValueError, with advice, if it is unknown or not the contents of a single file.
+    """The source of a native MODEL. Raises ValueError, with advice, if it is unknown or not the contents of a single file.
 
-    `named`: the model file that the MODEL's loader has in the prompt's graph. Loaders of GGUF files note none on the MODEL.
+    `named`: the model file that the MODEL's loader has in the prompt's graph. Loaders of GGUF files store none on the MODEL.
     """
     noted = model.cached_patcher_init
     if noted is None and named is not None and named.suffix.lower() in GGUF:
@@ -86,7 +86,8 @@ def unload(model: comfy.model_patcher.ModelPatcher) -> None:
 
 
 def check_not_rewritten(model: comfy.model_patcher.ModelPatcher) -> None:
-    """ValueError for a module, forward or hook that a node has put into the native model: the file does not have it."""
+    """Raise ValueError for a module, forward or hook that a node has put into the native model: the file does not have
+    it."""
     own_layers = getattr(model.model.model_config, "custom_operations", None)  # of the loader: ComfyUI-GGUF's
     for name, module in model.model.diffusion_model.named_modules():
         kind = type(module)
@@ -114,12 +115,12 @@ def _of_a_pack(module: str) -> bool:
 
 
 def give_back_memory(model: comfy.model_patcher.ModelPatcher, path: Path) -> None:
-    """Replaces the native model's copies of the file's weights by views of the mapped file, which need no memory.
+    """Replace the native model's copies of the file's weights by views of the mapped file, which need no memory.
 
-    ComfyUI keeps the loader's output as long as the workflow is open. The MODEL can still be sampled without ranks: weights
-    that the loader has widened to fp32 are then widened at each use by ComfyUI's layers. Weights that ComfyUI has rounded
-    (to fp8) stay as copies. With ComfyUI's dynamic loading, and of GGUF files, all weights are views already. ValueError
-    for weights that differ from the file's, because a node has written into them.
+    ComfyUI keeps the loader's output as long as the workflow is open. The MODEL can still be sampled without ranks:
+    ComfyUI's layers then convert weights that the loader had converted to fp32 at each use. Weights that ComfyUI has rounded
+    (to fp8) stay as copies. With ComfyUI's dynamic loading, and for GGUF files, all weights are views already. Raises
+    ValueError for weights that differ from the file's, because a node has written to them.
     """
     if model.is_dynamic() or comfy.utils.DISABLE_MMAP or path.suffix.lower() in GGUF:
         return
@@ -139,7 +140,7 @@ def give_back_memory(model: comfy.model_patcher.ModelPatcher, path: Path) -> Non
 
 
 def _pairs(model: comfy.model_patcher.ModelPatcher, path: Path) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(name, weight, tensor of the file), as ComfyUI's loaders pair them, without packed weights."""
+    """(name, weight, tensor of the file) for each weight that is not packed, paired as ComfyUI's loaders do."""
     tensors = comfy.utils.load_torch_file(str(path))
     prefix = comfy.model_detection.unet_prefix_from_state_dict(tensors)
     tensors = comfy.utils.state_dict_prefix_replace(tensors, {prefix: ""}, filter_keys=True) or tensors
@@ -151,6 +152,6 @@ def _pairs(model: comfy.model_patcher.ModelPatcher, path: Path) -> Iterator[tupl
 
 
 def _bits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The middle of a tensor in this dtype, as bytes, so that NaN equals NaN."""
+    """Return the middle of a tensor in this dtype, as bytes, so that NaN equals NaN."""
     start = max(0, (tensor.numel() - COMPARED) // 2)
     return tensor.reshape(-1)[start : start + COMPARED].to("cpu", dtype).view(torch.uint8)

@@ -9,10 +9,10 @@ from parallel_backend.own_class.plans.proof import Proof
 
 
 def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
-    """Raises ValueError, which names the widget, if ranks cannot run a UNet with these settings."""
+    """Raise ValueError, naming the widget, if ranks cannot run a UNet with these settings."""
     if not own.unet:
         return
-    runs = f"{name} runs by split_batch_degree alone"
+    runs = f"{name} runs only with split_batch_degree"
     if planned:
         raise ValueError(f"degrees: {runs}, which auto cannot choose. Set degrees to 'as set'.")
     for axis, widget in WIDGETS.items():
@@ -23,10 +23,8 @@ def check_own_class(own: OwnClass, name: str, degrees: Degrees, planned: bool, c
 
 
 def shared_out(proof: Proof, model: nn.Module, degrees: Degrees) -> str:
-    """Text for the user: how many of the model's blocks the ranks share. Every rank runs the other blocks in full.
-
-    Empty if one rank runs a whole call.
-    """
+    """Text for the user: how many of the model's blocks the ranks share. Every rank runs the other blocks in full. Empty if
+    one rank runs a whole call."""
     if degrees.pipe == degrees.sequence == degrees.tensor == 1:
         return ""
     return f": {len(proof.blocks)} of {sum(map(len, block_lists(model).values()))} blocks are shared out"

@@ -1,4 +1,4 @@
-"""Proofs of published models that ship with the pack. They come before those that are kept, and before a trial."""
+"""Proofs of published models that ship with the pack. They are used before stored proofs, and before a trial."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ CHANGED = " without its shipped plan, which is for other code"
 
 
 def shipped_proof(own: OwnClass, asked: Asked, lists: Mapping[str, Sequence[str]]) -> tuple[Proof | None, str]:
-    """The proof by a shipped plan, and words for the report. None: no plan proves all that is asked.
+    """(the proof by a shipped plan, its source as text for the report). None: no plan proves everything that is asked.
 
-    `lists`: the model's lists of blocks. Plans hold for the class's modules below ROOT as they were when they were made.
+    `lists`: the model's lists of blocks. Plans hold for the class's modules below ROOT at the time when they were created.
     """
     if not path_of(own).is_file():  # the digest reads the class's modules
         return None, ""

@@ -1,4 +1,4 @@
-"""LoRA in bypass mode: ComfyUI adds the adapter's output to the layer's and does not change the weight, as on ranks."""
+"""LoRA in bypass mode: ComfyUI adds the adapter's output to the layer's and does not change the weight, as ranks do."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -11,11 +11,11 @@ from .lora import DORA_SCALE, PREFIX, NativeWeights
 from .patch_trial import Patch
 
 MANAGER = "BypassInjectionManager"
-"""ComfyUI's class that makes the injections of a LoRA in bypass mode."""
+"""ComfyUI's class that creates the injections of a LoRA in bypass mode."""
 
 
 def bypass_patches(injections: Mapping[str, Iterable[Any]]) -> dict[str, list[Patch]]:
-    """Converts `injections` to weight patches, by key of the weight. `check_injections` must have accepted them."""
+    """Convert `injections` to weight patches, by key of the weight. `check_injections` must have accepted them."""
     patches: dict[str, list[Patch]] = {}
     for by_key in injections.values():
         for injection in by_key:
@@ -29,7 +29,7 @@ def bypass_patches(injections: Mapping[str, Iterable[Any]]) -> dict[str, list[Pa
 
 
 def check_injections(weights: NativeWeights, key: str, injections: Iterable[Any]) -> None:
-    """ValueError unless each injection is a LoRA in bypass mode, of a kind that is added to a layer's output."""
+    """Raise ValueError unless each injection is a LoRA in bypass mode of a kind that is added to a layer's output."""
     for injection in injections:
         if (manager := _manager(injection)) is None:
             refuse(f"another node's injection into the model ('{key}')", "Remove that node.")
@@ -49,7 +49,7 @@ def check_injections(weights: NativeWeights, key: str, injections: Iterable[Any]
 
 
 def _manager(injection: Any) -> Any | None:
-    """ComfyUI's BypassInjectionManager that made the injection. None: something else made it."""
+    """ComfyUI's BypassInjectionManager that created the injection. None: something else created it."""
     function = inspect.unwrap(injection.inject)
     if not inspect.isfunction(function):
         return None
@@ -58,13 +58,13 @@ def _manager(injection: Any) -> Any | None:
 
 
 def _not_placed(manager: Any) -> list[str]:
-    """Keys of adapters for which the manager found no layer, such as Z-Image's pad tokens: they have no effect."""
+    """Return keys of adapters for which the manager found no layer, such as Z-Image's pad tokens. They have no effect."""
     placed = {id(hook.adapter) for hook in manager.hooks}
     return [layer for layer, (adapter, _) in manager.adapters.items() if id(adapter) not in placed]
 
 
 def _plain(adapter: Any) -> Any:
-    """The adapter without its DoRA scale and a larger shape of the weight, which ComfyUI ignores in bypass mode."""
+    """Return the adapter without DoRA scale and without a larger weight shape, which ComfyUI ignores in bypass mode."""
     scale = DORA_SCALE.get(getattr(adapter, "name", ""))
     if scale is None:
         return adapter

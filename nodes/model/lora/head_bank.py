@@ -1,11 +1,9 @@
 """MiniMax H3's PDD acceleration LoRAs (parallel decoding distillation, arXiv 2607.26004): a bank of output heads.
 
-The rule is that of ComfyUI from 0.34.5.
-
-Such a LoRA enlarges the rows of both output layers to those of N heads, one for each part of a grid of timesteps. The first
-block of rows is a head, the others are added to it: a step uses their mean over the parts that it spans, weighed by the
-parts' lengths. Ranks keep the first head as the layer's weight, and each other block as a group of additions, whose strength
-is its share in the step.
+The rule is that of ComfyUI from 0.34.5. Such a LoRA enlarges the rows of both output layers to those of N heads, one for
+each part of a grid of timesteps. The first block of rows is a head; the others are added to it. A step uses their mean over
+the parts that it spans, weighted by the parts' lengths. Ranks keep the first head as the layer's weight, and each other
+block as a group of additions whose strength is its share in the step.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,18 +18,18 @@ from .lora import PREFIX, NativeWeights
 from .patch_trial import Patch, shape_after
 
 SHIFTS = {"minimax_h3_sigma_shift_video": 12.0, "minimax_h3_sigma_shift_audio": 3.0}
-"""Entries of ComfyUI's transformer_options -> usual values: shifts of the noise schedules of video and audio."""
+"""Entries of ComfyUI's transformer_options -> default values: shifts of the noise schedules of video and audio."""
 BANKED = "MiniMaxH3"
 """Class of ComfyUI's supported_models that has such LoRAs."""
 STREAMS = ("final_layer.video_out", "final_layer.audio_out")
-"""The output layers, each with a schedule of its own."""
+"""The output layers, each with its own schedule."""
 LEAVES = (".weight", ".bias")
 BANK_KEYS = frozenset(PREFIX + stream + leaf for stream in STREAMS for leaf in LEAVES)
 """ComfyUI's keys of the tensors that may have the rows of several heads."""
 
 
 def heads_of(weights: NativeWeights, patches: Mapping[str, list[Patch]]) -> int:
-    """Heads of the bank in these patches. 1: there is none. ValueError unless all its tensors have as many."""
+    """Number of heads in these patches. 1: there is no bank. Raises ValueError unless all its tensors have equally many."""
     counts = set()
     for key in BANK_KEYS:
         shape = weights.tensors[key.removeprefix(PREFIX)].shape
@@ -47,7 +45,7 @@ def heads_of(weights: NativeWeights, patches: Mapping[str, list[Patch]]) -> int:
 
 
 def bank_deltas(weights: NativeWeights, patches: Mapping[str, list[Patch]], heads: int, first: int) -> Iterator[Delta]:
-    """The bank for the ranks. `first`: number of the first of the 2 * (heads - 1) groups."""
+    """The bank as Deltas for the ranks. `first`: number of the first of the 2 * (heads - 1) groups."""
     for stream, groups in zip(STREAMS, (first, first + heads - 1), strict=True):
         for leaf in LEAVES:
             key = PREFIX + stream + leaf
@@ -58,7 +56,7 @@ def bank_deltas(weights: NativeWeights, patches: Mapping[str, list[Patch]], head
 
 
 def strengths_in_call(heads: int, timestep: torch.Tensor, options: Mapping[str, Any]) -> tuple[float, ...]:
-    """`head_strengths` of a model call at `timestep` (1000 sigma), with these transformer_options."""
+    """`head_strengths` for a model call at `timestep` (1000 sigma) with these transformer_options."""
     sigmas = options.get("sample_sigmas")
     if sigmas is None:
         raise ValueError("model: a PDD acceleration LoRA needs the sampler's sigmas. Use a sampler node, or a turbo LoRA.")
@@ -67,7 +65,7 @@ def strengths_in_call(heads: int, timestep: torch.Tensor, options: Mapping[str, 
 
 
 def head_strengths(heads: int, sigma: float, sigmas: torch.Tensor, shifts: tuple[float, float]) -> tuple[float, ...]:
-    """The groups' strengths in the step from `sigma` on, by the sampler's `sigmas` and the shifts of video and audio."""
+    """Strengths of the groups in the step that begins at `sigma`. `sigmas`: the sampler's. `shifts`: of video and audio."""
     nearest = int((sigmas - sigma).abs().argmin())
     following = float(sigmas[min(nearest + 1, len(sigmas) - 1)])
     start, stop = (round((1.0 - _unshifted(each, shifts[0])) * heads) for each in (sigma, following))
@@ -84,5 +82,5 @@ def head_strengths(heads: int, sigma: float, sigmas: torch.Tensor, shifts: tuple
 
 
 def _unshifted(sigma: float, shift: float) -> float:
-    """The sigma whose value under the shift is this one."""
+    """Return the sigma that the shift maps to this one."""
     return sigma / (shift - (shift - 1.0) * sigma)

@@ -1,4 +1,4 @@
-"""Layers of a LoRA that do not fit the model: ComfyUI logs them and leaves them out, and here the user is told."""
+"""Layers of a LoRA that do not fit the model. ComfyUI only logs them; here the user is told."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ UNNAMED = "no layer of this LoRA is in this model, so it changes nothing"
 def fitting(
     weights: NativeWeights, added: Sequence[tuple[str, Patch]], present: Mapping[str, list[Patch]], hooked: bool = False
 ) -> list[bool]:
-    """Of each (key, patch) in `added` whether ComfyUI applies it. A line on the node says how many are left out.
+    """For each (key, patch) in `added`, whether ComfyUI applies it. A line on the node says how many are left out.
 
-    `present`: patches that are there already, by key. `hooked`: of a conditioning (a hook). ValueError for a patch that
-    ranks cannot add, and if all of a LoRA is left out.
+    `present`: existing patches, by key. `hooked`: the patches are a conditioning's (a hook). Raises ValueError for a patch
+    that ranks cannot add, and if all of a LoRA is left out.
     """
     before = {key: list(patches) for key, patches in present.items()}
     fits = []
@@ -34,13 +34,13 @@ def fitting(
 
 
 def tell(text: str, why: str = "") -> None:
-    """A line on the node. `why`: for the log alone."""
+    """Show a line on the node. `why`: only for the log."""
     log.warning("Parallel DiT: %s%s", text, f" ({why})" if why else "")
     say(f"Parallel DiT: {text}")
 
 
 def _tell_of(weights: NativeWeights, fits: list[bool], key: str, patch: Patch, before: dict[str, list[Patch]]) -> None:
-    """Tell of the patches that do not fit. `key`, `patch`: the first of them."""
+    """Tell the user about patches that do not fit. `key`, `patch`: the first of them."""
     count, name = len(fits), key.removeprefix(PREFIX)
     sizes = ", ".join(str(list(each.shape)) for each in tensors_of(patch[1]))
     example = f"{name} is {list(shape_after(before[key], weights.tensors[name].shape))}, the tensors for it are {sizes}"
@@ -56,5 +56,5 @@ def _tell_of(weights: NativeWeights, fits: list[bool], key: str, patch: Patch, b
 
 
 def _is_part(value: Any) -> bool:
-    """Whether an adapter is of a file with further layers: some packs add a LoRA layer by layer."""
+    """Whether an adapter comes from a file with more layers: some packs add a LoRA layer by layer."""
     return len(getattr(value, "loaded_keys", ())) > len(getattr(value, "weights", ()))

@@ -1,7 +1,7 @@
 """LoRA and other weight patches of ComfyUI's ModelPatcher, as Deltas for the ranks.
 
-A patch that does not depend on the weight is sent as it is, and added on the ranks, whose weights may be quantised. For a
-patch that does (a merge of models, DoRA) ComfyUI's functions compute the new weight here, which replaces the ranks' weight.
+A patch that does not depend on the weight is sent as it is, and added on the ranks, whose weights may be quantized. If it
+does (a merge of models, DoRA), ComfyUI's functions compute the new weight here, which replaces the ranks' weight.
 """
 
 import copy
@@ -25,11 +25,12 @@ from .patch_trial import Patch, calculated, is_applied, shape_after
 PREFIX = "diffusion_model."
 
 DORA_SCALE = {"lora": 4, "loha": 7, "lokr": 8}
-"""Adapters whose product does not depend on the weight -> index of the DoRA scale in their `weights`, with which it does."""
+"""Adapters whose product does not depend on the weight, unless they have a DoRA scale -> index of that scale in their
+`weights`."""
 ALPHA = 2
-"""Index of alpha in their `weights`, which scales the product together with the strength."""
+"""Index of alpha in their `weights`. It scales the product together with the strength."""
 LORA_MID = 3
-"""Index in a LoRA's `weights` of a third factor."""
+"""Index of a third factor in a LoRA's `weights`."""
 SENT_AS_IS = (torch.float32, torch.bfloat16, torch.float16)
 MODEL_AS_LORA = "model_as_lora"
 """Kind of a patch in a conditioning: the difference to another model's weight."""
@@ -37,13 +38,11 @@ KINDS = ("diff", "set", MODEL_AS_LORA)
 
 
 class NativeWeights:
-    """Weights of a checkpoint under the names that this version of ComfyUI's model class has for them.
-
-    A file may have other names: those of Flux's norms have changed between versions of ComfyUI.
-    """
+    """Weights of a checkpoint, under the names that this version of ComfyUI's model class has for them. A file may have
+    other names: those of Flux's norms have changed between versions of ComfyUI."""
 
     def __init__(self, checkpoint: Checkpoint, own: OwnClass, dtype: torch.dtype):
-        """`dtype`: in which ranks compute."""
+        """`dtype`: compute dtype of the ranks."""
         self.dtype = dtype
         names = {key: name for name, key in own.keys}
         self.keys = {names.get(key, key): key for key in checkpoint.entries}
@@ -56,11 +55,11 @@ class NativeWeights:
         self._with_modules = {above for module in modules for above in _above(module)}
 
     def read_from(self, checkpoint: Checkpoint) -> None:
-        """Take values from these files, which hold a model of the same kind."""
+        """Take values from these files, which contain a model of the same kind."""
         self._checkpoint = checkpoint.smaller or checkpoint
 
     def sizes_with(self, patches: Mapping[str, list[Patch]]) -> TensorSizes:
-        """Tensors that the patches enlarge, and to which sizes, for `Setup.enlarged`."""
+        """Return the tensors that the patches enlarge, with their new sizes, for `Setup.enlarged`."""
         larger = {}
         for key, key_patches in patches.items():
             name, shape = self._find(key)
@@ -69,7 +68,7 @@ class NativeWeights:
         return tuple(sorted(larger.items()))
 
     def enlarged(self, sizes: TensorSizes) -> "NativeWeights":
-        """The weights of a model in which these tensors are larger. Their values are the file's, with zeros behind them."""
+        """The weights of a model in which these tensors are larger. Their values are the file's, followed by zeros."""
         weights = copy.copy(self)
         shapes = dict(sizes)
         weights.tensors = {
@@ -78,10 +77,8 @@ class NativeWeights:
         return weights
 
     def check(self, key: str, patch: Patch, before: Sequence[Patch] = (), hooked: bool = False) -> bool:
-        """Whether ComfyUI applies the patch behind those `before` it: one of another size is left out, and only logged.
-
-        ValueError for the user, unless `deltas` can express the patch. `hooked`: it is a conditioning's (a hook).
-        """
+        """Whether ComfyUI applies the patch after those `before` it. It leaves out one of another size, and only logs it.
+        Raises ValueError for the user if `deltas` cannot express the patch. `hooked`: it is a conditioning's (a hook)."""
         name, shape = self._find(key)
         shape = shape_after(before, shape) if before else self.tensors[name].shape
         why = why_not(patch, shape)
@@ -111,7 +108,7 @@ class NativeWeights:
                     yield self._delta(name, self.tensors[name].shape, patch, group)
 
     def patched(self, key: str, patches: list[Patch]) -> torch.Tensor:
-        """The checkpoint's value with these patches, float32, computed by ComfyUI's functions."""
+        """Return the checkpoint's value with these patches, float32, computed by ComfyUI's functions."""
         name, _ = self._find(key)
         value = self.value(name)
         for patch in patches:
@@ -119,22 +116,21 @@ class NativeWeights:
         return value
 
     def is_patched(self, key: str, hooked: bool = False) -> bool:
-        """Whether ComfyUI applies patches for this key. It keeps but ignores patches for tensors of a module that has
-        submodules, such as Wan's `blocks.0.modulation` and SD3's table of positions, unless they are in a conditioning.
-        """
+        """Whether ComfyUI applies patches for this key. It ignores patches for tensors of a module that has submodules, such
+        as Wan's `blocks.0.modulation` and SD3's table of positions, unless they are in a conditioning."""
         name, _ = self._find(key)
         return hooked or name.rpartition(".")[0] not in self._with_modules
 
     def stored(self, key: str) -> torch.Tensor | None:
-        """The checkpoint's value as it is in the file, see stored_value."""
+        """Return the checkpoint's value as stored in the file, see stored_value."""
         return stored_value(self._checkpoint, self.key_in_file(key))
 
     def key_in_file(self, key: str) -> str:
-        """Key in the file of the weight that ComfyUI calls `key`."""
+        """Return the key in the file of the weight that ComfyUI calls `key`."""
         return self.keys[self._find(key)[0]]
 
     def _find(self, key: str) -> tuple[str, torch.Size]:
-        """Name, and shape in the file, of the weight that ComfyUI calls `key`."""
+        """Return (name, shape in the file) of the weight that ComfyUI calls `key`."""
         name = key.removeprefix(PREFIX)
         if name not in self.tensors:
             raise ValueError(
@@ -143,7 +139,7 @@ class NativeWeights:
         return name, self._shapes[name]
 
     def value(self, name: str) -> torch.Tensor:
-        """The checkpoint's value, float32."""
+        """Return the checkpoint's value, float32."""
         key = self.keys[name]
         return values_of(self._checkpoint, [key])[key]
 
@@ -167,7 +163,7 @@ class NativeWeights:
 
 
 def depends_on_weight(patch: Patch) -> bool:
-    """Whether what a checked patch adds depends on the weight itself."""
+    """Whether the change by a checked patch depends on the weight itself."""
     strength, value, strength_model, _, _ = patch
     if strength_model != 1.0 or isinstance(value, list):
         return True
@@ -178,7 +174,7 @@ def depends_on_weight(patch: Patch) -> bool:
 
 
 def why_not(patch: Patch, shape: torch.Size) -> tuple[str, str] | None:
-    """The obstacle to a patch for a weight of this shape, as the subject of a sentence, and advice. None: there is none."""
+    """Return why a weight of this shape cannot have the patch: (subject of a sentence, advice). None: it can."""
     strength, value, strength_model, offset, _ = patch
     if not (math.isfinite(strength) and math.isfinite(strength_model)):
         return f"something at the strength {strength if strength_model == 1.0 else strength_model}", "Use another strength."
@@ -213,13 +209,13 @@ def why_not_hooked(patch: Patch, shape: torch.Size) -> tuple[str, str] | None:
 
 
 def _is_idle(patch: Patch) -> bool:
-    """Whether a patch has the strength 0, and so adds nothing, whatever it has. It may still weaken the weight itself."""
+    """Whether a patch has strength 0, and so adds nothing. It may still scale the weight itself."""
     strength, value, *_ = patch
     return strength == 0.0 and not isinstance(value, list) and _kind(value) != "set"
 
 
 def _above(module: str) -> Iterator[str]:
-    """Names of the modules that a module is in, up to the model itself: ''."""
+    """Names of the modules that contain a module, up to the model itself: ''."""
     while module:
         module = module.rpartition(".")[0]
         yield module
@@ -233,7 +229,7 @@ def _kind(value: Any) -> str:
 
 
 def _region(shape: torch.Size, offset: tuple[int, int, int] | None) -> torch.Size:
-    """Shape of the part of a weight that an offset leaves."""
+    """Return the shape of the part of a weight that an offset selects."""
     if offset is None:
         return shape
     dim, _, length = offset
@@ -245,6 +241,6 @@ def _product_shape(lora: comfy.weight_adapter.LoRAAdapter) -> torch.Size:
 
 
 def _low_rank(value: Any, shape: torch.Size) -> bool:
-    """Whether the factors can be sent instead of their product: a plain LoRA on a matrix."""
+    """Whether the factors can be sent instead of their product: only for a plain LoRA on a matrix."""
     plain = isinstance(value, comfy.weight_adapter.LoRAAdapter) and value.weights[LORA_MID] is None
     return plain and _product_shape(value) == shape

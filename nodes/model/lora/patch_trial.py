@@ -1,4 +1,4 @@
-"""Effect of a patch: ComfyUI's own functions try it on a weight that has a shape and no values."""
+"""Finds the effect of a patch: ComfyUI's own functions try it on a weight that has a shape and no values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,21 +11,19 @@ from parallel_backend.core.short_text import short
 
 Patch = tuple[float, Any, float, tuple[int, int, int] | None, Callable[[torch.Tensor], torch.Tensor] | None]
 """ComfyUI's patch: strength, adapter or ("diff", tensors) and the like, strength of the weight itself, (dim, start, length)
-of the weight's part that it changes, function that is applied to what is added."""
+of the part of the weight that it changes, function applied to the addition."""
 FAILS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """Errors that ComfyUI's functions raise for tensors with which they cannot compute."""
 
 
 def shape_after(patches: Sequence[Patch], shape: torch.Size) -> torch.Size:
-    """Shape of a weight after the patches, some of which may enlarge it. `shape`: before them."""
+    """Return the shape of a weight after the patches; some of them may enlarge it. `shape`: before them."""
     return torch.Size(comfy.lora.calculate_shape(patches, torch.empty(shape, device="meta"), ""))
 
 
 def is_applied(patch: Patch, name: str, shape: torch.Size) -> bool:
-    """Whether ComfyUI changes the weight `name` of this shape by the patch. A patch of another size it logs and leaves out.
-
-    ValueError for the user for a patch with which ComfyUI itself fails.
-    """
+    """Whether ComfyUI changes the weight `name` of this shape by the patch. It only logs a patch of another size. Raises
+    ValueError for the user for a patch with which ComfyUI itself fails."""
     strength, value, _, offset, function = patch
     if isinstance(value, comfy.weight_adapter.WeightAdapterBase):  # without alpha, by which OFT decides on values
         weights = tuple(0.0 if isinstance(each, int | float) else each for each in value.weights)
@@ -40,7 +38,7 @@ def is_applied(patch: Patch, name: str, shape: torch.Size) -> bool:
 
 
 def calculated(patch: Patch, weight: torch.Tensor, name: str, **more: Any) -> torch.Tensor:
-    """comfy.lora.calculate_weight. ValueError for the user for a patch with which it fails."""
+    """comfy.lora.calculate_weight. Raises ValueError for the user for a patch with which it fails."""
     try:
         return comfy.lora.calculate_weight([patch], weight, name, **more)
     except FAILS as error:
@@ -48,7 +46,7 @@ def calculated(patch: Patch, weight: torch.Tensor, name: str, **more: Any) -> to
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of an adapter, or of another patch's value."""
+    """Return the tensors of an adapter, or of another patch's value."""
     parts = getattr(value, "weights", value if isinstance(value, tuple) else ())
     found = []
     for part in parts:

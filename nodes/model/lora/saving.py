@@ -18,7 +18,8 @@ from .patch_trial import Patch
 
 
 def stored_weights(weights: NativeWeights, what: str) -> dict[str, torch.Tensor]:
-    """Key -> the file's value. ValueError for a file with quantised values. `what`: the action that needs the values."""
+    """Return key -> the file's value. Raises ValueError for a file with quantized values. `what`: the action that needs the
+    values."""
     try:
         stored = {PREFIX + name: weights.stored(PREFIX + name) for name in weights.tensors}
     except ValueError as error:
@@ -38,12 +39,12 @@ def key_patches(
 
 
 def patched_weight(weights: NativeWeights, key: str, patches: list[Patch], dtype: torch.dtype) -> torch.Tensor:
-    """The value with its patches in the file's dtype, rounded as ComfyUI rounds it."""
+    """Return the value with its patches in the file's dtype, rounded as by ComfyUI."""
     return comfy.float.stochastic_rounding(weights.patched(key, patches), dtype, seed=comfy.utils.string_to_seed(key))
 
 
 def for_saving(patcher: comfy.model_patcher.ModelPatcher, weights: NativeWeights, prefix: str) -> dict[str, torch.Tensor]:
-    """Key without `prefix` -> the value to save. ComfyUI computes patched values while it writes the file."""
+    """Return key without `prefix` -> the value to save. ComfyUI computes patched values while it writes the file."""
     saved = {}
     for key, value in stored_weights(weights, "saving the model").items():
         patched = key in patcher.patches and weights.is_patched(key)

@@ -1,4 +1,2 @@
-"""What is known of the native model, which ComfyUI itself would run: its forward, and the names of its parts and tensors.
-
-Other nodes' wrappers and look-ups get from here what they expect of it.
-"""
+"""Facts about the native model, which ComfyUI itself would run: its forward, and the names of its parts and tensors. Other
+nodes' wrappers and look-ups get the parts of it that they expect from here."""

@@ -1,6 +1,6 @@
-"""Other nodes' wrappers around the native model's forward (ComfyUI's DIFFUSION_MODEL wrappers), run around the ranks' call.
+"""Runs other nodes' wrappers around the native model's forward (ComfyUI's DIFFUSION_MODEL wrappers) around the ranks' call.
 
-A wrapper gets the arguments that the native class's `forward` hands to its `_forward`, in that order. So that `forward` is
+A wrapper gets the arguments that the native class's `forward` passes to its `_forward`, in that order. So that `forward` is
 called with RemoteDiffusionModel as `self`: it runs the wrappers, and inside them RemoteDiffusionModel._forward.
 """
 
@@ -14,7 +14,8 @@ import comfy.patcher_extension
 from parallel_backend.own_class.calls.patching import Latents
 
 NativeClass = type[Any]
-"""The native model's class, a torch Module with `forward` and mostly `_forward`. ComfyUI has no common base for them."""
+"""The native model's class, a torch Module with `forward` and mostly `_forward`. ComfyUI has no common base class for
+them."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +45,22 @@ def runs_wrappers(native: NativeClass) -> bool:
 
 
 def leaves_wrappers_to_parent(native: NativeClass) -> bool:
-    """Whether only the `forward` of a parent class runs wrappers, as for LTX-2.
-
-    The native class calls it by `super()`, which needs an object of the class: it cannot be run around the ranks' call.
-    """
+    """Whether only the `forward` of a parent class runs wrappers, as for LTX-2. The native class calls it by `super()`,
+    which needs an object of the class: it cannot run around the ranks' call."""
     forwards = (vars(base)["forward"] for base in native.__mro__ if "forward" in vars(base))
     others = (forward for forward in forwards if hasattr(forward, "__code__"))
     return not runs_wrappers(native) and any("WrapperExecutor" in forward.__code__.co_names for forward in others)
 
 
 def wrappers_of(options: dict[str, Any], is_model_options: bool = False) -> list[Any]:
-    """The wrappers in a call's transformer_options, or in the model_options that have those."""
+    """Return the wrappers in a call's transformer_options, or in the model_options that contain those."""
     kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
     return comfy.patcher_extension.get_all_wrappers(kind, options, is_model_options)
 
 
 def by_name(native: NativeClass, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the native class's `_forward` by name, without those that have their default value.
-
-    The first two, latent and timestep, are called `x` and `timestep` for every class.
-    """
+    """Return the arguments of the native class's `_forward` by name, without those that have their default value. The first
+    two, latent and timestep, are called `x` and `timestep` for every class."""
     signature = inspect.signature(native._forward)
     bound = signature.bind(None, *arguments, **named).arguments
     values: dict[str, Any] = {}

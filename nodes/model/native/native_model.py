@@ -1,4 +1,4 @@
-"""A checkpoint in ComfyUI itself, for Parallel Self-Test, which calls it as it calls the ranks' model and compares them."""
+"""A checkpoint in ComfyUI itself, for Parallel Self-Test, which calls it like the ranks' model and compares them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,12 +17,10 @@ READABLE = (".safetensors", ".sft")
 
 @contextlib.contextmanager
 def native_model(checkpoint: Checkpoint) -> Iterator[Predict]:
-    """ComfyUI's own model of this file, on the device and in the dtype that it chooses, until the context ends.
-
-    NotLookedAt for a file that its loader does not read, or a model that cannot be called with the given tensors alone.
-    """
+    """Context with ComfyUI's own model of this file, on the device and in the dtype that ComfyUI chooses. Raises NotLookedAt
+    for a file that ComfyUI's loader does not read, or a model that needs more than the given tensors."""
     if checkpoint.path.suffix not in READABLE:
-        raise NotLookedAt("ComfyUI's own loader reads single safetensors files alone")
+        raise NotLookedAt("ComfyUI's own loader reads only single safetensors files")
     try:
         patcher = comfy.sd.load_diffusion_model(str(checkpoint.path))
     except RuntimeError as error:

@@ -16,12 +16,12 @@ from ...ui.host import on_behalf, refuse
 class NativeNames:
     """Attributes as a native module would have them, down to its tensors, which have a shape and no values.
 
-    A list of blocks has a length and members, which nodes that compile each block ask for. Setting an attribute is refused,
-    since the ranks would never see it.
+    A list of blocks has a length and members, which nodes that compile each block ask for. Setting an attribute raises an
+    error, because the ranks would never see it.
     """
 
     comfy_cast_weights = True
-    """ComfyUI's mark of a layer whose weights are elsewhere: nodes that read weights then ask the ModelPatcher."""
+    """ComfyUI's flag of a layer whose weights are elsewhere: nodes that read weights then ask the ModelPatcher."""
     _checkpoint: Checkpoint
     _tensors: Mapping[str, torch.Tensor]
     _keys: Mapping[str, str]
@@ -34,7 +34,7 @@ class NativeNames:
         vars(self).update(_checkpoint=checkpoint, _tensors=tensors, _keys=keys, _prefix=prefix)
 
     def at(self, name: str) -> Any:
-        """The native model's tensor, module or value of that name. AttributeError if it has none."""
+        """Return the native model's tensor, module or value with this name. Raises AttributeError if it has none."""
         whole = self._prefix + name
         if whole in self._tensors:
             return self._tensors[whole]
@@ -55,7 +55,7 @@ class NativeNames:
         refuse(f"another '{self._prefix}{name}' in ComfyUI's model", "Remove the node that sets it.")
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The checkpoint's values, which ControlNets for SD3.5 copy into their first layer."""
+        """Return the checkpoint's values, which ControlNets for SD3.5 copy into their first layer."""
         keys = {name.removeprefix(self._prefix): key for name, key in self._keys.items() if name.startswith(self._prefix)}
         values = values_of(self._checkpoint, keys.values())
         return {name: values[key] for name, key in keys.items()}

@@ -1,4 +1,2 @@
-"""Changes that other nodes make to a MODEL's calls and blocks, as data for the ranks.
-
-What cannot reach the ranks is refused here (reach.py).
-"""
+"""Changes that other nodes make to a MODEL's calls and blocks, as data for the ranks. Changes that cannot reach the ranks
+are refused here (reach.py)."""

@@ -1,7 +1,7 @@
-"""Kernels that other nodes, or a model's file, have chosen for a MODEL's attention, by name for the ranks.
+"""Attention kernels that other nodes, or a model's file, have chosen for a MODEL, by name for the ranks.
 
-Such a node puts a function into transformer_options, which the native model calls in the place of ComfyUI's attention. It
-cannot run on the ranks. One that is known by its name becomes the name of the same kernel (BlockChanges.attention).
+Such a node puts a function into transformer_options, which the native model calls in place of ComfyUI's attention. It cannot
+run on the ranks. A function whose name is known becomes the name of the same kernel (BlockChanges.attention).
 """
 
 import inspect
@@ -22,17 +22,17 @@ from ..lora.lora import PREFIX
 from .reach import OURS, Unread, refuse_unread
 
 PREFERRED = f"{OURS}preferred_attention"
-"""Entry of transformer_options: attention layer -> the kernel that a LoRA asks for, empty if it is not known."""
+"""Entry of transformer_options: attention layer -> the kernel that a LoRA asks for; empty if it is unknown."""
 LORA = "model: this LoRA"
-"""The beginning of an error about a wish that cannot be read."""
+"""The beginning of an error about a request that cannot be read."""
 ATTENTION = PREFERENCE.removesuffix(".config")
-"""The end of the name of an attention layer's object that holds the wish."""
+"""The end of the name of an attention layer's object with the request."""
 CORE = re.compile(r"model_patcher\.ModelPatcher\.set_model_optimized_attention\.<locals>\.optimized_attention_override")
-"""What ModelPatcher puts there for nodes, Model Attention Backend for instance."""
+"""The function that ModelPatcher puts there for nodes such as Model Attention Backend."""
 SAGE_KJ = re.compile(r"model_optimization_nodes\.PathchSageAttentionKJ\.patch\.<locals>\.attention_override_sage")
-"""KJNodes' Patch Sage Attention."""
+"""The function of KJNodes' Patch Sage Attention."""
 FLASH_KJ = re.compile(r"model_optimization_nodes\.PatchFlashAttentionKJ\.patch\.<locals>\.attention_override_flash")
-"""KJNodes' Patch Flash Attention."""
+"""The function of KJNodes' Patch Flash Attention."""
 NATIVE = {
     "attention_pytorch": SDPA,
     "attention_split": SDPA,
@@ -42,14 +42,12 @@ NATIVE = {
     "attention_sage": "sage",
     "attention_comfy_kitchen_int8": "comfy_kitchen",
 }
-"""ComfyUI's attention functions -> the ranks' kernels, which differ from them by rounding only."""
+"""ComfyUI's attention functions -> the ranks' kernels, which differ from them only by rounding."""
 
 
 def chosen_attention(override: Any, loaded: str) -> str | None:
-    """`BlockChanges.attention` for an override of ComfyUI's attention. None: the kernel is unknown.
-
-    `loaded`: the `attention` that the ranks' model was loaded with. It stays where both kernels are exact.
-    """
+    """`BlockChanges.attention` for an override of ComfyUI's attention. None: the kernel is unknown. `loaded`: the
+    `attention` with which the ranks' model was loaded. It stays if both kernels are exact."""
     kernel = _kernel(override)
     if kernel is None:
         return None
@@ -58,7 +56,7 @@ def chosen_attention(override: Any, loaded: str) -> str | None:
 
 
 def without_settings(patches: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The patches that are for weights, or for a text encoder. ComfyUI from 0.38 on makes object patches of the others."""
+    """Return the patches for weights, or for a text encoder. ComfyUI from 0.38 on converts the others to object patches."""
     return {key: value for key, value in patches.items() if not _is_setting(key, value)}
 
 
@@ -68,10 +66,8 @@ def _is_setting(key: Any, value: Any) -> bool:
 
 
 def wishes(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Attention layer -> kernel as in PREFERRED, of a LoRA's settings (name -> ("config", (bytes of JSON,))).
-
-    ValueError for a setting of anything else, and for a wish that cannot be read.
-    """
+    """Return attention layer -> kernel as in PREFERRED, from a LoRA's settings (name -> ("config", (bytes of JSON,))).
+    Raises ValueError for a setting of anything else, and for a request that cannot be read."""
     refuse_unread(Unread(f"a LoRA's setting '{key}'") for key in settings if not key.endswith(PREFERENCE))
     return {
         (layer := _layer(key.removesuffix(PREFERENCE))): asked_kernel(LORA, layer, _read(layer, value[1][0]))
@@ -80,7 +76,7 @@ def wishes(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def wished_of_object(name: str, obj: Any) -> dict[str, str]:
-    """As `wishes`, of the object that ComfyUI has made of a LoRA's setting. Empty: it is another object."""
+    """As `wishes`, from the object that ComfyUI has made of a LoRA's setting. Empty: it is another object."""
     if not name.endswith(ATTENTION) or type(obj).__name__ != "ComfyAttention":
         return {}
     layer = _layer(name.removesuffix(ATTENTION))
@@ -101,9 +97,8 @@ def _read(layer: str, text: torch.Tensor) -> Any:
 
 
 def preferred_attention(checkpoint: Checkpoint, loaded: str, options: Mapping[str, Any]) -> str:
-    """`BlockChanges.attention` that the model's file, or a LoRA in a call's transformer_options, asks for.
-
-    Empty: none, or not one in every block, or the user's widget `attention` (`loaded`) names a kernel."""
+    """`BlockChanges.attention` that the model's file, or a LoRA in a call's transformer_options, asks for. Empty if there is
+    none, if blocks differ, or if the user's widget `attention` (`loaded`) names a kernel."""
     asked = {**checkpoint.attention, **options.get(PREFERRED, {})}
     kernels = set(asked.values())
     in_all = len(asked) >= checkpoint.built.total
@@ -125,7 +120,8 @@ def _kernel(override: Any) -> str | None:
 
 
 def _sage(override: Callable[..., Any]) -> str | None:
-    """By the function of the package that KJNodes' function calls, and the numbers' formats that it asks for."""
+    """Return the kernel of KJNodes' function, by the function of the package that it calls and the number formats that it
+    asks for."""
     for function in _functions(override):
         called, texts = _inside(function), function.__code__.co_consts
         for variant, (name, options) in SAGE_VARIANTS.items():
@@ -149,5 +145,5 @@ def _functions(override: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 def _inside(function: Callable[..., Any]) -> dict[str, Any]:
-    """The variables of a function's closure."""
+    """Return the variables of a function's closure."""
     return dict(inspect.getclosurevars(function).nonlocals)

@@ -1,8 +1,8 @@
 """Other nodes' changes inside the native model's blocks, as data for the ranks.
 
 Such a node puts functions into transformer_options, which the native model calls between its blocks. They cannot run on the
-ranks, which have the blocks. A function that is known by its name becomes data with the same effect (BlockChanges). All
-other functions are left, and reach.py refuses them.
+ranks, which have the blocks. A function whose name is known becomes data with the same effect (BlockChanges). All other
+functions stay, and reach.py refuses them.
 """
 
 import inspect
@@ -33,7 +33,7 @@ POSITIVE, NEGATIVE = 0, 1
 def kernel_of_call(override: Any, loaded: str, preferred: str) -> tuple[str, Any]:
     """(BlockChanges.attention of a call with this override of attention, the override if ranks do not know its kernel).
 
-    `loaded`: the kernel that the model was loaded with. `preferred`: the one that its file asks for, if no node has chosen
+    `loaded`: the kernel with which the model was loaded. `preferred`: the one that its file asks for, used if no node chose
     one."""
     if override is None:
         return preferred, None
@@ -43,7 +43,7 @@ def kernel_of_call(override: Any, loaded: str, preferred: str) -> tuple[str, Any
 
 
 def skipped_keys(replaced: Mapping[str, Mapping[Any, Any]]) -> tuple[dict[tuple[str, int], Any], dict[str, dict[Any, Any]]]:
-    """((kind, number) of each block that is skipped -> the function for it, the other replacements)."""
+    """Return ((kind, number) of each skipped block -> the function for it, the other replacements)."""
     skipped: dict[tuple[str, int], Any] = {}
     remaining: dict[str, dict[Any, Any]] = {}
     for name, functions in replaced.items():
@@ -66,7 +66,8 @@ def sparse_blocks(replaced: Mapping[str, Mapping[Any, Any]]) -> Callable[..., An
 def normalized_guidance(
     options: Mapping[str, Any], entries: int
 ) -> tuple[Callable[..., Any] | None, NormalizedGuidance | None, dict[str, list[Any]]]:
-    """(NAG's function in the transformer_options of a call with so many entries, its settings, the other patches)."""
+    """Return (NAG's function in the transformer_options of a call with `entries` batch entries, its settings, the other
+    patches)."""
     patches = {name: list(functions) for name, functions in options.get("patches", {}).items()}
     functions = patches.get(OUTPUT, [])
     nag = next((function for function in functions if is_known(NORMALIZED, function)), None)
@@ -77,7 +78,8 @@ def normalized_guidance(
 
 
 def _normalized(function: Callable[..., Any], prompts: list[int] | None, entries: int) -> NormalizedGuidance | None:
-    """NAG's settings. None for a call without both prompts, which the node leaves alone (prompts of different lengths)."""
+    """NAG's settings. None for a call without both prompts, which the node does not change (prompts of different
+    lengths)."""
     if not prompts or POSITIVE not in prompts or NEGATIVE not in prompts:
         return None
     settings = inspect.getclosurevars(function).nonlocals

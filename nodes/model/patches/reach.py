@@ -18,9 +18,9 @@ OURS = "parallel_dit_"
 """Prefix of this pack's entries of transformer_options."""
 
 TABLES = {"patches": "model patch", "patches_replace": "attention replacement"}
-"""Entries of transformer_options that have other nodes' functions -> what such a function is."""
+"""Entries of transformer_options with other nodes' functions -> what such a function is called."""
 OVERRIDE = "optimized_attention_override"
-"""The entry that has a function in place of ComfyUI's attention."""
+"""The entry with a function that replaces ComfyUI's attention."""
 
 BOOKKEEPING = frozenset(
     {
@@ -66,7 +66,7 @@ INSTEAD = {
     "compile": "Turn on `compile` in Parallel DiT Loader instead",
     "attention kernel": "Set the ranks' kernel by attention in Ulysses Config instead",
 }
-"""Pattern in the refused thing's or its node's name -> advice. A KV cache, which skips no steps, has no replacement."""
+"""Pattern in the refused object's or its node's name -> advice. A KV cache, which skips no steps, has no replacement."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Unread:
     """The node that is doing it, if known."""
 
     def described(self) -> str:
-        """The description with the responsible node, or else with the function."""
+        """Return the description with the responsible node, or with the function if the node is unknown."""
         function = None if self.source is None else definition(self.source)
         nodes = self.by or (named(nodes_of(function)) if function else "")
         nodes = nodes or (named(nodes_that_set(self.entry)) if self.entry else "")
@@ -93,10 +93,9 @@ class Unread:
 
 
 def told_to_own_class(options: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
-    """The entries of transformer_options that ranks get for ComfyUI's own class, which may read any of them. `ours`: entries
-    of this pack that they get, too.
-
-    ValueError, with node and entry, for anything that may change the native model's result and does not reach the ranks."""
+    """Return the entries of transformer_options that ranks get for ComfyUI's own class, which may read any of them. `ours`:
+    entries of this pack that they also get. Raises ValueError, with node and entry, for anything that may change the native
+    model's result and does not reach the ranks."""
     others = {
         name: value
         for name, value in options.items()
@@ -114,7 +113,7 @@ def told_to_own_class(options: Mapping[str, Any], ours: Collection[str]) -> dict
 
 
 def refuse_unread(refused: Iterable[Unread]) -> None:
-    """ValueError that names everything in `refused`, with advice. Does nothing if `refused` is empty."""
+    """Raise ValueError that names everything in `refused`, with advice. Does nothing if `refused` is empty."""
     if not (described := list(dict.fromkeys(each.described() for each in refused))):
         return
     text = ", ".join(described)

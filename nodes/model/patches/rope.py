@@ -13,11 +13,8 @@ PERIOD = 0.9
 
 
 def riflex(options: Collection[str], name: str, module: Any) -> dict[str, tuple[float, float]]:
-    """RIFLEx's settings as an entry of transformer_options.
-
-    Empty for other object patches, and if the model does not support RIFLEx. `options`: this pack's entries of
-    transformer_options that the model's ranks get.
-    """
+    """RIFLEx's settings as an entry of transformer_options. Empty for other object patches, and if the model does not
+    support RIFLEx. `options`: this pack's entries of transformer_options that the model's ranks get."""
     if name != EMBEDDER or type(module).__name__ != CLASS or FREQUENCY not in options:
         return {}
     return {FREQUENCY: (float(module.k - 1), PERIOD * 2 * math.pi / module.num_frames)}

@@ -1,7 +1,7 @@
 """ComfyUI's node *Model Sparse Attention*, as settings for the ranks.
 
 The node puts an override of attention on the MODEL, and for MiniMax H3 a patch around each block. Neither can run on the
-ranks. Both have the node's settings, and the ranks call the same kernel of comfy-kitchen with them.
+ranks. Both contain the node's settings, with which the ranks call the same kernel of comfy-kitchen.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from parallel_backend.core.sparse_attention import SparseAttention
 from ...ui.other_nodes import is_known
 
 OVERRIDE = re.compile(r"nodes_sparse_attention\.make_attention_override\.<locals>\.override")
-"""The node's override of attention, which calls the override that was there before where it is not sparse."""
+"""The node's override of attention. Calls that are not sparse go to the override that was there before."""
 BLOCK = re.compile(r"nodes_sparse_attention\.make_h3_block_patch\.<locals>\.block_patch")
 """The node's patch around a block of MiniMax H3."""
 PREPARE = re.compile(r"nodes_sparse_attention\.apply_block_sparse_attention\.<locals>\.<lambda>")
@@ -29,7 +29,7 @@ def is_sparse(override: Any) -> bool:
 
 
 def below(override: Any) -> Any:
-    """The override that was there before the node's, or the override itself if it is not the node's. None: there is none."""
+    """The override that was there before the node's; or the override itself if it is not the node's. None: there is none."""
     while is_sparse(override):
         override = inspect.getclosurevars(override).nonlocals.get("previous")
     return override
@@ -41,10 +41,10 @@ def settings_of(
     counts: Mapping[str, int],
     options: Mapping[str, Any],
 ) -> SparseAttention | None:
-    """The settings of a model call. None: it attends in full, as outside of the node's start_percent and end_percent.
+    """The settings in a model call. None: its attention is dense, as outside of the node's start_percent and end_percent.
 
-    `counts`: blocks of each list. `override`: of attention, by whatever node. `of_block`: the node's patch of a block, if
-    blocks have one. `options`: the call's transformer_options.
+    `counts`: number of blocks in each list. `override`: of attention, by any node. `of_block`: the node's patch of a block,
+    if blocks have one. `options`: the call's transformer_options.
     """
     # The override of the newest such node is on top, and decides.
     function = override if is_sparse(override) else of_block

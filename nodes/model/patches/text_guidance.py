@@ -25,7 +25,7 @@ GUIDED = re.compile(r"model_optimization_nodes\.WanCrossAttentionPatch\.__get__\
 
 
 class TextLayers(NativeNames):
-    """The native model's layers that embed the text. Here they return the text unchanged: the ranks embed it."""
+    """The native model's layers that embed the text. Here they return the text unchanged, because ranks embed it."""
 
     def to(self, *_arguments: Any, **_named: Any) -> "TextLayers":
         return self
@@ -45,27 +45,28 @@ class TextGuidance:
     guides_all: bool
     """Whether all of a call's entries are guided, or only the first half of them (the positive prompt's)."""
     attends_to_picture: bool
-    """Whether the model's cross-attention attends to CLIP's image too: then only a call of two entries has halves."""
+    """Whether the model's cross-attention also attends to CLIP's image: then only a call with two entries has halves."""
     node: Any = None
-    """The node's object that makes the functions."""
+    """The node's object that creates the functions."""
     function: Any = None
-    """One of them."""
+    """One of these functions."""
     _by_entries: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TextGuidance":
         return self
 
     def of(self, entries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Text [entries, T, C], and settings [entries, 3]: scale, tau and alpha, which is 0 for entries without guidance.
+        """Text [entries, T, C], and settings [entries, 3]: scale, tau and alpha. Entries without guidance have alpha 0.
 
-        Calls of one size get the same tensors: the client then sends them once, without comparing their values.
+        Calls with equally many entries get the same tensors: the client then sends them once, without comparing their
+        values.
         """
         if entries not in self._by_entries:
             self._by_entries[entries] = self.text.expand(entries, -1, -1).contiguous(), self.settings(entries)
         return self._by_entries[entries]
 
     def settings(self, entries: int) -> torch.Tensor:
-        """[entries, 3], see `of`."""
+        """Settings [entries, 3], see `of`."""
         has_halves = entries == 2 or (entries > 2 and not self.attends_to_picture)
         all_guided = (self.guides_all and not self.attends_to_picture) or not has_halves
         settings = torch.tensor([(self.scale, self.tau, self.alpha)] * entries, dtype=torch.float32)
@@ -74,20 +75,20 @@ class TextGuidance:
 
 
 def tried_guidance(guidance: TextGuidance) -> TextGuidance:
-    """`guidance` with other settings, each of which has an effect."""
+    """`guidance` with other settings; each of them has an effect."""
     scale, tau, alpha = SETTINGS
     return replace(guidance, scale=scale, tau=tau, alpha=alpha)
 
 
 def forward_of_node(guidance: TextGuidance, module: torch.nn.Module, text: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """The node's `forward` of a native cross-attention, with these settings and a `text` [1, T, hidden], embedded."""
+    """Return the node's `forward` of a native cross-attention, with these settings and an embedded `text` [1, T, hidden]."""
     node = copy.copy(guidance.node)
     node.nag_context, node.nag_scale, node.nag_tau, node.nag_alpha = text, guidance.scale, guidance.tau, guidance.alpha
     return node.__get__(module, type(module))
 
 
 def text_guidance(name: str, patch: Any) -> TextGuidance | None:
-    """The TextGuidance that an object patch of this name puts on the MODEL. None: it is another patch."""
+    """Return the TextGuidance that an object patch of this name puts on the MODEL. None: it is another patch."""
     function = getattr(patch, "__func__", patch)
     if CROSS_ATTENTION.fullmatch(name) is None or not is_known(GUIDED, function):
         return None

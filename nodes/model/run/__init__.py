@@ -1,4 +1,2 @@
-"""State that lasts as long as a sampling run: its shapes, bands, step cache, progress and memory.
-
-What several GPUs gained in it is reckoned here too.
-"""
+"""State that lasts as long as a sampling run: its shapes, bands, step cache, progress and memory. The speed-up by several
+GPUs is computed here too."""

@@ -1,4 +1,4 @@
-"""Marks of model calls that are a band of a PipeFusion run."""
+"""Marks model calls that are a band of a PipeFusion run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,8 @@ from .run_shapes import PART, Shapes, is_for_all
 
 
 class NotTried(NotLocal):
-    """No trial was made for a band's call, such as a call that another node makes after the guider's.
-
-    `prove` makes the trial for the whole latent. The run can then begin again.
-    """
+    """Raised if no trial was made for a band's call, such as a call that another node makes after the guider's. `prove`
+    makes the trial for the whole latent. The run can then begin again."""
 
     def __init__(self, reason: str, prove: Callable[[], object]):
         super().__init__(reason)
@@ -41,16 +39,14 @@ class Band:
     wholes: Shapes
     """Shapes of the whole latents."""
     poll: Poll | None = None
-    """Called while a call is waited for. It looks for Cancel, in calls on ComfyUI's own thread."""
+    """Called while a call is waited for. In calls on ComfyUI's own thread it checks for Cancel."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Band":
         return self  # ComfyUI copies transformer_options for each model call: all must share one run
 
     def takes(self, stub: object, latents: Latents, options: dict[str, Any]) -> bool:
-        """Whether a model call with these latents belongs to the run. If it does not, the run may only have one band.
-
-        NotLocal otherwise: the thread of a band cannot make a call for the whole latent.
-        """
+        """Whether a model call with these latents belongs to the run. Raises NotLocal if it does not and the run has several
+        bands: a band's thread cannot make a call for the whole latent."""
         if stub is self.stub and is_for_all(latents, options, self.shapes):
             return True
         if len(self.run.rows) > 1:

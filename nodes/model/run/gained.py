@@ -1,4 +1,4 @@
-"""What several GPUs gained in a sampling run, and what another setting would gain, by a calibration that is kept."""
+"""The speed-up by several GPUs in a sampling run, and of other settings, computed from a stored calibration."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,15 +22,15 @@ from ...ui.host import folder
 from .sampling_run import CallShape
 
 WORTH_SAYING = 1.1
-"""How many times as long as another setting a run has to take for the user to be told."""
+"""The user is told about a setting if the run took at least this many times as long."""
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run of several ranks that took `seconds` for so many model calls of each shape, `exact_calls` of them exact.
+    """A run on several ranks that took `seconds` for this number of model calls of each shape, `exact_calls` of them exact.
 
-    It is held against predictions, which need the calibration that Parallel Doctor and `degrees` auto keep. Without one its
-    texts are empty: nothing is measured for them.
+    It is compared with predictions, which need the calibration that Parallel Doctor and `degrees` auto store. Without one
+    its texts are empty; nothing is measured for them.
     """
 
     setup: Setup
@@ -43,7 +43,7 @@ class MeasuredRun:
 
     @cached_property
     def calibration(self) -> Calibration | None:
-        """That of the run's devices, or of those that `auto` chose them from."""
+        """The calibration of the run's devices, or of those from which `auto` chose them. None: there is none."""
         setup = self.setup
         compiled = setup.compile  # a calibration knows nothing of compiled blocks
         if setup.degrees.world == 1 or compiled or any(map(on_ray, setup.devices)):
@@ -55,8 +55,8 @@ class MeasuredRun:
         return None
 
     def gained(self) -> str:
-        """How much faster the run was than on one GPU: "1.7 x one GPU". Empty if no GPU alone holds the model, or if the
-        gain is not credible because the machine was busy."""
+        """Return how much faster the run was than on one GPU: "1.7 x one GPU". Empty if the model fits on no single GPU, or
+        if the gain is not credible because the machine was busy."""
         calibration = self.calibration
         if calibration is None or not self.calls or not self.seconds:
             return ""
@@ -70,8 +70,8 @@ class MeasuredRun:
         return f"{gain:.1f} x one {self._unit}" if fitting and credible(gain, self.setup.degrees.world) else ""
 
     def advice(self) -> str:
-        """A line with other degrees on the same devices that take a tenth less than the run, both by their predictions and
-        by the seconds of the run. Empty if there are none, or if `degrees` auto has chosen."""
+        """Return a line with other degrees on the same devices that take a tenth less time than the run, both by their
+        predictions and by the run's seconds. Empty if there are none, or if `degrees` auto has chosen."""
         calibration = self.calibration
         if calibration is None or len(self.calls) != 1 or self.setup.planned:
             return ""

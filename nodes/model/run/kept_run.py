@@ -1,7 +1,5 @@
-"""A sampling run that outlives its ranks: the failed call is made again, on the devices that are left.
-
-ComfyUI's process has the sampler's state, so a lost rank costs the calls that were in progress and a load.
-"""
+"""A sampling run that survives its ranks: the failed call is made again on the remaining devices. ComfyUI's process has the
+sampler's state, so a lost rank costs the calls that were in progress and a load."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ Load = Callable[[], RemoteTransformer]
 
 
 class Stub(Protocol):
-    """RemoteDiffusionModel, as far as a lost rank changes it."""
+    """The attributes of RemoteDiffusionModel that a lost rank changes."""
 
     checkpoint: Checkpoint
     setup: Setup
@@ -32,7 +30,7 @@ class Stub(Protocol):
 
 
 def kept(stub: Stub, load: Load, work: Callable[[RemoteTransformer], T]) -> T:
-    """`work(load())`, and both again if the run goes on after the model's ranks are lost. Other errors are raised."""
+    """`work(load())`. If the run goes on after the model's ranks are lost, both are called again. Raises other errors."""
     while True:
         model = None
         try:
@@ -45,8 +43,8 @@ def kept(stub: Stub, load: Load, work: Callable[[RemoteTransformer], T]) -> T:
 
 @dataclass
 class KeptBands:
-    """A poll for a run in bands, on ComfyUI's thread: sees to new ranks when those of the run are lost. Otherwise it does
-    what LongStep does."""
+    """A poll for a run in bands, on ComfyUI's thread: provides new ranks if the run's are lost. Otherwise it does the same
+    as LongStep."""
 
     stub: Stub
     run: BandedRun
@@ -70,7 +68,7 @@ class KeptBands:
 
 
 def end(stub: Stub) -> None:
-    """The run has ended: the next one begins with the devices and degrees of before."""
+    """The run has ended: the next one begins with the previous devices and degrees."""
     stub.run.call, before = NO_CALL, stub.run.before  # its options have the run in bands, and that has the model
     if before is not None:
         plan = {name: getattr(before, name) for name in ("devices", "degrees", "stage_split", "planned")}
@@ -78,7 +76,7 @@ def end(stub: Stub) -> None:
 
 
 def _goes_on(stub: Stub, model: RemoteTransformer | None, error: DeviceFull | RankLost) -> bool:
-    """Whether the call that ended with `error` is to be made again. `model`: see FurtherTries.allows."""
+    """Whether to repeat the call that ended with `error`. `model`: see FurtherTries.allows."""
     run, streams_more = stub.run, ""
     if isinstance(error, DeviceFull) and model is not None:
         streams_more = model.learn(error)  # in any case: the next prompt goes by it
@@ -95,7 +93,7 @@ def _goes_on(stub: Stub, model: RemoteTransformer | None, error: DeviceFull | Ra
 
 
 def _on_devices_left(stub: Stub, error: RankLost) -> str:
-    """Give `stub` the setup for devices that are left. The line for the user."""
+    """Give `stub` the setup for the remaining devices. Returns the line for the user."""
     setup = stub.setup
     left = devices_left(setup.devices, [name.partition(" on ")[0] for name in error.devices])
     if len(left) < len(setup.devices):

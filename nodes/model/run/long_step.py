@@ -9,21 +9,19 @@ from ...ui.host import check_cancelled
 from ...ui.node_text import say
 
 PATIENCE = 5
-"""Seconds after which a step is said to take long."""
+"""Seconds after which the user is told that a step takes long."""
 
 
 class LongStep:
-    """A poll for calls of `model`: checks for Cancel, and says each second why nothing is to be seen yet.
-
-    `first`: the model has answered no call of the run so far.
-    """
+    """A poll for calls of `model`: checks for Cancel, and tells the user each second why the step takes long. `first`: the
+    model has answered no call of the run so far."""
 
     def __init__(self, model: RemoteTransformer, first: bool):
         self._model, self._before = model, model.answered if first else None
         self._reason, self._since, self._said = "", 0.0, 0
 
     def __call__(self) -> None:
-        """Raises ComfyUI's InterruptProcessingException once the user has pressed Cancel."""
+        """Poll. Raises ComfyUI's InterruptProcessingException after the user has pressed Cancel."""
         check_cancelled()
         reason, now = self._why(), time.monotonic()
         if reason != self._reason:
@@ -34,7 +32,7 @@ class LongStep:
             say(f"Parallel DiT: {reason}, {seconds} s")
 
     def _why(self) -> str:
-        """Reason for the wait. Empty: there is no special reason."""
+        """Return the reason for the wait. Empty: there is no special reason."""
         pool = self._model.pool
         compiling = [rank for rank in range(len(pool.devices)) if pool.doing(rank) == COMPILING]
         if compiling:

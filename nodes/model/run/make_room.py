@@ -1,7 +1,5 @@
-"""Memory on the GPU that ComfyUI uses: its own models make room for the ranks.
-
-ComfyUI counts the ranks' weights (rank_memory.py). It cannot know about their keys and values, activations and libraries.
-"""
+"""Memory on the GPU that ComfyUI uses: its own models make room for the ranks. ComfyUI counts the ranks' weights
+(rank_memory.py). It cannot know about their keys and values, activations and libraries."""
 
 import logging
 
@@ -12,10 +10,8 @@ log = logging.getLogger(__name__)
 
 
 def comfyui_gpus() -> set[torch.device]:
-    """GPUs on which ComfyUI's process computes or has models.
-
-    Asking for memory on another GPU would only create a CUDA context there, some 500 MB, for ComfyUI's process.
-    """
+    """GPUs on which ComfyUI's process computes or has models. Asking for memory on another GPU would only create a CUDA
+    context there for ComfyUI's process, about 500 MB."""
     management = comfy.model_management
     loaded_models = management.current_loaded_models
     with_models = {loaded.device for loaded in loaded_models if not getattr(loaded.model, "on_ranks", False)}
@@ -23,7 +19,8 @@ def comfyui_gpus() -> set[torch.device]:
 
 
 def make_room(device: str, missing: int) -> int:
-    """Have ComfyUI free `missing` more bytes on `device`, such as cuda:0. Returns the freed bytes, 0 on a GPU of others.
+    """Have ComfyUI free `missing` more bytes on `device`, such as cuda:0. Returns the freed bytes; 0 on a GPU it does not
+    use.
 
     Models that the present sampling uses, such as a ControlNet, stay loaded, and ComfyUI's reserve stays free. Every MODEL
     on ranks stays too: unloading one MODEL would unload all others of the same weights, including the one that asks.

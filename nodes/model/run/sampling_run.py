@@ -38,12 +38,12 @@ class CallShape:
 
 
 def tokens_of(built: BuiltClass, latent: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Counted:
-    """A call's tokens, with those that the class makes itself."""
+    """Return a call's tokens, including those that the class adds."""
     return built.counted(built.patching.grid(latent.shape), built.words(tensors), tensors)
 
 
 def why_not_in_bands(proof: Proof, tokens: Counted) -> str:
-    """Why calls with these tokens cannot run in bands. Empty: they can."""
+    """Return why calls with these tokens cannot run in bands. Empty: they can."""
     if proof.latent is None:
         return proof.bands
     uncounted = proof.latent.layout and tokens.references < 1
@@ -51,16 +51,14 @@ def why_not_in_bands(proof: Proof, tokens: Counted) -> str:
 
 
 def steps_of(options: Mapping[str, Any]) -> int:
-    """Steps of the sampler that makes a call with these transformer_options. 0: it does not say."""
+    """Return the number of steps of the sampler that makes a call with these transformer_options. 0: unknown."""
     return max(0, len(options.get("sample_sigmas", ())) - 1)
 
 
 @dataclass
 class SamplingRun:
-    """State of a RemoteDiffusionModel from a patcher's pre_run on. Its patchers (clones) all share the model.
-
-    The patches are those of the patcher. `bypass_patches`: its LoRAs in bypass mode, as patches by key.
-    """
+    """State of a RemoteDiffusionModel since a patcher's pre_run. Its patchers (clones) all share the model. The patches are
+    those of the patcher. `bypass_patches`: its LoRAs in bypass mode, as patches by key."""
 
     patcher: Callable[[], comfy.model_patcher.ModelPatcher | None] = lambda: None
     """Weak reference to the patcher."""
@@ -73,7 +71,7 @@ class SamplingRun:
     head_strengths: tuple[float, ...] = ()
     """Strengths of the heads in the present call, if the patches have a PDD acceleration LoRA, see head_bank.py."""
     told_of_idle: bool = False
-    """Whether the user has been told of replicas with nothing to do."""
+    """Whether the user has been told of idle replicas."""
     loaded: Callable[[], RemoteTransformer | None] = lambda: None
     """Weak reference to the model on the ranks that answered the last call."""
     of_setup: Setup | None = None
@@ -81,36 +79,36 @@ class SamplingRun:
     calls: Counter[CallShape] = field(default_factory=Counter)
     """Number of calls outside of bands that the ranks have answered."""
     began: float | None = None
-    """When the first of them began, by time.perf_counter."""
+    """When the first of these calls began, by time.perf_counter."""
     ended: float = 0.0
-    """When the last of them ended."""
+    """When the last of these calls ended."""
     steps: int = 0
-    """Number of the sampler's steps, from a call's transformer_options. 0: they do not give it."""
+    """Number of the sampler's steps, from a call's transformer_options. 0: unknown."""
     whole_calls: dict[Any, Counted] | None = None
-    """Shapes of the conditioning of calls that were tried for bands (own_calls.shapes) -> their tokens beside
-    the latent's. None: no bands."""
+    """Shapes of the conditioning of calls that were tried for bands (own_calls.shapes) -> the call's numbers of tokens.
+    None: the run has no bands."""
     unproven_bands: str = ""
     """Why bands of those calls are not proven. Empty: they are."""
     proof: Proof | None = None
-    """Proof of the last whole call."""
+    """Proof of the last call with the whole latent."""
     prepared: dict[Hashable, Any] = field(default_factory=dict)
-    """By key of calls, the PreparedCall of those calls (call/prepared_call.py)."""
+    """Key of calls -> their PreparedCall (call/prepared_call.py)."""
     lines: list[str] = field(default_factory=list)
-    """What the user finds below the run's time. Some was told in the run: texts on a node replace each other."""
+    """Lines below the run's time on the sampler's node. Texts on a node replace each other, so some were shown before."""
     tries: FurtherTries = field(init=False)
-    """Further ones, after ranks were lost."""
+    """Further tries after ranks were lost."""
     before: Setup | None = None
     """The setup before the first loss of a device, for which the run's calls were tried. None: no device was lost."""
     call: tuple[float, Mapping[str, Any]] = NO_CALL
     """The last model call: its start time by time.perf_counter, and its transformer_options."""
     _lost: tuple[float, str] | None = None
-    """When the call began that is to be made again, and its step."""
+    """The call to be repeated: when it first began, and its step. None: there is none."""
 
     def __post_init__(self) -> None:
         self.tries = FurtherTries(self.tell)
 
     def tell(self, text: str) -> None:
-        """Tell the user, on the node and in the console, and keep it for the end of the run."""
+        """Tell the user, on the node and in the console, and store the text for the end of the run."""
         log.warning("Parallel DiT: %s", text)
         say(f"Parallel DiT: {text}")
         self.lines.append(text)
@@ -121,12 +119,12 @@ class SamplingRun:
             self.lines.append(text)
 
     def answers(self, model: RemoteTransformer, setup: Setup) -> None:
-        """Note the model that answers the next call."""
+        """Record the model that answers the next call."""
         self.loaded, self.of_setup = weakref.ref(model), setup
 
     @contextlib.contextmanager
     def counted(self, call: CallShape, steps: int) -> Iterator[None]:
-        """Around a call outside of bands, of a sampler with `steps` steps."""
+        """Context of a call outside of bands, from a sampler with `steps` steps: counts and times it."""
         if self.began is None:
             self.began = time.perf_counter()
         try:
@@ -141,7 +139,7 @@ class SamplingRun:
 
     @property
     def step(self) -> str:
-        """Of the sampler in the last model call: "step 17 of 20"; "a step" if the call does not say."""
+        """The sampler's step in the last model call: "step 17 of 20"; "a step" if the call does not say."""
         options = self.call[1]
         sigmas, sigma = options.get("sample_sigmas", ()), options.get("sigmas")
         if sigma is None or len(sigmas) < 2:
@@ -150,13 +148,13 @@ class SamplingRun:
         return f"step {min(above + 1, len(sigmas) - 1)} of {len(sigmas) - 1}"
 
     def lost(self) -> None:
-        """Note that the ranks are lost, and that the last call will be made again."""
+        """Record that the ranks are lost, and that the last call will be repeated."""
         self._lost = self._lost or (self.call[0], self.step)
         if self.cache is not None:
             self.cache.restart()  # it goes by the conditionings' numbers on the ranks, which begin anew
 
     def tell_again(self) -> None:
-        """A call is answered: tell the user if it had to be made again."""
+        """To be called when a call is answered: tells the user if it had to be repeated."""
         if self._lost is not None:
             (began, step), self._lost = self._lost, None
             self.tell(f"{step} was computed again, {time.perf_counter() - began:.1f} s")

@@ -1,4 +1,4 @@
-"""The step cache of a MODEL. Its settings travel in transformer_options; its state lives as long as one sampling run."""
+"""The step cache of a MODEL. Its settings are in transformer_options; its state lives as long as one sampling run."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +28,8 @@ class CacheSettings:
 
 
 class SamplingCache:
-    """Step cache of one sampling run, whole or in bands. `shapes`: of the run's latents; None until its sampler begins.
-
-    The first call for a part of the latents ends all forecasts, because the cache cannot tell the parts' histories apart.
-    """
+    """Step cache of one sampling run, whole or in bands. `shapes`: of the run's latents; None until its sampler begins. The
+    first call for a part of the latents ends all forecasts, because the cache cannot tell the parts' histories apart."""
 
     def __init__(self, settings: CacheSettings, model_sampling: Any):
         self.settings = settings
@@ -43,7 +41,7 @@ class SamplingCache:
         self._off = False
 
     def restart(self, bands: int = 1) -> None:
-        """Begin with an empty cache, for calls in `bands` bands. Forecasts of an earlier attempt are dropped."""
+        """Begin with an empty cache, for calls in `bands` bands. Drops the forecasts of an earlier attempt."""
         self.cache = StepCache(self.settings.threshold, bands)
 
     @property
@@ -52,7 +50,7 @@ class SamplingCache:
         return None if self._off else self.cache
 
     def see(self, latents: Latents, options: dict[str, Any]) -> None:
-        """Note a call outside of a run in bands, before it is made. `options`: its transformer_options."""
+        """Record a call outside of a run in bands, before it is made. `options`: its transformer_options."""
         self._off |= self.shapes is None or not is_for_all(latents, options, self.shapes)
 
     def report(self) -> str:
@@ -69,7 +67,7 @@ class SamplingCache:
 
 
 def with_step_cache(model: comfy.model_patcher.ModelPatcher, settings: CacheSettings) -> comfy.model_patcher.ModelPatcher:
-    """A clone of the MODEL with a step cache, or without one if the threshold is 0."""
+    """Return a clone of the MODEL with a step cache, or without one if the threshold is 0."""
     patched = model.clone()
     options = patched.model_options["transformer_options"]
     patched.remove_wrappers_with_key(KIND, CACHE_KEY)
@@ -82,7 +80,8 @@ def with_step_cache(model: comfy.model_patcher.ModelPatcher, settings: CacheSett
 
 
 def note_shapes(executor, guider, sigmas, extra_args, callback, noise: torch.Tensor, *arguments) -> torch.Tensor:
-    """ComfyUI's SAMPLER_SAMPLE wrapper: same arguments and result as `sampler.sample`. Sets the cache's `shapes`."""
+    """ComfyUI's SAMPLER_SAMPLE wrapper, which sets the cache's `shapes`. Arguments and result are those of
+    `sampler.sample`."""
     model = guider.inner_model
     on_ranks = getattr(model.diffusion_model, "on_ranks", False)  # False: the native one of a guider's two MODELs
     if on_ranks and (cache := model.diffusion_model.run.cache) is not None:

@@ -1,1 +1,1 @@
-"""PipeFusion from the sampler's side: bands, their order, their threads."""
+"""PipeFusion on the sampler's side: bands, their order and their threads."""

@@ -1,4 +1,4 @@
-"""PipeFusion from the sampler's side: each band's sampler runs in a thread and asks for predictions of the band.
+"""PipeFusion on the sampler's side: each band's sampler runs in a thread and requests predictions for its band.
 
 The bands' requests are posted in the order of pipefusion_order.py, independent of the threads' timing. An exact call waits
 for all bands: their latents are joined, and each band gets its rows of the output.
@@ -23,14 +23,15 @@ from parallel_backend.processes.pool import DeviceFull, Poll, RankLost, wait_for
 
 
 class NotLocal(Exception):
-    """The bands made different calls, so this sampler depends on more than its band's rows. Run it whole instead."""
+    """Raised if the bands made different calls: this sampler depends on more than its band's rows. Run it whole instead."""
 
 
 def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching, text: int = 0, references: int = 0) -> tuple[Span, ...]:
-    """Spans of a latent's rows (or frames) on token borders, one per band; fewer than `bands` if there are too few rows.
+    """Return spans of a latent's rows (or frames) on token borders, one for each band; fewer than `bands` if there are too
+    few rows.
 
-    `text`: text tokens (BuiltClass.text_tokens), which run with the first band, so that it has fewer rows.
-    `references`: tokens of reference images, which are spread over all rows.
+    `text`: text tokens (BuiltClass.text_tokens). They run with the first band, which has fewer rows for that. `references`:
+    tokens of reference images, which are spread over all rows.
     """
     size, patch, grid = shape[patching.band_dim], patching.band_size, patching.grid(shape)
     rows = grid[patching.band_dim]
@@ -40,7 +41,7 @@ def cut_rows(shape: tuple[int, ...], bands: int, patching: Patching, text: int =
 
 
 def exact_above(sigmas: torch.Tensor, warmup_steps: int) -> float:
-    """The sigma above which model calls belong to the first `warmup_steps` steps of `sigmas` [steps + 1] and run exact."""
+    """The sigma above which model calls belong to the first `warmup_steps` steps of `sigmas` [steps + 1] and are exact."""
     if warmup_steps == 0:
         return float("inf")
     if warmup_steps >= len(sigmas) - 1:
@@ -69,16 +70,18 @@ class _DueStep:
 
 class BandedRun:
     """One sampling run in bands. `rows`: each band's latent rows, or frames if `along` is "frames". `shape`: of the whole
-    latent. `companion_tokens`: number of tokens of its companion. `overlap`, `extrapolate`: see sampling.Step and OpenRun.
-    `cache`: forecasts calls of as many bands. `poll` runs while the ranks are asked for their free memory.
+    latent.
 
-    With `warm_up` the first call for a conditioning is exact, since its buffers have no keys yet. So is a call for a
-    conditioning without a call at the timestep before, whose keys would be older than a step.
+    `companion_tokens`: number of tokens of its companion. `overlap`, `extrapolate`: see sampling.Step and OpenRun. `cache`:
+    forecasts calls of as many bands. `poll` is called while ranks are asked for their free memory.
 
-    With displaced patches the run is one band of all rows, whose calls are stale unless they are exact. The first call for
-    a conditioning is always exact, since a patch rank gets the other patches' keys only by an earlier call.
+    With `warm_up` the first call for a conditioning is exact, because its buffers have no keys yet. So is a call for a
+    conditioning that had no call at the previous timestep: its keys would be older than one step.
 
-    With `is_kept` lost ranks do not end the run: somebody looks at `lost` and calls `go_on` or `abort`.
+    With displaced patches the run is one band of all rows, whose calls are stale unless they are exact. The first call for a
+    conditioning is always exact, because a patch rank gets the other patches' keys only by an earlier call.
+
+    With `is_kept` lost ranks do not end the run: somebody must check `lost` and call `go_on` or `abort`.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class BandedRun:
         self.layout = TokenLayout(self.patching.grid(shape), along, companion_tokens)
         self.extrapolate, self.is_kept = extrapolate, is_kept
         self.lost: DeviceFull | RankLost | None = None
-        """Why the ranks are lost, until `go_on`: calls wait and are not answered."""
+        """Why the ranks are lost. Until `go_on`, calls wait without an answer. None: they are not lost."""
         self._alone = False  # no rank computes patches any more
         self._open_run(poll)
         self.exact_calls, self.banded_calls = 0, 0
@@ -151,7 +154,7 @@ class BandedRun:
             self.exact_calls += 1
 
     def finish(self, band: int) -> None:
-        """Note that the band's sampler has returned. NotLocal if all have, after different numbers of calls."""
+        """Record that the band's sampler has returned. Raises NotLocal if all have, after different numbers of calls."""
         with self._lock:
             self._finished.add(band)
             self._post_what_can_go()
@@ -159,7 +162,7 @@ class BandedRun:
                 raise NotLocal("the patches did not make the same number of model calls")
 
     def abort(self, error: BaseException) -> None:
-        """Every `predict`, waiting or later, raises `error`."""
+        """Have every `predict`, waiting or later, raise `error`."""
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -171,9 +174,11 @@ class BandedRun:
                     self._settle(request, error)
 
     def go_on(self, model: RemoteTransformer, cache: StepCache | None, poll: Poll) -> None:
-        """The ranks are lost, and `model` has others, with other degrees perhaps. Calls that some band waits for are made
-        again, by all bands. The first one of a conditioning is exact, since the new ranks have no keys. If they are neither
-        stages nor displaced patches, all further calls are exact. `cache`, `poll`: as when the run began.
+        """Continue after lost ranks with `model`, which has others, perhaps with other degrees.
+
+        All bands repeat the calls that some band waits for. The first call of a conditioning is exact, because the new ranks
+        have no keys. If they have neither stages nor displaced patches, all further calls are exact. `cache`, `poll`: as for
+        the constructor.
         """
         with self._lock:
             with self._answering:
@@ -203,18 +208,18 @@ class BandedRun:
             raise
 
     def _incomplete(self) -> dict[tuple[int, int], _Request]:
-        """The requests of calls that not all bands have an answer to."""
+        """Return the requests of calls that some band still has no answer to."""
         answered = Counter(call for (call, _), request in self._requests.items() if request.future.done())
         return {key: request for key, request in self._requests.items() if answered[key[0]] < len(self.rows)}
 
     def _lose(self, model: RemoteTransformer, error: DeviceFull | RankLost) -> None:
-        """The ranks of `model` are lost. It may be one that was replaced: each of its calls says so."""
+        """Record that the ranks of `model` are lost. Ignored if it was replaced already, because each of its calls fails."""
         with self._answering:
             if model is self.model and self.lost is None:
                 self.lost = error
 
     def _post_what_can_go(self) -> None:
-        """As `_post_in_order`, unless the ranks are lost."""
+        """As `_post_in_order`, but records lost ranks."""
         try:
             self._post_in_order()
         except (DeviceFull, RankLost) as error:
@@ -250,7 +255,8 @@ class BandedRun:
                 self._post_band(due, requests[0], self._conditioning(requests[0]))
 
     def _begin_call(self) -> bool:
-        """Decide by the first band's request whether the next call is exact, banded or forecast. False: there is none."""
+        """Decide by the first band's request whether the next call is exact, banded or forecast. Returns whether there is
+        one."""
         call = self._begun
         request = self._waiting.get((call, 0))
         if request is None:
@@ -329,7 +335,7 @@ class BandedRun:
     def _post(
         self, call: PostedCall, latents: Latents, requests: list[tuple[_Request, Span]], computed: Computed | None
     ) -> None:
-        """Post the call, and answer each request with its rows of the output, the first one also with the companion."""
+        """Post the call, and answer each request with its rows of the output; the first one also with the companion."""
         model = self.model
 
         def share(done: Future) -> None:
@@ -364,7 +370,7 @@ class BandedRun:
 
 
 def _side_by_side(bands: list[Residuals]) -> Residuals:
-    """The bands' residuals joined. Blocks that share one tensor in the bands share one here, so that it is sent once."""
+    """The bands' residuals joined. If blocks share a tensor in the bands, they share one here, so that it is sent once."""
     joined: dict[tuple[int, ...], torch.Tensor] = {}
     whole = {}
     for block in bands[0]:

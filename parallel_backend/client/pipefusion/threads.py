@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def run_bands(run: BandedRun, sample: Callable[[int], T], on_event: Callable[[], None], poll: Poll) -> list[T]:
-    """The results of `sample(band)` for every band, in order. Each band has a thread.
+    """Return the results of `sample(band)` for every band, in order. Each band has a thread.
 
-    `poll` and `on_event` run on the calling thread meanwhile, to which progress and previews belong. An exception of theirs
-    or of a band aborts all bands, and is raised once every thread has ended.
+    `poll` and `on_event` are called on the calling thread meanwhile, which progress and previews need. An exception of
+    theirs or of a band aborts all bands, and is raised after every thread has ended.
     """
 
     def work(band: int) -> T:

@@ -26,13 +26,13 @@ class RunReport:
     along: str | None = None
     """The axis, "rows" or "frames", along which a video was cut. None: an image."""
     gained: str = ""
-    """Against one GPU: "1.7 x one GPU". Empty: unknown."""
+    """Speed relative to one GPU, as "1.7 x one GPU". Empty: unknown."""
     transfer_dtype: str = "full"
     """Setup.transfer_dtype."""
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """Payload sent by all ranks, by mesh axis."""
+        """Payload bytes sent by all ranks, by mesh axis."""
         total: dict[str, int] = {}
         for rank in self.ranks:
             for axis, count in rank.bytes_sent.items():
@@ -43,7 +43,7 @@ class RunReport:
     def what(self) -> str:
         """A clause with the numbers of exact calls and of calls with keys one step old."""
         if self.degrees.naive:
-            return "patches that never see each other (naive patches, a control)"
+            return "patches that never see each other (naive patches, for comparison)"
         if self.calls is None:
             return "all model calls exact" + (f", because {self.reason}" if self.reason else "")
         exact, banded = self.calls
@@ -59,11 +59,11 @@ class RunReport:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Lines for the sampler's node: how long, how exact, what else the user should know. The node shows two lines of
-        some 38 characters, with "Parallel DiT: " in front of the first; wider or higher, it shows the others."""
+        """Lines for the sampler's node: duration, exactness, and other facts that the user should know. The node shows two
+        lines of about 38 characters, with "Parallel DiT: " before the first. A larger node shows the others."""
         exact, _ = self.calls or (0, 0)
         if self.degrees.naive:
-            how = "naive patches, a control"
+            how = "naive patches, for comparison"
         elif self.calls is None:
             close = ["step cache"] * (self.cache is not None) + ["packed transfers"] * (self.transfer_dtype != "full")
             ranks = f"exact, on {self.degrees.world} {'rank' if self.degrees.world == 1 else 'ranks'}"

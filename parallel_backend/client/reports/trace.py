@@ -23,7 +23,7 @@ CATEGORIES = {WORK: "compute", TRANSFER: "transfer", WAIT: "wait", FETCH: "wait 
 
 
 def to_spans(timeline: Timeline, zero: float) -> np.ndarray:
-    """SPAN [n], sorted by start, in seconds after `zero`."""
+    """Return the timeline as SPAN [n], sorted by start, in seconds after `zero`."""
     spans = np.empty(len(timeline.times), SPAN)
     spans["start"], spans["stop"] = (timeline.times.numpy() - zero).T
     for name, column in zip(LABELS, timeline.labels.numpy().T, strict=True):
@@ -42,14 +42,14 @@ class RankTrace:
 
     rank: int
     where: str
-    """Its device, and its position on the mesh axes as text."""
+    """The rank's device, and its position on the mesh axes, as text."""
     spans: np.ndarray
     """SPAN [n], sorted by start."""
     lost: int
-    """Number of older spans that were not kept."""
+    """Number of older spans that were dropped."""
 
     def of(self, *kinds: int) -> np.ndarray:
-        """The spans of these kinds."""
+        """Return the spans of these kinds."""
         return self.spans[np.isin(self.spans["kind"], kinds)]
 
     @property
@@ -60,7 +60,7 @@ class RankTrace:
 
 
 def hidden_share(ranks: Sequence[RankTrace]) -> float | None:
-    """Share of the transfers' time, over all these ranks, in which a rank did not wait. None without transfers."""
+    """Return the fraction of these ranks' transfer time in which a rank did not wait. None without transfers."""
     under_way = sum(total(rank.of(TRANSFER)) for rank in ranks)
     return 1 - sum(total(rank.of(WAIT)) for rank in ranks) / under_way if under_way else None
 
@@ -73,11 +73,11 @@ class Trace:
     degrees: Degrees
     ranks: tuple[RankTrace, ...]
     zero: float
-    """time.perf_counter at the run's first span, from which all times count."""
+    """time.perf_counter at the run's first span. All times are relative to it."""
 
     @property
     def seconds(self) -> float:
-        """Time from the first span's start to the last span's end."""
+        """Seconds from the first span's start to the last span's end."""
         return max(float(rank.spans["stop"].max()) for rank in self.ranks if len(rank.spans))
 
     @property
@@ -104,7 +104,7 @@ class Trace:
 
 
 def read_trace(model: RemoteTransformer, poll: Poll) -> Trace:
-    """The trace of the last run. ValueError if nothing has run since the model was loaded."""
+    """Return the trace of the last run. Raises ValueError if nothing has run since the model was loaded."""
     timelines = model.timeline(poll)
     starts = [float(timeline.times.min()) for timeline in timelines if len(timeline.times)]
     if not starts:
@@ -130,7 +130,7 @@ def nothing_has_run() -> ValueError:
 
 
 def place(degrees: Degrees, rank: int) -> str:
-    """The rank's coordinate in words, such as 'stage 1 of 2, ulysses 2 of 2'."""
+    """Return the rank's coordinate as text, such as 'stage 1 of 2, ulysses 2 of 2'."""
     at = degrees.coordinate(rank)
     names = {"pipe": "stage", "batch": "copy"}
     parts = [(names.get(axis, axis), getattr(at, axis), getattr(degrees, axis)) for axis in AXES]
@@ -138,7 +138,7 @@ def place(degrees: Degrees, rank: int) -> str:
 
 
 def lanes(spans: np.ndarray) -> list[int]:
-    """Lane of each span, by start: the lowest lane without a span at that time."""
+    """For each span, in order of start, the lowest lane that is free at that time."""
     ends: list[float] = []
     taken = []
     for start, stop in zip(spans["start"], spans["stop"], strict=True):
@@ -149,10 +149,8 @@ def lanes(spans: np.ndarray) -> list[int]:
 
 
 def chrome_events(trace: Trace) -> list[dict[str, Any]]:
-    """Events of the Trace Event Format.
-
-    Each rank is a process: one thread shows micro-steps with their waits, the others the transfers, which may overlap.
-    """
+    """Return the events of the Trace Event Format. Each rank is a process: one thread shows micro-steps with their waits,
+    the others show transfers, which may overlap."""
     events: list[dict[str, Any]] = []
 
     def name(what: str, rank: int, thread: int, text: str) -> None:

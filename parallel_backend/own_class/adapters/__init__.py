@@ -1,1 +1,1 @@
-"""What a trial cannot find out of single classes: their blocks in a form that ranks can cut."""
+"""Code for single classes that need more than a trial can find out: their blocks in a form that ranks can cut."""

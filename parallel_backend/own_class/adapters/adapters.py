@@ -1,7 +1,7 @@
-"""What a trial cannot find out of single classes: arguments that are not sent, and blocks that take tokens in another form.
+"""Changes of single classes: arguments that are not sent, and blocks that take tokens in another form.
 
-Such a block gets another `__call__`, which brings its arguments into what ranks cut: tensors with an axis of tokens.
-All that is proven for other classes is proven for these.
+Such a block gets another `__call__` that converts its arguments to what ranks can cut: tensors with an axis of tokens. The
+trials prove these classes as they prove all others.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,58 +41,60 @@ from parallel_backend.own_class.cuts.attention_calls import module_global
 from parallel_backend.own_class.cuts.forms import Form, put_form
 
 Arguments = Callable[[Mapping[str, Any], Any, tuple[int, ...]], dict[str, Any]]
-"""(a call's arguments, the class, sizes of the whole latent) -> those that are sent. ValueError if the class does not take
-them."""
+"""(a call's arguments, the class, the whole latent's sizes) -> the arguments to send. Raises ValueError for arguments that
+the class does not take."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """How a class of ComfyUI's is changed so that ranks can run it."""
+    """Changes to one of ComfyUI's classes that let ranks run it."""
 
     blocks: str
-    """Name of its list of blocks."""
+    """Name of the class's list of blocks."""
     forms: Mapping[str, type[Form]]
-    """Module in a block -> its form. An empty name: the block itself, whose form has another `__call__`."""
+    """Module in a block -> its form. The empty name is the block itself, whose form has another `__call__`."""
     model: type[Form] | None = None
-    """The form of the model itself. None: it stays."""
+    """The form of the model itself. None: the model is not changed."""
     arguments: Arguments = lambda arguments, _native, _sizes: dict(arguments)
-    """Makes of a call's arguments those that are sent to ranks, which `model` takes."""
+    """Converts a call's arguments to those that ranks get and that `model` takes."""
     stated: tuple[str, ...] = ()
-    """Entries that a file's header must have: the values that ComfyUI takes without them fit no model of the class."""
+    """Entries that the file's header must have, because ComfyUI's defaults for them fit no model of the class."""
     carries: bool = False
-    """Its `forward` changes latents around its `_forward`. A call of `_forward` alone has minimax_forms.INSIDE."""
+    """Whether its `forward` changes latents before and after `_forward`. Calls of `_forward` alone have
+    minimax_forms.INSIDE."""
     segments: Callable[..., tuple[Runs, tuple[int, ...]]] = lambda _latents, _arguments, _native: ((), ())
-    """(latents, arguments, the class) -> `segments` and `grid` of SparseAttention for a call. Empty: they are unknown."""
+    """(latents, arguments, the class) -> `segments` and `grid` of SparseAttention for a call. Empty: unknown."""
     gate: str = ""
-    """A layer that blocks may have and that the class never runs: VSA reads it. A tensor rank has the part of its heads."""
+    """A layer that blocks may have and that the class never runs. Video sparse attention (VSA) reads it. Tensor ranks split
+    it by heads."""
     one_entry: bool = False
-    """The class takes one batch entry at a time, so that the client calls it once for each."""
+    """Whether the class takes one batch entry at a time. The client then makes one call for each entry."""
     here: tuple[str, ...] = ()
-    """Modules that run in ComfyUI's process alone, on a prompt's text or for `computed`. No rank has their weights."""
+    """Modules that only ComfyUI's process runs, on a prompt's text or for `computed`. Ranks do not have their weights."""
     computed: Mapping[str, str] = field(default_factory=dict)
-    """Argument of a call -> method of `model` whose result ranks get in its place. It runs in ComfyUI's process."""
+    """Argument of a call -> method of `model` whose result is sent instead of it. The method runs in ComfyUI's process."""
     moves: Callable[[nn.Module], None] | None = None
     """Moves modules that the class runs between its blocks into the blocks."""
     unskipped: str = ""
-    """Why other nodes cannot have its blocks skipped. Empty: a trial decides."""
+    """Why other nodes cannot skip its blocks. Empty: a trial decides."""
     own_name: Callable[[str], str] = lambda name: name
-    """Name of a parameter, moved or not -> the class's own."""
+    """The class's own name for a parameter that `moves` may have moved."""
     options: tuple[str, ...] = ()
-    """This pack's entries of transformer_options that `model` reads."""
+    """Entries of transformer_options that this pack adds and `model` reads."""
     steady: bool = False
-    """See OwnLatent. A trial proves it."""
+    """See OwnLatent.steady. A trial proves it."""
     of_prompt: tuple[str, ...] = ()
-    """Modules that get the prompt alone, as the class's code says. A rank looks whether their outputs are the same at two
-    timesteps (rank/stage/module_cache.py), and then computes them once for a prompt."""
+    """Modules that only get the prompt, according to the class's code. If a rank finds their outputs equal at two timesteps
+    (rank/stage/module_cache.py), it computes them once for each prompt."""
 
 
 def adapter_of(kind: str) -> Adapter:
-    """The adapter of a class of ComfyUI's supported_models, or one that changes nothing."""
+    """Return the adapter of a class of ComfyUI's supported_models. Other classes get one that changes nothing."""
     return ADAPTERS.get(kind, UNCHANGED)
 
 
 def adapt(kind: str, model: nn.Module) -> None:
-    """Apply the adapter of a class of ComfyUI's supported_models to a model of it."""
+    """Apply the adapter of a class of ComfyUI's supported_models to a model of that class."""
     adapter = adapter_of(kind)
     if adapter.model is not None:
         put_form(adapter.model, model)
@@ -104,14 +106,14 @@ def adapt(kind: str, model: nn.Module) -> None:
 
 
 def unstated(kind: str, stated: Mapping[str, Any]) -> str:
-    """An entry that the header of this class's files must have and that `stated` lacks. Empty: there is none."""
+    """The first entry that the header of this class's files must have and that `stated` lacks. Empty: none is missing."""
     return next((entry for entry in adapter_of(kind).stated if entry not in stated), "")
 
 
 class QwenImageBlock(Form):
-    """Qwen-Image's block: a mask of tokens [S] takes the place of `timestep_zero_index`, so that ranks can cut it by tokens.
+    """Qwen-Image's block with a mask of tokens [S] instead of `timestep_zero_index`, so that ranks can cut it by tokens.
 
-    That index is the number of the first reference token. It and all tokens behind it are at time 0. transformer_options
+    The index is the number of the first reference token. That token and all behind it have timestep 0. transformer_options
     has the token counts of all references.
     """
 
@@ -130,10 +132,8 @@ class QwenImageBlock(Form):
 
 
 class Krea2Block(Form):
-    """As `QwenImageBlock`, for Krea 2. `vec` becomes [B, S, D], a modulation for each token.
-
-    The block's own code also takes such a `vec` in place of [B, 1, D] for all tokens.
-    """
+    """Krea 2's block, changed as `QwenImageBlock`. `vec` becomes [B, S, D], a modulation for each token. The block's own
+    code takes such a `vec` too, instead of [B, 1, D] for all tokens."""
 
     def __call__(self, x, vec, freqs, mask=None, timestep_zero_index=None, **named):
         at_zero_S = rows_at_zero(timestep_zero_index, named["transformer_options"], x.device)
@@ -145,21 +145,22 @@ class Krea2Block(Form):
 
 
 def rows_at_zero(first: int | None, options: Mapping[str, Any], device: torch.device) -> torch.Tensor | None:
-    """[S] bool: whether a token's number is `first` or higher. None: there are no references."""
+    """[S] bool: whether a token's number is at least `first`. None: there are no references."""
     if first is None:
         return None
     return torch.arange(first + sum(options["reference_image_num_tokens"]), device=device) >= first
 
 
 def by_token(both: torch.Tensor, at_zero_S: torch.Tensor) -> torch.Tensor:
-    """Modulation [2 B, 1, D], of the sampler's time and then of time 0 -> [B, S, D], one for each token."""
+    """Modulation [B, S, D] for each token, from [2 B, 1, D]: first that of the sampler's timestep, then that of timestep
+    0."""
     usual, zero = both.chunk(2)
     return torch.where(at_zero_S[:, None], zero, usual)
 
 
 class CosmosPredict2Block(Form):
-    """Cosmos Predict 2's block: times of frames [B, T, D] become Indexed, which ranks cut by tokens. A rank's tokens, all in
-    one row of one frame, run as frames of one token each."""
+    """Cosmos Predict 2's block with the timesteps of frames [B, T, D] as Indexed, which ranks cut by tokens. A rank's
+    tokens, all in one row of one frame, run as frames with one token each."""
 
     def __call__(self, x, emb, *others, adaln_lora_B_T_3D=None, **named):
         if emb.shape[1] > 1:
@@ -178,7 +179,7 @@ class CosmosPredict2Block(Form):
 
 
 class PixartAttention(Form):
-    """PixArt's attention: the number of heads comes from the layers, whose features tensor ranks split."""
+    """PixArt's attention with the number of heads taken from the layers, whose features tensor ranks split."""
 
     def forward(self, x, mask=None, HW=None, block_id=None):
         if mask is not None or self.sr_ratio > 1:
@@ -190,7 +191,7 @@ class PixartAttention(Form):
 
 
 class PixartCrossAttention(Form):
-    """As `PixartAttention`, to the text. The class has the text of all batch entries in one row."""
+    """As `PixartAttention`, for attention to the text. The class has the text of all batch entries in one row."""
 
     def forward(self, x, cond, mask=None):
         if mask is not None:
@@ -233,7 +234,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         here=("motion_encoder", "face_encoder"),
         computed={"face_pixel_values": "face_motion"},
         moves=put_faces_into_blocks,
-        unskipped="between its blocks the class runs modules that are not skipped with them",
+        unskipped="the class has modules between its blocks, which skipping its blocks does not skip",
         own_name=name_of_face,
         options=(FREQUENCY,),
     ),
@@ -256,4 +257,4 @@ ADAPTERS: Mapping[str, Adapter] = {
     **dict.fromkeys(("CosmosT2IPredict2", "CosmosI2VPredict2"), Adapter("blocks", {"": CosmosPredict2Block})),
     **dict.fromkeys(("PixArtAlpha", "PixArtSigma"), PIXART),
 }
-"""Class of ComfyUI's supported_models -> its adapter."""
+"""Name of a class in ComfyUI's supported_models -> its adapter."""

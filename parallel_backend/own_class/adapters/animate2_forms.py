@@ -1,7 +1,7 @@
-"""Wan Animate 2 in the form that ranks cut: the pose is a second stream of the video's tokens.
+"""Wan Animate 2 in a form that ranks can cut: the pose is a second stream beside the video's tokens.
 
-A token has the video's channels, and behind them the pose's at the same place, so that every cut of the sequence moves both.
-Frame 0 of the video is the character. The pose has no such frame: zeros take its place, and nothing attends to them.
+A token has the video's channels, and behind them the pose's at the same position, so every cut of the sequence moves both.
+Frame 0 of the video is the character. The pose has no such frame: it has zeros there, and nothing attends to them.
 """
 
 import functools
@@ -18,13 +18,13 @@ from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, att
 from parallel_backend.own_class.cuts.forms import Form
 
 BESIDE = "parallel_dit_beside"
-"""Entry of transformer_options for its blocks: Beside. Missing: there is no pose, and the character has strength 1."""
+"""Entry of transformer_options for the blocks: a Beside. Missing: there is no pose, and the character has strength 1."""
 MASK = 4
-"""Channels of the mask between the latent and the reference latent in the patch embedding's input."""
+"""Channels of the mask, between latent and reference latent in the patch embedding's input."""
 
 
 class Stream(NamedTuple):
-    """Arguments of a block for one of its streams."""
+    """A block's arguments for one of the two streams."""
 
     e: torch.Tensor
     freqs: torch.Tensor
@@ -33,27 +33,27 @@ class Stream(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Further arguments of a block, beside those for the video."""
+    """A block's arguments in addition to those for the video."""
 
     factors: torch.Tensor | None = None
-    """[1, S, 1, 1]: factors of the values in the video's attention. None: all are 1."""
+    """[1, S, 1, 1]: factor of each token's values in the video's attention. None: all are 1."""
     rule: "SameFrame | None" = None
-    """Rule of the call's attention, if there is a pose."""
+    """The rule of the call's attention. None: there is no pose."""
     pose: Stream | None = None
 
 
 @dataclass(frozen=True)
 class SameFrame:
-    """Attention of heads of twice as many channels, the video's and behind them the pose's: a query of the video sees all of
-    the video's keys, and the pose's of its frame; one of the pose sees all of the pose's."""
+    """Attention in which the video's queries see all of the video's keys and the pose's keys of their frame. The pose's
+    queries see all of the pose's keys. Heads have the video's channels, and the pose's behind them."""
 
     tokens: int
-    """Tokens of a frame."""
+    """Number of tokens in a frame."""
     strength: float
-    """Factor of the pose's values that the video sees."""
+    """Factor of the pose's values that the video's queries see."""
 
     def __call__(self, attend: AttendAll, rows: Rows) -> torch.Tensor:
-        """As RowRule. Not all frames need have keys."""
+        """Attention as a RowRule. Frames may lack keys."""
         q_BQHE, k_BKHE, v_BKHE, queries_Q, keys_K = rows
         (q, pose_q), (k, pose_k), (v, pose_v) = (x.chunk(2, dim=-1) for x in (q_BQHE, k_BKHE, v_BKHE))
         of_queries, of_keys = (
@@ -79,7 +79,7 @@ class SameFrame:
         return out
 
     def _by_frame(self, numbers: torch.Tensor, device: torch.device) -> dict[int, slice | torch.Tensor]:
-        """Frame -> rows of its tokens."""
+        """Return frame -> rows of its tokens."""
         frames, order = torch.sort(numbers // self.tokens, stable=True)
         present, counts = frames.unique_consecutive(return_counts=True)
         parts = order.split(counts.tolist())
@@ -87,7 +87,7 @@ class SameFrame:
 
 
 def in_a_row(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
-    """These rows as a slice if they follow each other, which saves a copy. Otherwise their numbers [n] on the device."""
+    """Return the rows as a slice if they are consecutive, which saves a copy. Otherwise their numbers [n] on the device."""
     count = len(rows)
     first = int(rows[0]) if count else 0
     if torch.equal(rows, torch.arange(first, first + count)):
@@ -96,8 +96,8 @@ def in_a_row(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
 
 
 class Animate2Model(Form):
-    """Wan Animate 2's model with the pose as a second stream of its blocks. `pose_latents` have as many frames as the latent
-    (animate2_arguments)."""
+    """Wan Animate 2's model with the pose as a second stream. `pose_latents` have as many frames as the latent, see
+    animate2_arguments."""
 
     def forward_orig(
         self,
@@ -141,18 +141,19 @@ class Animate2Model(Form):
             return forward()
 
     def rope_encode_pose(self, t, h, w, w_patches, **named):
-        """Rotary embedding of the pose: for as many frames as the video's, at the same times, right of the video."""
+        """Rotary embedding of the pose: for as many frames as the video has, at the same times, to the right of the
+        video."""
         beside = {"rope_options": {"shift_x": float(w_patches)}}
         return self.rope_encode(t, h, w, transformer_options=beside, **named)
 
     def _time(self, t, dtype):
-        """Modulation [B, 1, 6, D] of time 1, for every entry of t [B]."""
+        """Modulation [B, 1, 6, D] of timestep 1, for every entry of t [B]."""
         sinusoidal = module_global(self.native, "sinusoidal_embedding_1d")
         e = self.time_embedding(sinusoidal(self.freq_dim, torch.ones_like(t.flatten())).to(dtype))
         return self.time_projection(e.unflatten(0, (len(t), -1))).unflatten(2, (6, self.dim))
 
     def _text(self, context, image):
-        """(text with the image's tokens in front [B, T, D], number of those). None: there is no image."""
+        """(text tokens behind the image's tokens [B, T, D], number of the image's tokens). None: there is no image."""
         text = self.text_embedding(context)
         if image is None:
             return text, None
@@ -162,7 +163,7 @@ class Animate2Model(Form):
 
 
 class Animate2Block(Form):
-    """Runs both streams, which are side by side in its tokens' channels."""
+    """Wan Animate 2's block, which runs both streams. They are side by side in its tokens' channels."""
 
     def forward(self, x, e, freqs, context, context_img_len=None, transformer_options=None):
         options = dict(transformer_options or {})
@@ -183,7 +184,7 @@ class Animate2Block(Form):
         return torch.cat(found, dim=-1)
 
     def _attended(self, rule, q_BSHE, k_BSHE, v_BSHE):
-        """[B, S, H x D] of each stream."""
+        """Attention output [B, S, H x D] of each stream."""
         if rule is None:
             q, k, v = (each.flatten(2) for each in (q_BSHE, k_BSHE, v_BSHE))
             return [module_global(self.native, "optimized_attention")(q, k, v, heads=q_BSHE.shape[2])]
@@ -191,13 +192,13 @@ class Animate2Block(Form):
 
 
 def animate2_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
-    """With a frame for the character in front of the pose's, which then goes with the latent frame by frame."""
+    """Return the arguments, with a frame for the character before the pose's. Pose and latent then have the same frames."""
     pose = arguments.get("pose_latents")
     return dict(arguments) if pose is None else {**arguments, "pose_latents": F.pad(pose, (0, 0, 0, 0, 1, 0))}
 
 
 def why_not_posed(pose: torch.Size, latent: torch.Size) -> str:
-    """The refusal of a pose of another size."""
+    """Return the refusal of a pose whose size differs from the latent's."""
     sizes, needed = (" x ".join(map(str, each)) for each in (pose, latent))
     return (
         f"the pose video, with a frame for the reference image, is made for a latent of {sizes} (frames, rows, columns), "

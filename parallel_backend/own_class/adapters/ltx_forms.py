@@ -1,7 +1,7 @@
-"""LTX-2's model, blocks and attention in the form that ranks cut.
+"""LTX-2's model, blocks and attention in a form that ranks can cut.
 
-Tokens that a guide leaves out stay, and nothing sees them. Guides' weights become factors of each token. Where guidance
-leaves a call of attention out, it is made, and what it gives is dropped: calls come in one order at every step.
+Tokens that a guide leaves out stay, but nothing attends to them. Guides' weights become factors of each token. If guidance
+skips an attention call, the call still runs and its result is dropped: every step then has the same calls in the same order.
 """
 
 import sys
@@ -17,46 +17,46 @@ from parallel_backend.own_class.cuts.attention_calls import module_global
 from parallel_backend.own_class.cuts.forms import Form
 
 PASSES = "stg_skip_self_attn"
-"""Option of a block: its self-attention returns its values, as if each token attended to itself alone."""
+"""Option of a block: its self-attention returns its values, as if each token attended only to itself."""
 TO_VIDEO, TO_AUDIO = SEVERED = "a2v_cross_attn", "v2a_cross_attn"
 """Options of a call. False: the video does not attend to the audio, or the audio not to the video."""
 PROMPT_TABLES = {"v_prompt_timestep": "prompt_scale_shift_table", "a_prompt_timestep": "audio_prompt_scale_shift_table"}
-"""Argument of a block -> the block's table that modulates the prompt. In LTX 2.5 the argument is None and the table alone
-counts, which the class of ComfyUI 0.33 cannot run."""
+"""Argument of a block -> the block's table that modulates the prompt. In LTX 2.5 the argument is None, and only the table is
+used; the class in ComfyUI 0.33 cannot run that."""
 FACTORS, OF_AUDIO, LEFT_OUT = "parallel_dit_factors", "parallel_dit_factors_of_audio", "parallel_dit_left_out"
 UNSEEN = -30000.0
-"""Added to the scores of a key that is left out. Finite in fp16 too, so that a row without other keys gives numbers."""
+"""Added to the scores of a key that is left out. It is finite in fp16, so that a row without other keys has numbers."""
 EIGHTS = 8
-"""Attention kernels take head sizes that are multiples of this."""
+"""Attention kernels need head sizes that are multiples of this."""
 
 
 class Indexed(NamedTuple):
-    """Frames' values [B, F, ...], such as those of LTX-2's CompressedTimestep, which each token finds by an index. Ranks cut
-    the index."""
+    """Values of frames [B, F, ...], such as LTX-2's CompressedTimestep, and for each token the number of its frame. Ranks
+    cut the numbers by tokens."""
 
     data_BFD: torch.Tensor
     index_S: torch.Tensor
     tokens: int
-    """Number of all tokens. `index_S` of a rank has some of them."""
+    """Number of all tokens. On a rank, `index_S` has only its own."""
 
     @classmethod
     def of(cls, data_BFD: torch.Tensor, tokens: int) -> "Indexed":
-        """`data_BFD` with the index for all `tokens`, frame by frame."""
+        """`data_BFD` with an index for all `tokens`, which are ordered by frame."""
         frames = data_BFD.shape[1]
         return cls(data_BFD, torch.arange(tokens, device=data_BFD.device) // -(-tokens // frames), tokens)
 
 
 class Factors(NamedTuple):
-    """What is added to the scores of attention to the video, as factors of queries and keys with a row for each token."""
+    """Additions to the scores of attention to the video, as factors of queries and keys with a row for each token."""
 
     weights_1N2: torch.Tensor | None
-    """[1, N, 2]: (logarithm of a guide's weight, 0) for a guide's token, (0, 1) for others. Attention between guides and the
-    rest of the video is weighed in both directions, attention among guides is not."""
+    """[1, N, 2]: (logarithm of the guide's weight, 0) for a guide's token, (0, 1) for others. Attention between guides and
+    the rest of the video is weighted in both directions; attention among guides is not."""
     unseen_1N1: torch.Tensor | None
-    """UNSEEN for tokens that are left out, and 0."""
+    """[1, N, 1]: UNSEEN for tokens that are left out, otherwise 0."""
 
     def of(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """([1, Q, n], [1, K, n]), whose product is added."""
+        """Return ([1, Q, n], [1, K, n]): factors whose product is added to the scores."""
         pairs = []
         if self.unseen_1N1 is not None:
             pairs.append((self.unseen_1N1.new_ones(1, q.shape[1], 1), self.unseen_1N1))
@@ -67,7 +67,7 @@ class Factors(NamedTuple):
 
 
 def ltx_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
-    """A call's arguments of LTX, without guides that change no attention: such entries say only how many tokens each has."""
+    """An LTX call's arguments, without guides that change no attention: those only say how many tokens each guide has."""
     entries = arguments.get("guide_attention_entries") or ()
     if any(each["strength"] != 1.0 or each.get("pixel_mask") is not None for each in entries):
         return dict(arguments)
@@ -75,10 +75,10 @@ def ltx_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int,
 
 
 def ltx2_arguments(arguments: Mapping[str, Any], native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
-    """A call's arguments of LTX-2. Its mask and guides are replaced by arguments of the blocks.
+    """Return an LTX-2 call's arguments. Mask and guides are replaced by arguments that its blocks take.
 
-    `spatial`: times differ within frames. `guide_weights` [1, K] of the last K tokens, `unseen` [1, N] as in Factors.
-    ValueError for guides that do not fit the latent.
+    `spatial`: whether timesteps differ within a frame. `guide_weights`: [1, K], of the last K tokens. `unseen`: [1, N], see
+    Factors. Raises ValueError for guides that do not fit the latent.
     """
     named = {name: each for name, each in arguments.items() if name not in ("audio_denoise_mask", "guide_attention_entries")}
     mask, keyframes = named.pop("denoise_mask", None), named.get("keyframe_idxs")
@@ -114,8 +114,8 @@ def ltx2_arguments(arguments: Mapping[str, Any], native: Any, _sizes: tuple[int,
 def guide_weights(
     entries: Sequence[Mapping[str, Any]], seen_K: torch.Tensor, downsampled: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """[K]: weights of the guides' tokens. Those of a mask are for the tokens that are not left out, one after the other.
-    `downsampled`: the class's function, from a guide's mask of pixels to its tokens."""
+    """Return weights [K] of the guides' tokens. A guide's mask has the weights of only those tokens that are not left out.
+    `downsampled`: the class's function that converts a guide's mask from pixels to tokens."""
     weights, start = torch.ones(len(seen_K)), 0
     for guide in entries:
         stop = start + guide["pre_filter_count"]
@@ -129,7 +129,7 @@ def guide_weights(
 
 
 class LtxModel(Form):
-    """Takes what `ltx2_arguments` gives."""
+    """LTX-2's model, which takes the arguments of `ltx2_arguments`."""
 
     def _process_input(self, x, keyframe_idxs, denoise_mask, spatial=False, **kwargs):
         no_mask = None if keyframe_idxs is None else torch.zeros_like(x[0][:1, :1])
@@ -161,7 +161,7 @@ class LtxModel(Form):
 
 
 class LtxBlock(Form):
-    """Times of frames become Indexed. What its attention needs goes with its options."""
+    """LTX-2's block with timesteps of frames as Indexed. Its options carry what its attention needs."""
 
     def __call__(self, x, **named):
         return super().__call__(x, **{name: indexed(value) for name, value in named.items()})
@@ -188,7 +188,7 @@ class LtxBlock(Form):
 
 
 def indexed(value: Any) -> Any:
-    """A CompressedTimestep as Indexed; other values as they are."""
+    """Return a CompressedTimestep as Indexed. Other values are returned as they are."""
     if type(value).__name__ != "CompressedTimestep":
         return value
     if value.patches_per_frame == 1 or value.num_frames == 1:
@@ -197,12 +197,12 @@ def indexed(value: Any) -> Any:
 
 
 class LtxAttention(Form):
-    """LTX-2's attention: it runs in each call, also if guidance leaves it out."""
+    """LTX-2's attention. It runs in every call, even if guidance skips it, and then returns zeros."""
 
     factors = ""
-    """The option with its Factors."""
+    """Name of the option with its Factors. Empty: it has none."""
     severed = ""
-    """The option that leaves it out."""
+    """Name of the option that skips it. Empty: none does."""
 
     def forward(self, x, context=None, mask=None, pe=None, k_pe=None, transformer_options=None):
         options = transformer_options or {}
@@ -235,26 +235,26 @@ class LtxAttention(Form):
 
 
 def attention_of_package(kind: type[nn.Module]) -> Callable[..., torch.Tensor]:
-    """The attention function of the class's package, which may be a trial's or a rank's now."""
+    """Return the attention function of the class's package at present. It may be a trial's or a rank's replacement."""
     package = next(each for each in PACKAGES if kind.__module__.startswith(each.root))
     function: Callable[..., torch.Tensor] = vars(sys.modules[package.attention])["optimized_attention"]
     return function
 
 
 class VideoAttention(LtxAttention):
-    """Of the video to itself."""
+    """Attention of the video to itself."""
 
     factors = FACTORS
 
 
 class ToVideoAttention(LtxAttention):
-    """Of the video to the audio."""
+    """Attention of the video to the audio."""
 
     severed = TO_VIDEO
 
 
 class ToAudioAttention(LtxAttention):
-    """Of the audio to the video."""
+    """Attention of the audio to the video."""
 
     factors, severed = OF_AUDIO, TO_AUDIO
 
@@ -266,4 +266,4 @@ LTX2_FORMS: Mapping[str, type[Form]] = {
     "audio_to_video_attn": ToVideoAttention,
     "video_to_audio_attn": ToAudioAttention,
 }
-"""Modules of a block of LTX-2, see adapters.Adapter.forms."""
+"""Name of a module in LTX-2's block -> its form, see adapters.Adapter.forms."""

@@ -1,4 +1,4 @@
-"""MiniMax H3's model and blocks in the form that ranks cut, and how its sequence is made up."""
+"""MiniMax H3's model and blocks in a form that ranks can cut, and the segments of its sequence."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,18 @@ from parallel_backend.own_class.cuts.attention_calls import module_global
 from parallel_backend.own_class.cuts.forms import Form
 
 INSIDE = "parallel_dit_inside"
-"""Argument of a call of the class's `_forward` alone: other nodes' wrappers have run its `forward` already."""
+"""Argument that makes the call skip the class's `forward` and run `_forward`: other nodes' wrappers have run `forward`
+already."""
 GATE = "attn.to_gate_compress"
-"""Layer of FastH3's blocks, which video sparse attention (VSA) alone reads."""
+"""Layer of FastH3's blocks that only video sparse attention (VSA) reads."""
 KINDS = {"video": VIDEO, "audio": SOUND}
-"""As the class names them."""
+"""The class's name of a segment -> our kind of segment."""
 
 
 def minimax_h3_segments(
     latents: Sequence[torch.Tensor], arguments: Mapping[str, Any], native: Any
 ) -> tuple[Runs, tuple[int, ...]]:
-    """See adapters.Adapter.segments. They are those of the class's own layout of the call."""
+    """Return (segments, grid) as in adapters.Adapter.segments, from the class's own layout of the call."""
     video, sound = latents
     frames, *sides = video.shape[2:]
     height, width = (side + side % 2 for side in sides)  # filled up to whole tokens
@@ -36,7 +37,7 @@ def minimax_h3_segments(
 
 
 def minimax_h3_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple[int, ...]) -> dict[str, Any]:
-    """A call's arguments without `layout`, which is an object that the class can make itself."""
+    """Return the arguments without `layout`, an object that the class can create itself."""
     payload = arguments.get("minimax_payload")
     if not isinstance(payload, dict):
         return dict(arguments)
@@ -44,14 +45,15 @@ def minimax_h3_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tup
 
 
 class MinimaxH3Model(Form):
-    """Takes INSIDE."""
+    """MiniMax H3's model, which takes INSIDE."""
 
     def forward(self, *args, **named):
         return self._forward(*args, **named) if named.pop(INSIDE, False) else super().forward(*args, **named)
 
 
 class MinimaxH3Block(Form):
-    """Tokens [S, D] become [1, S, D], and runs (start, stop, row) of a table of modulation one row for each token."""
+    """MiniMax H3's block. Tokens [S, D] become [1, S, D]. Runs (start, stop, row of a modulation table) become one row
+    number for each token."""
 
     def __call__(self, x, t_emb, mod_segments, rope_freqs, transformer_options, **more):
         on_device = any(isinstance(row, torch.Tensor) for _, _, row in mod_segments)
@@ -68,12 +70,12 @@ class MinimaxH3Block(Form):
 
 
 RowRuns = tuple[tuple[int, int, Any], ...]
-"""(first token, token behind the last one, row of a table), for all tokens in order. Or a tensor with a row for each."""
+"""(first token, token behind the last one, row of a table) for all tokens in order. A tensor has the row of each token."""
 
 
 @functools.lru_cache(maxsize=4)
 def rows_of_runs(runs: RowRuns, device: torch.device) -> torch.Tensor:
-    """[S] int64. The blocks of a call share it."""
+    """Return row number of each token, [S] int64. The blocks of a call share the tensor."""
     with torch.inference_mode(False):  # a trial looks at what is written to
         rows_S = torch.empty(runs[-1][1], dtype=torch.long, device=device)
         for start, stop, row in runs:
@@ -83,7 +85,7 @@ def rows_of_runs(runs: RowRuns, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def runs_of_rows(rows_S: torch.Tensor) -> RowRuns:
-    """The inverse, for a tensor that the blocks of a call share. Its values must not change."""
+    """Return the inverse of `rows_of_runs`, cached by tensor. The tensor's values must not change."""
     values, counts = torch.unique_consecutive(rows_S, return_counts=True)
     ends = counts.cumsum(0)
     return tuple(zip((ends - counts).tolist(), ends.tolist(), values.tolist(), strict=True))

@@ -1,5 +1,5 @@
-"""Qwen-Image 2.1's model and blocks in the form that ranks cut. Text and reference images come in front of
-the latent's tokens, and do not attend to them."""
+"""Qwen-Image 2.1's model and blocks in a form that ranks can cut. Text and reference images come before the latent's tokens,
+and do not attend to them."""
 
 import functools
 import inspect
@@ -18,9 +18,8 @@ from parallel_backend.own_class.cuts.forms import Form
 
 @dataclass(frozen=True)
 class Causal:
-    """RowRule: a text token attends to all tokens up to itself, an image token to all up to the end of its image.
-
-    `runs`: how many tokens of one kind follow each other, and whether they are text. The last are the latent's."""
+    """RowRule in which a text token attends to all tokens up to itself, an image token to all up to the end of its image.
+    `runs`: (number of consecutive tokens of one kind, whether they are text). The last run is the latent."""
 
     runs: tuple[tuple[int, bool], ...]
 
@@ -50,25 +49,27 @@ class Picked(NamedTuple):
     """Some of the rows that a rule gets."""
 
     places: slice | torch.Tensor
-    """Where they are among the rule's rows: [n] int64 unless they follow each other."""
+    """Their positions among the rule's rows: a slice if they are consecutive, otherwise [n] int64."""
     numbers: torch.Tensor
     """[n] int64: their numbers among all tokens."""
 
 
 def _among(numbers: torch.Tensor, start: int, stop: int, device: torch.device) -> Picked:
-    """The rows whose numbers are from `start` on and less than `stop`."""
+    """Return the rows with numbers from `start` to `stop` - 1."""
     places = ((numbers >= start) & (numbers < stop)).nonzero()[:, 0]
     return Picked(in_a_row(places, device), numbers[places].to(device))
 
 
 def causal_of(attend: Callable[..., torch.Tensor]) -> Causal:
-    """The rule of the class's own function, which closes over segments: (start, stop, mask). Text alone has a mask."""
+    """Return the rule that the class's own attention function follows. The function closes over segments (start, stop,
+    mask); only text segments have a mask."""
     segments = inspect.getclosurevars(attend).nonlocals["segments"]
     return Causal(tuple((stop - start, mask is not None) for start, stop, mask in segments))
 
 
 class QwenImage21Model(Form):
-    """Takes reference images at any places in the text. A call has them in order; a trial has other places and less text."""
+    """Qwen-Image 2.1's model with reference images at any positions in the text. The class needs them in order; a trial has
+    less text and random positions."""
 
     def build_sequence(self, x, context, ref_latents, image_slots):
         places = sorted(min(place, context.shape[1]) for place in image_slots)
@@ -76,8 +77,8 @@ class QwenImage21Model(Form):
 
 
 class QwenImage21Block(Form):
-    """The number of words, which are modulated for time 0, becomes a row for each token: whether it is one. Attention is by
-    rows."""
+    """Qwen-Image 2.1's block. Instead of the number of text tokens, which are modulated for timestep 0, it takes a bool for
+    each token. Attention is by a rule."""
 
     def __call__(self, x, mod, pe, attn_fn, prefix_len, transformer_options):
         # pe has a row for each token of the whole, in all blocks.
@@ -90,14 +91,15 @@ class QwenImage21Block(Form):
 
 @functools.lru_cache(maxsize=4)
 def which_words(words: int, tokens: int) -> torch.Tensor:
-    """[S] bool in host memory, so that the host does not wait for a device. The blocks of a call share it."""
+    """[S] bool: whether a token is text. In host memory, so that the host need not wait for a device. A call's blocks share
+    it."""
     with torch.inference_mode(False):  # a trial looks at what is written to
         return torch.arange(tokens) < words
 
 
 @torch.compiler.disable  # a number on the host
 def words_among(is_word_S: torch.Tensor) -> int:
-    """How many words these tokens have in front of the others."""
+    """Return the number of text tokens at the beginning of these tokens."""
     words = int(is_word_S.sum())
     assert bool(is_word_S[:words].all()), "words come first in all that ranks cut"
     return words

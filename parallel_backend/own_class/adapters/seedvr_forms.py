@@ -1,8 +1,8 @@
-"""SeedVR2's model, blocks and attention in the form that ranks cut.
+"""SeedVR2's model, blocks and attention in a form that ranks can cut.
 
-The class has the tokens of all entries in a row, and window after window in attention. Here they stay in the video's order,
-[B, N, D], and a rule says which of them see each other. Each entry has its own text: in a batch with texts of one length the
-class of 3 B gives the second entry the first one's words.
+The class puts the tokens of all batch entries in one row, and attends window by window. Here tokens keep the video's order,
+[B, N, D], and a rule says which tokens see each other. Each entry has its own text. In a batch with texts of equal length
+the 3 B class gives the second entry the first one's text.
 """
 
 import functools
@@ -20,11 +20,12 @@ from parallel_backend.own_class.cuts.attention_calls import AttendAll, Rows, att
 from parallel_backend.own_class.cuts.forms import Form
 
 CONDITION = "condition"
-"""Argument: the video that is to be made sharper [B, 17, T, H, W], as latents and a mask."""
+"""Argument: the video to upscale [B, 17, T, H, W], as latents and a mask."""
 
 
 def seedvr2_arguments(arguments: Mapping[str, Any], _native: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """A call's arguments. ValueError, with the node, if the condition is not one for a latent of these sizes."""
+    """Return the call's arguments. Raises ValueError, with the node to use, if the condition does not fit a latent of these
+    sizes."""
     given = arguments.get(CONDITION)
     if given is None:
         raise ValueError(
@@ -44,27 +45,27 @@ def seedvr2_arguments(arguments: Mapping[str, Any], _native: Any, sizes: tuple[i
 
 
 def shown(sizes: Sequence[int]) -> str:
-    """Sizes of a latent in a message."""
+    """Return a latent's sizes as text for a message."""
     return f"{' x '.join(map(str, sizes))} latent frames, rows and columns"
 
 
 class Grouped(NamedTuple):
-    """Rows of a tensor, window by window."""
+    """Rows of a tensor, ordered by window."""
 
     rows: torch.Tensor
-    """[n] int64: each window's of the video, then all of the text."""
+    """[n] int64: for each window its rows of the video, then all rows of the text."""
     counts: tuple[int, ...]
-    """Number of `rows` that each window has."""
+    """For each window, how many of `rows` it has."""
     video: torch.Tensor
-    """[v] int64: those of the video, window by window."""
+    """[v] int64: rows of the video, window by window."""
     text: torch.Tensor
-    """[t] int64: those of the text."""
+    """[t] int64: rows of the text."""
 
 
 @dataclass(frozen=True)
 class InWindows:
-    """RowRule: a token of the video sees its window and the text. A text token, after the video's tokens, attends in every
-    window; its output is the mean."""
+    """RowRule in which a video token sees its window and the text. A text token, which comes after the video's tokens,
+    attends in every window; its output is the mean."""
 
     sides: tuple[tuple[int, ...], ...]
     """Lengths of the windows along frames, rows and columns, in tokens."""
@@ -90,7 +91,7 @@ class InWindows:
         return out_BQHD
 
     def grouped(self, numbers: torch.Tensor, device: torch.device) -> Grouped:
-        """Rows with these numbers."""
+        """Return the rows of the tokens with these numbers, ordered by window."""
         windows = self.windows()
         of_video, text = (numbers < len(windows)).nonzero()[:, 0], (numbers >= len(windows)).nonzero()[:, 0]
         of_video_w = windows[numbers[of_video]]
@@ -111,16 +112,18 @@ class InWindows:
 
 @functools.lru_cache(maxsize=16)
 def windows_of(way: Callable[..., Any], most: tuple[int, ...], grid: tuple[int, ...]) -> InWindows:
-    """The rule of a video of so many tokens. `way`: a function of the class's that cuts it into windows. `most`: about how
-    many of them along each axis."""
+    """Return the rule for a video with `grid` tokens. `way`: the class's function that cuts it into windows. `most`: the
+    approximate number of windows along each axis."""
     edges = [{(window[axis].start, window[axis].stop) for window in way(grid, most)} for axis in range(len(grid))]
     return InWindows(tuple(tuple(stop - start for start, stop in sorted(each)) for each in edges))
 
 
 @functools.lru_cache(maxsize=16)
 def places_of(rule: InWindows, of_pixels: bool, words: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(places of the video's tokens in their windows [N, 3], of the text's [words, 3]), float32. `of_pixels`: between -1 and
-    1, and 0 for the text. Otherwise whole numbers, and frames count on from the text. The blocks of a call share them."""
+    """Return (positions of the video's tokens in their windows [N, 3], positions of the text's tokens [words, 3]), float32.
+
+    `of_pixels`: positions are between -1 and 1, and 0 for the text. Otherwise they are integers, and frames continue the
+    text's numbers. The blocks of a call share the tensors."""
     with torch.inference_mode(False):  # a trial looks at what is written to
         line = functools.partial(torch.linspace, -1.0, 1.0) if of_pixels else torch.arange
         axes = [torch.cat([line(side).float() for side in sides]) for sides in rule.sides]
@@ -133,7 +136,7 @@ def places_of(rule: InWindows, of_pixels: bool, words: int, device: torch.device
 
 
 class Seedvr2Model(Form):
-    """Tokens [B, N, D] go through the blocks, with the rule and places of their windows."""
+    """SeedVR2's model. Tokens [B, N, D] go through the blocks, together with the rule and positions of their windows."""
 
     def forward(self, x, timestep, context, condition, **_named):
         vid = as_one(self.vid_in, torch.cat((x, condition), dim=1))
@@ -152,14 +155,15 @@ class Seedvr2Model(Form):
 
 
 def as_one(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What a module for videos in a row gives for a batch of videos of one size, which its parent class takes."""
+    """Return the output of a module for a batch of videos of equal size, by its parent class. The module itself takes videos
+    in one row."""
     one: torch.Tensor = super(type(module), module).forward(x)  # type: ignore[misc]
     return one
 
 
 class Seedvr2Block(Form):
-    """SeedVR2's block: tokens [B, N, D] of the video and [B, T, D] of the text, modulation [B, 6 D]. The class repeats the
-    modulation for each token."""
+    """SeedVR2's block: video tokens [B, N, D], text tokens [B, T, D], modulation [B, 6 D]. The class repeats the modulation
+    for each token."""
 
     def forward(self, vid, txt, emb, rule, places, txt_places):
         modulated = functools.partial(self.ada, emb=emb)
@@ -172,7 +176,7 @@ class Seedvr2Block(Form):
 
 
 class Seedvr2Attention(Form):
-    """By rows. Heads are as many as the layers make: a tensor rank has fewer of them."""
+    """SeedVR2's attention by a rule. The layers' width gives the number of heads, because a tensor rank has fewer."""
 
     def forward(self, vid, txt, rule, places, txt_places):
         of_vid, of_txt = (each.unflatten(-1, (3, -1, self.head_dim)).unbind(2) for each in self.proj_qkv(vid, txt))
@@ -185,7 +189,8 @@ class Seedvr2Attention(Form):
         return self.proj_out(*out.split((vid.shape[1], txt.shape[1]), dim=1))
 
     def _turns(self, places_S3):
-        """[1, 1, S, head size / 2, 2, 2] float32. Channels that are not rotated have angles of 0."""
+        """Rotary embedding [1, 1, S, head size / 2, 2, 2] float32 of positions [S, 3]. Channels without rotation have angle
+        0."""
         rates = self.rope.rope.freqs
         if not self.rope.mm:  # the class makes them anew, whatever the file has
             most = module_global(self.native, "BYTEDANCE_ROPE_MAX_FREQ") / 2

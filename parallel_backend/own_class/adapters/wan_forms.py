@@ -1,4 +1,4 @@
-"""Wan's models and blocks in the form that ranks cut, with the frequency that RIFLEx replaces."""
+"""Wan's models and blocks in a form that ranks can cut, and the rotary frequency that RIFLEx replaces."""
 
 import functools
 import math
@@ -13,21 +13,22 @@ from parallel_backend.own_class.adapters.ltx_forms import Indexed
 from parallel_backend.own_class.cuts.forms import Form
 
 FREQUENCY = "parallel_dit_rope_frequency"
-"""Entry of transformer_options: (number, radians) of a frequency of the frames' axis, which RIFLEx replaces (arXiv
+"""Entry of transformer_options: (number, radians) of the frame axis' rotary frequency that RIFLEx replaces (arXiv
 2502.15894)."""
 FACE_SIDE = 512
-"""Height and width in pixels of the images that Wan Animate's motion encoder takes."""
+"""Height and width, in pixels, of the images that Wan Animate's motion encoder takes."""
 FACES = 4
-"""Such images for each of the latent's frames but the first."""
+"""Number of such images for each latent frame except the first."""
 EVERY = 5
-"""Every so many blocks the class has a module that attends to faces."""
+"""Every EVERY-th block has a module after it that attends to faces."""
 OF_FACE = re.compile(r"^blocks\.(\d+)\.face\.")
 MOTION = "parallel_dit_motion"
-"""Option of its blocks: Indexed."""
+"""Option of Wan Animate's blocks: the motion of the frames, as Indexed."""
 
 
 class WanModel(Form):
-    """Takes FREQUENCY among its options. KJNodes' RIFLEx puts another module for positions into the model instead."""
+    """Wan's model, which takes the option FREQUENCY. KJNodes' RIFLEx puts another module for positions into the model
+    instead."""
 
     def rope_encode(self, *sizes, transformer_options, **named):
         make = functools.partial(super().rope_encode, *sizes, transformer_options=transformer_options, **named)
@@ -41,7 +42,8 @@ class WanModel(Form):
 def with_frequency(
     number: float, radians: float, _module: nn.Module, given: tuple[Any, ...], turns: torch.Tensor
 ) -> torch.Tensor:
-    """Rotations [B, 1, S, D / 2, 2, 2] of tokens at `given` positions [B, S, 3], but for this one of the frames' axis."""
+    """Return rotations [B, 1, S, D / 2, 2, 2] of tokens at the `given` positions [B, S, 3], with frequency `number` of the
+    frame axis replaced by `radians`."""
     angles = given[0][..., 0].float() * radians
     turn = torch.stack((angles.cos(), -angles.sin(), angles.sin(), angles.cos()), dim=-1).unflatten(-1, (2, 2))
     turns = turns.clone()
@@ -50,7 +52,8 @@ def with_frequency(
 
 
 class WanBlock(Form):
-    """Times of frames [B, F, 6, D] become Indexed. The rotary table has a row for each token of the whole in all blocks."""
+    """Wan's block with the timesteps of frames [B, F, 6, D] as Indexed. In all blocks the rotary table has a row for every
+    token."""
 
     def __call__(self, x, e, freqs, **named):
         if e.shape[1] > 1:
@@ -64,13 +67,12 @@ class WanBlock(Form):
 
 
 class WanAnimateModel(WanModel):
-    """As `WanModel`. It takes what `face_motion` makes of `face_pixel_values` in their place. MOTION among the options of
-    its blocks then has the motion of each frame, which each token finds by an index."""
+    """As `WanModel`, but it takes the result of `face_motion` instead of `face_pixel_values`. The option MOTION then has the
+    motion of each frame, and for each token the number of its frame."""
 
     def face_motion(self, face_pixel_values):
-        """[B, 3, f, FACE_SIDE, FACE_SIDE] -> [B, 1 + f / FACES, 5, D]: of the latent's frames, zeros in the first.
-
-        ComfyUI's process runs it. ValueError for images of another size."""
+        """Motion [B, 1 + f / FACES, 5, D] of the latent's frames, zeros in the first, from [B, 3, f, FACE_SIDE, FACE_SIDE].
+        Runs in ComfyUI's process. Raises ValueError for images of another size."""
         if face_pixel_values.shape[-2:] != (FACE_SIDE, FACE_SIDE):
             height, width = face_pixel_values.shape[-2:]
             raise ValueError(
@@ -91,8 +93,8 @@ class WanAnimateModel(WanModel):
 
 
 def put_faces_into_blocks(model: nn.Module) -> None:
-    """Modules that the model runs behind every EVERY-th block, the first one too, become `face` of those blocks: ranks have
-    lists of like blocks cut, and try few of them."""
+    """Move the modules that the model runs after every EVERY-th block, the first included, into those blocks as `face`.
+    Ranks cut lists of blocks, and a trial needs only few of each list."""
     blocks = list(model.get_submodule("blocks").children())
     for number, face in enumerate(model.get_submodule("face_adapter.fuser_blocks").children()):
         blocks[EVERY * number].face = face
@@ -100,13 +102,13 @@ def put_faces_into_blocks(model: nn.Module) -> None:
 
 
 def name_of_face(name: str) -> str:
-    """The class's name of a parameter of a model with its faces in its blocks."""
+    """Return the class's own name of a parameter, for a model with its faces moved into its blocks."""
     return OF_FACE.sub(lambda found: f"face_adapter.fuser_blocks.{int(found[1]) // EVERY}.", name)
 
 
 class WanAnimateBlock(Form):
-    """Runs its `face`, if it has one. Each token attends to the motion of its frame, by a mask over that of all frames,
-    which every rank has: a part of the tokens may have any of each frame's."""
+    """Wan Animate's block. It also runs its `face`, if it has one: each token attends to the motion of its frame. The mask
+    is over all frames' motion, which every rank has, because a rank's tokens may belong to any frames."""
 
     def forward(self, x, transformer_options=None, **named):
         options = dict(transformer_options or {})

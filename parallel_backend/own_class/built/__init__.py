@@ -1,1 +1,1 @@
-"""A class, built without values of weights: its parameters, sizes and counts."""
+"""A model's class, built without weight values: its parameters, sizes, and counts of tokens and operations."""

@@ -1,4 +1,4 @@
-"""Imports an OwnClass, and builds its model of torch's own layers."""
+"""Imports the class of an OwnClass, and builds its model from torch's own layers."""
 
 import functools
 import importlib
@@ -18,26 +18,27 @@ from parallel_backend.own_class.adapters.adapters import adapt
 from parallel_backend.own_class.cuts.fused_blocks import fuse
 
 CASTS = {"comfy_cast_weights": False, "weight_function": (), "bias_function": ()}
-"""Attributes of ComfyUI's layers that its functions read before they use a weight: no patch changes it."""
+"""Attributes that ComfyUI's functions read from a layer before they use its weight. These values say that no patch changes
+it."""
 
 
 class Embedding(nn.Embedding):
-    """Takes `out_dtype`, as ComfyUI's embedding does."""
+    """torch's embedding that also takes `out_dtype`, as ComfyUI's does."""
 
     def forward(self, input: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Numbers [...] -> [..., width]."""
+        """Token numbers [...] -> [..., width]."""
         out = super().forward(input)
         return out if out_dtype is None else out.to(out_dtype)
 
 
 class RMSNorm(nn.RMSNorm):
-    """Has a bias, which is None, as ComfyUI's norm does."""
+    """torch's RMSNorm with a bias that is None, as ComfyUI's has."""
 
     bias = None
 
 
 class TorchLayers:
-    """In place of ComfyUI's `operations`: torch's layers, since ranks need none of ComfyUI's casts of weights."""
+    """Replaces ComfyUI's `operations` by torch's layers, because ranks do not need ComfyUI's casts of weights."""
 
     Linear, Embedding, RMSNorm = FusedLinear, Embedding, RMSNorm
     Conv1d, Conv2d, Conv3d = nn.Conv1d, nn.Conv2d, nn.Conv3d
@@ -46,7 +47,7 @@ class TorchLayers:
 
     @staticmethod
     def conv_nd(dims: int, *args: Any, **kwargs: Any) -> nn.Module:
-        """A convolution over two or three axes."""
+        """Return a convolution over two or three axes."""
         return {2: nn.Conv2d, 3: nn.Conv3d}[dims](*args, **kwargs)
 
 
@@ -54,10 +55,9 @@ class TorchLayers:
 def imported(
     folder: str, module: str, name: str, settings: tuple[tuple[str, str, bool], ...], imports: tuple[str, ...]
 ) -> type[nn.Module]:
-    """The class. In ComfyUI's own process everything is imported already, and its settings stay as they are. ValueError if
-    the module has no class of this name.
-
-    `imports`: further modules that the class's code names. Those of a process's second class are others."""
+    """Return the class. ComfyUI's own process has imported everything already, so there `settings` change nothing. Raises
+    ValueError if the module has no model of this name. `imports`: modules to import first, which the class's code uses
+    without importing."""
     if folder and module.partition(".")[0] not in sys.modules:
         sys.path.append(folder)  # last: it has modules with names as common as `utils`
         for place, attribute, value in settings:
@@ -68,17 +68,18 @@ def imported(
         importlib.import_module(each)
     kind = getattr(importlib.import_module(module), name)
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise ValueError(f"{module} has no model {name}")
+        raise ValueError(f"{module} has no model class {name}")
     return kind
 
 
 def class_of(own: OwnClass) -> type[nn.Module]:
-    """The class, see `imported`."""
+    """Return the class, see `imported`."""
     return imported(own.folder, own.module, own.name, own.settings, own.imports)
 
 
 def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A model of the class, told to be in `dtype`. Its parameters are on the meta device; tables that it makes are not."""
+    """Return a model of the class with compute dtype `dtype`. Parameters are on the meta device; tables that it computes
+    have values."""
     kind = class_of(own)
     arguments = {
         name: getattr(torch, value.removeprefix(DTYPE)) if isinstance(value, str) and value.startswith(DTYPE) else value
@@ -96,11 +97,11 @@ def build(own: OwnClass, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Context in which parameters move to the meta device when registered, before the system has to provide their memory.
-    Tables of positions and frequencies have values.
+    """Context in which new parameters move to the meta device at once, so that they take no memory. Buffers keep their
+    values.
 
-    It holds for modules that this thread makes. Another thread waits with one of its own, since each has to put back torch's
-    function as it has found it.
+    It acts on modules that this thread creates. Another thread's context waits, because each one replaces and restores
+    torch's `register_parameter`.
     """
     with _one_at_a_time():
         register, thread = nn.Module.register_parameter, threading.get_ident()

@@ -25,37 +25,37 @@ from parallel_backend.own_class.cuts.token_cut import entries_of
 
 NAME = "ComfyUI's own class"
 WHOLE_STATES = 3
-"""Tensors of all of a call's hidden states that a rank has at once outside of blocks: the blocks' input, or their output
-while the class norms and modulates it."""
+"""Number of tensors as large as all hidden states of a call that a rank has at once outside of its blocks: the blocks' input
+and output, while the class normalizes and modulates the output."""
 
 
 def pairs_of(hidden: int) -> float:
     """BuiltClass.attention_share of a usual block of width h. Its linear layers have 12 h^2 weights, so 24 h^2 operations
-    for a token. Attention takes 4 h operations for a query and a key."""
+    for a token. Attention takes 4 h operations for a pair of query and key."""
     return 1 / (6 * hidden)
 
 
 class StreamKeys(NamedTuple):
-    """The tokens whose keys an attention layer has."""
+    """The tokens whose keys an attention layer stores on a rank."""
 
     image: bool
-    """The image's tokens'."""
+    """Whether the image's tokens are among them."""
     streams: tuple[int, ...]
     """Streams whose other tokens are among them."""
     head_size: int
 
 
 class Counted(NamedTuple):
-    """How many tokens a call has, to predict its memory and time."""
+    """A call's numbers of tokens, from which its memory and time are predicted."""
 
     grid: tuple[int, ...]
-    """The image's tokens, by axis."""
+    """Number of the image's tokens along each axis."""
     text: int
-    """Other tokens."""
+    """Number of other tokens, such as text."""
     streams: tuple[tuple[int, int], ...] = ()
-    """(stream, its part of `text`). Empty: unknown."""
+    """(stream, number of its tokens in `text`). Empty: unknown."""
     references: int = 0
-    """Tokens of reference images, which `text` does not count."""
+    """Number of reference images' tokens, which `text` does not include."""
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,27 @@ class BuiltClass:
 
     own: OwnClass
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of all of the class's tensors, by name."""
+    """Shape of each tensor of the class, by name."""
     parameters: frozenset[str]
     """Names of the class's parameters. Its other tensors are computed if a file lacks them."""
     exact: frozenset[str]
-    """Parameters and tables that the class keeps in float32 when it is built in another dtype."""
+    """Names of parameters and tables that the class keeps in float32 when it is built in another dtype."""
     call: Call | None = None
-    """The call that a trial was made for, an example for others. None: there was none in this process."""
+    """The call with which a trial was made, used as an example. None: no trial ran in this process."""
 
     @property
     def name(self) -> str:
-        """Name in messages to users."""
+        """The model's name in messages to users."""
         return NAME
 
     @property
     def title(self) -> str:
-        """Name for the user."""
+        """The model's name with its class, for users."""
         return f"{NAME} {self.own.name}"
 
     @property
     def kind(self) -> str:
-        """The class with its arguments. Models of one kind take equally long."""
+        """The class with its arguments. Models of the same kind take equally long."""
         return f"{self.own.name} {self.own.arguments}"
 
     @cached_property
@@ -94,7 +94,7 @@ class BuiltClass:
 
     @property
     def total(self) -> int:
-        """Number of the model's blocks."""
+        """Number of blocks."""
         return len(self.own.blocks)
 
     @property
@@ -103,7 +103,7 @@ class BuiltClass:
         return [block.name for block in self.own.blocks]
 
     def place(self, target: str) -> tuple[str, int] | None:
-        """(list, number in the list) of the block that the parameter `target` is in. None: it is not in a block."""
+        """Return (list of blocks, number in it) of the block that has the parameter `target`. None: no block has it."""
         parts = target.split(".")
         names = (".".join(parts[:count]) for count in range(2, len(parts)))
         return next((self._places[name] for name in names if name in self._places), None)
@@ -115,7 +115,8 @@ class BuiltClass:
 
     @cached_property
     def attention(self) -> tuple[tuple[StreamKeys, ...], ...]:
-        """By block: keys of each attention layer whose tokens are cut. Ranks keep no keys of other layers."""
+        """For each block, the stored keys of each attention layer whose tokens are cut. Ranks keep no keys of other
+        layers."""
         latent = None if self.own.latent is None else set(self.own.latent.streams)
 
         def keys(call: OwnAttention) -> StreamKeys:
@@ -131,12 +132,12 @@ class BuiltClass:
 
     @property
     def latent_channels(self) -> int:
-        """Channels of the latent. 1 if no call is known."""
+        """Channels of the latent; 1 if no call is known."""
         return 1 if self.call is None else self.call.latents[0].shape[1]
 
     @cached_property
     def tensor_plan(self) -> LayerCuts:
-        """Layers that tensor ranks share, as a trial has shown, and Adapter.gate, which is cut by heads."""
+        """Layers that tensor ranks share, as a trial has shown, and the layers of Adapter.gate, which are cut by heads."""
         plan = {f"{block.name}.{cut.layer}": cut for block in self.own.blocks for cut in block.cuts}
         gates = (f"{block.name}.{adapter_of(self.own.kind).gate}" for block in self.own.blocks if block.cuts)
         rows = {gate: self.shapes[f"{gate}.weight"][0] for gate in gates if f"{gate}.weight" in self.parameters}
@@ -157,23 +158,23 @@ class BuiltClass:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """This pack's entries of transformer_options that ranks get."""
+        """Entries of transformer_options that this pack adds and ranks get."""
         return adapter_of(self.own.kind).options
 
     @property
     def native_values(self) -> dict[str, None]:
-        """A layer that this file's blocks lack and other nodes look for in ComfyUI's native model, named as in
-        core.own_class.name_pattern."""
+        """Name pattern of a layer that other nodes look for in ComfyUI's native model and that this file's blocks lack, see
+        core.own_class.name_pattern. Empty: there is none."""
         gate = adapter_of(self.own.kind).gate
         return {} if not gate or any(name.endswith(f"{gate}.weight") for name in self.parameters) else {f"*.{gate}": None}
 
     def is_elsewhere(self, parameter: str) -> bool:
-        """No rank has this parameter of the class: ComfyUI's process computes with it."""
+        """Whether only ComfyUI's process computes with this parameter, so that no rank has it."""
         return parameter.startswith(tuple(f"{module}." for module in adapter_of(self.own.kind).here))
 
     def attention_share(self, block_list: str) -> float:
-        """Operations of attention for a query and a key, divided by those of a token's linear layers, in a block of the
-        list. They are counted in the call that a trial was made for, or those of a usual block."""
+        """Return the operations of attention for one pair of query and key, divided by those of one token's linear layers,
+        in a block of the list. They are counted in the trial's call; without one, those of a usual block are taken."""
         counts = None if self.call is None else counted(self.own, self.call)
         if counts is None:
             return pairs_of(self.hidden)
@@ -185,19 +186,15 @@ class BuiltClass:
         return work.attention / max(1, work.layers) / tokens
 
     def example(self, prompt: int) -> dict[str, torch.Tensor]:
-        """Example conditioning tensors with batch size 1.
-
-        They come from the call of the trial. If there was no trial, they are a text of `prompt` tokens on the meta device:
-        random values would advance the global generator, and a sampler may draw its noise from it.
-        """
+        """Example conditioning tensors with batch size 1, from the trial's call. Without a trial: a text of `prompt` tokens
+        on the meta device. Random values would advance the global generator, from which a sampler may draw its noise."""
         if self.call is None:
             return {"context": torch.empty(1, prompt, 1, device="meta")}
         return conditioning(one_entry(self.call))
 
     def timed_calls(self, rows: Sequence[int], columns: int, text: int) -> list[tuple[Call, Counts]]:
-        """Calls to be timed: `call` cut to each of `rows` rows of `columns` tokens and `text` text tokens, with its counts.
-
-        Sizes larger than those of `call` become its own. Empty: there is no call, or the class cannot be counted so."""
+        """Return calls to be timed, with their counts: `call` cut to each of `rows` rows of `columns` tokens, and to `text`
+        text tokens. Sizes are limited to those of `call`. Empty: there is no call, or it cannot be counted."""
         own, call = self.own, None if self.call is None else one_entry(self.call)
         if call is None or (whole := counted(own, call)) is None:
             return []
@@ -212,23 +209,23 @@ class BuiltClass:
         return found if len(found) == len(cut) else []
 
     def noise(self, shape: tuple[int, ...]) -> Latents:
-        """Random latents of a model call, the first with this shape. Nested latents without proven bands are packed."""
+        """Random latents of a model call; the first has this shape. Nested latents without proven bands are packed."""
         if self.call is not None and LATENTS in self.call.named and self.patching.companion is None:
             return (torch.randn(shape[0], *self.call.x.shape[1:]),)
         return tuple(map(torch.randn, self.patching.usual(shape)))
 
     def words(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Tokens of the text that runs through the blocks, see OwnLatent.words."""
+        """Return the number of text tokens that run through the blocks, see OwnLatent.words."""
         context = tensors.get("context") if self.own.joint else None
         return context.shape[1] if context is not None and context.ndim == 3 else 0
 
     def text_tokens(self, companion_tokens: int, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Tokens of a call that are not the image's. All run with the first band."""
+        """Return the number of a call's tokens that are not the image's. All run with the first band."""
         return companion_tokens + self.words(tensors)
 
     def counted(self, grid: tuple[int, ...], text: int, tensors: Mapping[str, torch.Tensor]) -> Counted:
-        """Numbers of a call's tokens, including those that the class adds. `text`: see text_tokens. Without proven bands
-        all tokens are along the grid's first axis."""
+        """Return the numbers of a call's tokens, including tokens that the class adds. `text`: see text_tokens. Without
+        proven bands, all tokens count along the grid's first axis."""
         counts = counts_of(self.own, tensors)
         if counts is None:
             return Counted(grid, text)
@@ -249,7 +246,7 @@ class BuiltClass:
         return Counted(grid, max(at_once, default=0), tuple(streams.items()), references)
 
     def _beside_references(self, latent: OwnLatent, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Text tokens, and tokens of a second latent, in the latent's stream."""
+        """Return the number of text tokens and of a second latent's tokens in the latent's stream."""
         words = self.words(tensors) if WORDS in latent.layout else 0
         if COMPANION not in latent.layout:
             return words
@@ -257,13 +254,13 @@ class BuiltClass:
         return words + self.patching.companion_tokens(shapes)
 
     def token_order(self, grid: tuple[int, ...], references: int = 0, along: str = "rows") -> TokenOrder:
-        """The order of a call's image tokens, for bands along the axis `along`."""
+        """Return the order of a call's image tokens, for bands along the axis `along`."""
         return TokenOrder(math.prod(grid), self.patching.cut(along).row_tokens(grid), references, along)
 
 
 @functools.lru_cache(maxsize=8)
 def built_class(own: OwnClass) -> BuiltClass:
-    """Builds a class without memory for weights, and returns the facts about it. Imports the class."""
+    """Return facts about a class. Imports it and builds it without memory for weights."""
     model = build(own, torch.bfloat16)
     tensors = model.state_dict()
     return BuiltClass(

@@ -1,4 +1,4 @@
-"""Counts a call's tokens, and its operations by block, on the meta device: no values are computed."""
+"""Counts a call's tokens and its operations by block. It runs on the meta device, so no values are computed."""
 
 import functools
 import json
@@ -32,36 +32,37 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of a block: multiplications and additions count one each."""
+    """Operations of one block. A multiplication and an addition count as two."""
 
     layers: int = 0
-    """Operations of everything but attention, and of attention whose keys are all on every rank."""
+    """Operations of everything except attention, and of attention whose keys are complete on every rank."""
     attention: int = 0
-    """Operations of attention between tokens that ranks cut. They grow with the square of the number of tokens."""
+    """Operations of attention between tokens that ranks split. They grow with the square of the number of tokens."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """A call of one batch entry."""
+    """Counts of a call with one batch entry."""
 
     states: int
-    """Numbers in the hidden states behind the block that returns most of them."""
+    """Number of elements of the largest hidden states that a block returns."""
     streams: Mapping[int, int]
-    """Stream -> number of its tokens. Empty if no trial has cut tokens."""
+    """Stream -> its number of tokens. Empty if no trial has cut tokens."""
     blocks: tuple[Work, ...]
     """Work of each block, in the order of a call."""
     outside: int
-    """Operations outside of blocks, which every stage and every sequence rank computes."""
+    """Operations outside of blocks. Every stage and every sequence rank computes them."""
 
     @property
     def shared(self) -> float:
-        """Share of all operations that are in blocks."""
+        """Fraction of all operations that are in blocks."""
         inside = sum(work.layers + work.attention for work in self.blocks)
         return inside / max(1, inside + self.outside)
 
 
 def counts_of(own: OwnClass, tensors: Mapping[str, torch.Tensor]) -> Counts | None:
-    """Counts of a call with these conditioning tensors (`to_tensors`). None: nothing is proven, or see `counted`."""
+    """Return the counts of a call with these conditioning tensors (`to_tensors`). None: no trial was made, or `counted`
+    returns None."""
     if not own.blocks or STRUCTURE not in tensors:
         return None
     shapes = ((name, tuple(each.shape[1:]), each.dtype) for name, each in tensors.items() if name != STRUCTURE)
@@ -80,7 +81,7 @@ def _counts_of(
     shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...],
     numbers: tuple[tuple[str, bytes], ...] = (),
 ) -> Counts | None:
-    """As `counts_of`, from hashable values. `numbers`: bytes of the first entry of tensors of integers."""
+    """As `counts_of`, from hashable values. `numbers`: name and bytes of the first entry of each integer tensor."""
     structure = json.loads(text)
     tensors = {name: torch.empty(1, *shape, dtype=dtype, device="meta") for name, shape, dtype in shapes}
     for name, values in numbers:
@@ -99,8 +100,8 @@ def _counts_of(
 
 
 def counted(own: OwnClass, call: Call) -> Counts | None:
-    """Counts of the first entry of `call`, without values; if the class needs them, with those of whole numbers that are in
-    host memory, such as kinds of words. None: the class does not run so."""
+    """Return the counts of the call's first batch entry, without values. If the class needs them, integers in host memory
+    keep theirs, such as types of text tokens. None: the class does not run in this way."""
     tensors = pytree.tree_leaves(dict(call.named))
     has_numbers = any(isinstance(each, torch.Tensor) and _is_whole(each) and not each.is_meta for each in tensors)
     with _LOCK:
@@ -116,12 +117,12 @@ MISFITS = (
     *("cannot be multiplied", "same reduction dim", "normalized_shape", "Invalid channel dimensions"),
     "tensor of 0 elements",
 )
-"""Parts of torch's error for a tensor that does not fit a layer, or is empty."""
+"""Parts of torch's messages for a tensor that does not fit a layer, or is empty."""
 
 
 def misfit(own: OwnClass, call: Call) -> str:
-    """The error of a layer that a tensor of the call does not fit, such as the text of another encoder. Empty: all fit, or
-    the class does not run without values."""
+    """Return the error of a layer that a tensor of the call does not fit, such as the text of another encoder. Empty: all
+    tensors fit, or the class does not run without values."""
     try:
         with _LOCK:
             _Counting(own, call, with_numbers=True)
@@ -132,15 +133,15 @@ def misfit(own: OwnClass, call: Call) -> str:
 
 
 _LOCK = threading.Lock()
-"""Bands call on several threads, and share the counted models."""
+"""Bands call this on several threads, and share the counted models."""
 
 
 SELECTS = torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default
-"""Operations that take some elements by indices, or by masks."""
+"""Operations that select elements by indices or masks."""
 
 
 def _of_all_true(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Indices whose masks are replaced by as many numbers, as if they were true everywhere."""
+    """Return the indices, with each mask replaced by integer indices, as if the mask were true everywhere."""
     found: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool:
@@ -151,9 +152,10 @@ def _of_all_true(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | 
 
 
 class _AnyNumbers(TorchDispatchMode):
-    """Values for a class that reads them from tensors without values. A float, such as a time, is 0.5, a bool is true.
-    Reading an integer is an error, since it may be a size. Integers that are compared, such as each token's expert, are all
-    0."""
+    """Gives a class values that it reads from tensors without values: floats, such as timesteps, are 0.5, bools are true.
+
+    Reading an integer raises an error, because it may be a size. Integers that are only compared, such as each token's
+    expert, count as 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +178,7 @@ class _AnyNumbers(TorchDispatchMode):
 
 
 class _Counting:
-    """Counts one call. One block of each kind runs; the others return their arguments."""
+    """Counts one call. Only one block of each kind runs; others return their arguments."""
 
     def __init__(self, own: OwnClass, call: Call, with_numbers: bool):
         self._block: OwnBlock | None = None  # the one that runs
@@ -243,7 +245,7 @@ class _Counting:
 
 
 def _operations(call: AttentionCall) -> int:
-    """Operations of attention: products of each query with each key that it attends to, and with its values."""
+    """Return the operations of attention: two products for each query and each key that it attends to."""
     found: list[int] = []
 
     def attend(q_BqHD: torch.Tensor, k_BkHD: torch.Tensor, v_BkHD: torch.Tensor) -> torch.Tensor:
@@ -259,7 +261,7 @@ def _operations(call: AttentionCall) -> int:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether it has integers."""
+    """Whether the tensor has integers."""
     return tensor.dtype in (torch.int32, torch.int64) and tensor.numel() > 0
 
 
@@ -269,7 +271,7 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _on_meta(own: OwnClass) -> tuple[nn.Module, dict[str, str]]:
-    """(the model with all tensors on the meta device, block -> first block of its kind)."""
+    """Return (the model with all tensors on the meta device, name of a block -> name of the first block of its kind)."""
     model = build(own)
     first: dict[tuple[Any, ...], str] = {}
     for module in model.modules():

@@ -1,7 +1,5 @@
-"""A module that has been built, as data from which ranks build its like: classes by name, plain values, children.
-
-No constructor runs, so nothing has to be known of its arguments. Tensors go beside the data, by their names in the module.
-"""
+"""Describes a built module as data: names of classes, plain values and children. Ranks build the same module from it. No
+constructor runs, so its arguments need not be known. Tensors are sent beside the data, by their names in the module."""
 
 import contextlib
 import importlib
@@ -17,19 +15,17 @@ from parallel_backend.core.own_class import ROOTS
 from parallel_backend.own_class.built.building import CASTS, imported
 
 TORCH = "torch.nn"
-"""Module name for classes outside of ROOTS: they must be torch.nn's, and are found there by their names."""
+"""Module name for classes outside of ROOTS. They must be classes of torch.nn, and are looked up there by name."""
 BASE = frozenset(vars(nn.Module()))
-"""Names that torch keeps in every module."""
+"""Attributes that every torch module has."""
 
 Tree = dict[str, Any]
-"""JSON: class, values, children, names of parameters and of buffers."""
+"""A module as JSON: class, values, children, names of parameters and of buffers."""
 
 
 def described(module: nn.Module, without: Collection[str] = ()) -> Tree:
-    """The module as data, but for its children `without`. Values that are not data are left out.
-
-    ValueError if it has a class that ranks do not build.
-    """
+    """Return the module as data, without the children named in `without`. Attributes that are not plain data are left out.
+    Raises ValueError if the module contains a class that ranks do not build."""
     kind = type(module)
     ours = kind.__module__.startswith(ROOTS)
     if not ours and not hasattr(nn, kind.__name__):
@@ -51,7 +47,7 @@ def described(module: nn.Module, without: Collection[str] = ()) -> Tree:
 
 @dataclass(frozen=True)
 class Importing:
-    """How a rank imports classes: see OwnClass."""
+    """How a rank imports classes: `folder` and `settings` as in OwnClass."""
 
     folder: str
     settings: tuple[tuple[str, str, bool], ...]
@@ -60,10 +56,8 @@ class Importing:
 def built(
     tree: Tree, importing: Importing, tensors: Mapping[str, torch.Tensor], function: Callable[..., Any], at: str = ""
 ) -> nn.Module:
-    """A module as `described`, with the `tensors` whose names begin with `at`.
-
-    `function` takes the place of all functions among the values. ValueError for a class of other modules than ROOTS.
-    """
+    """Return the module that `tree` describes (see `described`). Its tensors are those in `tensors` whose names begin with
+    `at`. `function` replaces all functions among the values. Raises ValueError for a class outside of ROOTS and torch.nn."""
     place, name = tree["class"]
     if place != TORCH and not place.startswith(ROOTS):
         raise ValueError(f"ranks do not build the class of {place}")
@@ -84,7 +78,7 @@ def built(
 
 
 def set_constants(constants: Iterable[Sequence[Any]]) -> None:
-    """Set constants of modules: (module, name, value) each. ValueError for another module than ROOTS have."""
+    """Set module constants, each (module, name, value). Raises ValueError for a module outside of ROOTS."""
     for place, name, value in constants:
         if not place.startswith(ROOTS):
             raise ValueError(f"ranks set nothing in {place}")
@@ -92,7 +86,7 @@ def set_constants(constants: Iterable[Sequence[Any]]) -> None:
 
 
 def _data(value: Any) -> Any:
-    """JSON of a value. TypeError for a value that is not data."""
+    """Return the value as JSON. Raises TypeError for a value that is not plain data."""
     match value:
         case None | bool() | int() | float() | str():
             return value

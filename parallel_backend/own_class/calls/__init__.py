@@ -1,1 +1,1 @@
-"""A call of a class: its arguments as tensors and numbers, by name."""
+"""A call of a model's class as data: its arguments as tensors, numbers and strings, by name."""

@@ -1,4 +1,4 @@
-"""Arguments of a model call on its way to ranks and in a trial.
+"""Converts the arguments of a model call to tensors for the ranks, and back.
 
 A call has one latent, one timestep [B], and other arguments by name. Nested latents, such as a video and its audio, are
 packed into one row of values. The other arguments are sent as conditioning tensors, batch first.
@@ -15,42 +15,42 @@ import torch
 from parallel_backend.own_class.calls.unproven import Unproven
 
 OPTIONS = "transformer_options"
-"""The argument that is a dictionary of numbers, strings, and lists and dictionaries of them. Batch entries share its
-tensors."""
+"""The argument that is a dictionary of numbers, strings, lists and dictionaries. Tensors in it are shared by all batch
+entries."""
 SIGMAS = "sigmas", "sample_sigmas"
-"""Tensors in OPTIONS: the call's sigma, a row for each entry, and all sigmas of the run."""
+"""Tensors in OPTIONS: the present call's sigma with a row for each batch entry, and all sigmas of the run."""
 TIME_DTYPE = "times"
-"""Entry of STRUCTURE: name of the timestep's dtype. A class may compute in it, and the ranks get float32."""
+"""Entry of STRUCTURE: name of the timestep's dtype. The class may compute in it, while ranks receive float32."""
 LATENT = "latent"
-"""Entry of STRUCTURE: the whole latent's channels, (frames,) rows and columns. Empty: there are several latents, or a call
-tells only how many whole tokens there are."""
+"""Entry of STRUCTURE: channels, (frames,) rows and columns of the whole latent. Empty if there are several latents, or if a
+call only tells how many whole tokens there are."""
 STRUCTURE = "structure"
-"""Conditioning tensor [B, n] int32, the same for all entries: JSON of everything but tensors, see `to_tensors`."""
+"""Conditioning tensor [B, n] int32, equal for all batch entries: JSON of all arguments except tensors, see `to_tensors`."""
 TENSOR, SHARED, PLAIN, DICT = "tensor", "shared", "plain", "dict"
-"""Keys in STRUCTURE of a tensor with a row for each batch entry, of one that all entries share, of OPTIONS, and of another
+"""Keys in STRUCTURE: of a tensor with a row for each batch entry, of a tensor that entries share, of OPTIONS, and of another
 dictionary."""
 LATENTS = "parallel_dit_latents"
-"""Argument of a call with nested latents: the shape of each, without the batch."""
+"""Argument of a call with nested latents: each latent's shape, without the batch."""
 LISTED = "parallel_dit_listed"
-"""Argument of a call whose one latent is in a list."""
+"""Argument of a call that passes its only latent in a list."""
 TIMES = "parallel_dit_times"
-"""Argument of a call with several timesteps, one for each latent. A number: that many timesteps, all equal to the call's.
-Shapes without the batch: the call's timestep [B, n] has their values side by side, because bands take arguments that change
-from step to step for another prompt."""
+"""Argument of a call with several timesteps, one for each latent. A number: that many timesteps, equal to the call's.
+
+A list of shapes, without the batch: the call's timestep [B, n] has their values side by side. They are not a named argument,
+because bands treat arguments that change from step to step as another prompt."""
 
 
 def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-    """A call's arguments as conditioning tensors, with STRUCTURE.
+    """Return a call's arguments as conditioning tensors, and STRUCTURE.
 
-    Values are tensors, None, numbers, strings, and lists and dictionaries of them. ValueError, with the name, for others.
-
-    `timestep`: [B], which is sent apart. `latent`: see LATENT.
+    Values are tensors, None, numbers, strings, and lists and dictionaries of them. Raises ValueError with the argument's
+    name for others. `timestep`: [B], of which only the dtype is stored. `latent`: see LATENT.
     """
     return tensors_in(arguments, len(timestep)) | {STRUCTURE: _structure(arguments, timestep, latent)}
 
 
 def tensors_in(arguments: Mapping[str, Any], batch: int) -> dict[str, torch.Tensor]:
-    """Tensors of `to_tensors`, without STRUCTURE."""
+    """Return the tensors of `to_tensors` without STRUCTURE."""
     found: dict[str, torch.Tensor] = {}
 
     def take(name: str, value: Any) -> None:
@@ -94,12 +94,12 @@ def _structure(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Seq
 
 
 def structure_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """STRUCTURE, read."""
+    """Return the decoded STRUCTURE."""
     return json.loads(bytes(tensors[STRUCTURE][0].tolist()))
 
 
 def from_tensors(tensors: Mapping[str, torch.Tensor], structure: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `to_tensors`, for the batch entries that the tensors have. `structure`: see `structure_of`."""
+    """Return the inverse of `to_tensors`, for the batch entries in `tensors`. `structure`: from `structure_of`."""
 
     def value(stored: Any) -> Any:
         if isinstance(stored, list):
@@ -114,14 +114,15 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], structure: Mapping[str, An
 
 
 def timestep_of(times: torch.Tensor, structure: Mapping[str, Any]) -> torch.Tensor:
-    """The timestep in its own dtype."""
+    """Return the timestep in the dtype that the class expects."""
     return times.to(getattr(torch, structure[TIME_DTYPE]))
 
 
 def in_form(
     x: torch.Tensor | Sequence[torch.Tensor], timestep: torch.Tensor | Sequence[torch.Tensor], axes: int
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """One latent of `axes` axes, one timestep, and LATENTS, LISTED and TIMES if `x` and `timestep` had another form."""
+    """Return (one latent with `axes` axes, one timestep, named arguments that tell the original form: LATENTS, LISTED and
+    TIMES)."""
     told: dict[str, Any] = {}
     if not isinstance(x, torch.Tensor) and len(x) == 1:
         told[LISTED], x = True, x[0]
@@ -137,12 +138,12 @@ def in_form(
 
 
 def joined(times: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[B, ...] each -> [B, n]"""
+    """Return timesteps [B, ...] side by side: [B, n]."""
     return torch.cat([each.reshape(len(each), -1) for each in times], dim=1)
 
 
 def apart(timestep: torch.Tensor, told: int | Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
-    """The timesteps of all latents. `told`: see TIMES."""
+    """Return the inverse of `joined`: a timestep for each latent. `told`: see TIMES."""
     if isinstance(told, int):
         return (timestep,) * told
     parts = timestep.split([math.prod(shape) for shape in told], dim=1)
@@ -150,7 +151,7 @@ def apart(timestep: torch.Tensor, told: int | Sequence[Sequence[int]]) -> tuple[
 
 
 def run_call(model: Callable[..., Any], x: torch.Tensor, timestep: torch.Tensor, named: Mapping[str, Any]) -> Any:
-    """The model's output for a call in this form, in it too. None: the model is a stage that is not the last one."""
+    """Call the model and return its output in the same form as `x`. None: the model is a stage that is not the last one."""
     named = dict(named)
     shapes, times, is_listed = named.pop(LATENTS, None), named.pop(TIMES, None), named.pop(LISTED, False)
     of_latents = timestep if times is None else apart(timestep, times)
@@ -165,12 +166,12 @@ def run_call(model: Callable[..., Any], x: torch.Tensor, timestep: torch.Tensor,
 
 
 def pack(latents: Sequence[torch.Tensor], axes: int) -> torch.Tensor:
-    """[B, C, ...] each -> [B, 1, ..., 1, N]"""
+    """Return latents [B, C, ...] as one tensor [B, 1, ..., 1, N] with `axes` axes."""
     rows = torch.cat([latent.flatten(1) for latent in latents], dim=1)
     return rows.reshape(len(rows), *(1,) * (axes - 2), -1)
 
 
 def unpack(x: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """The inverse of `pack`."""
+    """Return the inverse of `pack`."""
     parts = x.flatten(1).split([math.prod(shape) for shape in shapes], dim=1)
     return [part.reshape(len(x), *shape) for part, shape in zip(parts, shapes, strict=True)]

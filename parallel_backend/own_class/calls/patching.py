@@ -1,4 +1,4 @@
-"""Conversion of latents to tokens and back, and the axis along which PipeFusion cuts bands."""
+"""Converts latents to tokens and back, along the axis that PipeFusion cuts into bands."""
 
 import math
 import re
@@ -13,16 +13,16 @@ from parallel_backend.core.spans import Span
 from parallel_backend.core.token_order import class_order
 
 Latents = tuple[torch.Tensor, ...]
-"""A model call's latents: that of the image or video, then the companion latent, if there is one."""
+"""A model call's latents: the image or video, then the companion latent (audio) if there is one."""
 
 
 def latents_of(x: torch.Tensor | Latents) -> Latents:
-    """A call's latents, from a single tensor or from several."""
+    """Return a call's latents as a tuple."""
     return (x,) if isinstance(x, torch.Tensor) else tuple(x)
 
 
 def like(x: torch.Tensor | Latents, outputs: Latents) -> torch.Tensor | Latents:
-    """A call's outputs, as a tensor if its latents `x` were one tensor."""
+    """Return a call's outputs, as a tensor if its latents `x` were a single tensor."""
     return outputs[0] if isinstance(x, torch.Tensor) else outputs
 
 
@@ -40,7 +40,7 @@ class Companion:
     """Usual shape of the companion latent, without the batch."""
 
     def tokens(self, shape: tuple[int, ...]) -> int:
-        """Tokens of a latent of this shape."""
+        """Return the tokens of a latent of this shape."""
         return math.prod(self._sizes(shape, 1))
 
     def pack(self, latent: torch.Tensor) -> torch.Tensor:
@@ -54,60 +54,62 @@ class Companion:
         return rearrange(tokens[..., : math.prod(self._sizes(shape, 2))], f"{right} -> {left}", **sizes)
 
     def none_of(self, latent: torch.Tensor) -> torch.Tensor:
-        """The latent with no tokens: its last token axis is empty."""
+        """Return the latent with no tokens: its last token axis is empty."""
         return latent.narrow(self._axes(1)[-1], 0, 0)
 
     def _sizes(self, shape: tuple[int, ...], axis: int) -> list[int]:
         return [shape[each] for each in self._axes(axis)]
 
     def _axes(self, axis: int) -> list[int]:
-        """Axes of the latent that this axis of the tokens is made of."""
+        """Return the latent's axes that make up this axis of the tokens."""
         left, right = self.pattern.split(" -> ")
         groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", right)]
         return [left.split().index(name) for name in groups[axis]]
 
 
 def side_by_side(image: torch.Tensor, companion: torch.Tensor) -> torch.Tensor:
-    """Tokens [B, n, c] and [B, a, d] -> [B, n + a, max(c, d)], the narrower ones filled up with zeros."""
+    """Tokens [B, n, c] and [B, a, d] as [B, n + a, max(c, d)]. The narrower ones are filled up with zeros."""
     width = max(image.shape[-1], companion.shape[-1])
     return torch.cat([F.pad(tokens, (0, width - tokens.shape[-1])) for tokens in (image, companion)], dim=1)
 
 
 ROWS_PER_FRAME = 3
-"""Token rows per token frame from which on bands of rows are better than bands of frames. Measured on a small video model:
-with as many bands, frames are 7 dB closer to whole calls than rows, and twice the boundary costs 4 dB. So a boundary along
-frames may be about three times as long."""
+"""If a token frame has at least this many token rows, bands of rows are better than bands of frames.
+
+Measured on a small video model: with equally many bands, bands of frames are 7 dB closer to exact calls than bands of rows.
+A boundary twice as long costs 4 dB. So a boundary along frames may be about three times as long."""
 
 
 @dataclass(frozen=True)
 class Patching:
-    """Latents [B, C, H, W], of a video [B, C, T, H, W] <-> tokens [B, N, C * frames * side * side].
+    """How latents [B, C, H, W], or [B, C, T, H, W] of a video, become tokens [B, N, C * frames * side * side].
 
-    Tokens are ordered with the axis that bands cut outermost, so that a band is one contiguous span of tokens. Classes order
-    them by frames, rows, columns. A model's patching is for bands of rows; a run that cuts frames takes `cut("frames")`.
+    The axis that bands cut is the outermost one, so a band is one contiguous span of tokens. Classes order tokens by frames,
+    rows, columns. A model's patching is for bands of rows; a run with bands of frames uses `cut("frames")`.
     """
 
     side: int = 2
-    """Latent rows and columns of a token."""
+    """Latent rows, and latent columns, of a token."""
     frames: int = 1
     """Latent frames of a token."""
     video: bool = False
-    """Latents have a time axis."""
+    """Whether latents have a time axis."""
     along: str = "rows"
-    """Axis that bands cut: "rows", or "frames" of a video."""
+    """The axis that bands cut: "rows", or "frames" of a video."""
     companion: Companion | None = None
-    """The second latent of a call. None: there is none."""
+    """The second latent of a call. None: calls have one latent."""
 
     def __post_init__(self):
         assert self.along in ("rows", "frames")
         assert self.video or self.along == "rows"
 
     def cut(self, along: str) -> "Patching":
-        """The same patching for bands along this axis."""
+        """Return the same patching for bands along this axis."""
         return self if along == self.along else replace(self, along=along)
 
     def best_axis(self, grid: tuple[int, ...]) -> str:
-        """Axis to cut bands along: frames, unless there are more than ROWS_PER_FRAME times as many rows."""
+        """Return the better axis for bands: "frames", unless a frame has more than ROWS_PER_FRAME times as many rows as
+        there are frames."""
         return "frames" if self.video and ROWS_PER_FRAME * grid[0] >= grid[1] else "rows"
 
     @property
@@ -125,17 +127,17 @@ class Patching:
         return latent.narrow(self.band_dim, rows.start, len(rows))
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Latent shape -> numbers of tokens along (frames,) rows, columns."""
+        """Return latent shape -> numbers of tokens along (frames,) rows, columns."""
         sizes = ((self.frames,) if self.video else ()) + (self.side, self.side)
         return tuple(-(-size // by) for size, by in zip(shape[-len(sizes) :], sizes, strict=True))
 
     def whole(self, grid: tuple[int, ...]) -> tuple[int, ...]:
-        """Grid -> latent sizes [(T,) H, W], padding to whole patches included."""
+        """Return the latent sizes [(T,) H, W] of a grid of tokens, including the padding to whole tokens."""
         sizes = ((self.frames,) if self.video else ()) + (self.side, self.side)
         return tuple(count * by for count, by in zip(grid, sizes, strict=True))
 
     def row_tokens(self, grid: tuple[int, ...]) -> int:
-        """Tokens per token row (or frame) along `band_dim`."""
+        """Return the tokens per token row (or frame) along `band_dim`."""
         return torch.Size(grid).numel() // grid[self.band_dim]
 
     def order(self, grid: tuple[int, ...]) -> torch.Tensor | None:
@@ -164,11 +166,11 @@ class Patching:
         return latent[:, :, : shape[-3]] if self.video else latent[:, :, 0]
 
     def companion_tokens(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Number of tokens of the companion latent in a call whose latents have these shapes."""
+        """Return the number of tokens of the companion latent in a call whose latents have these shapes."""
         return 0 if self.companion is None or len(shapes) == 1 else self.companion.tokens(shapes[1])
 
     def pack_all(self, latents: Latents) -> torch.Tensor:
-        """Tokens of all latents, those of the companion last: see `side_by_side`."""
+        """Return the tokens of all latents; the companion's come last, see `side_by_side`."""
         tokens = self.pack(latents[0])
         if self.companion is None or len(latents) == 1:
             return tokens
@@ -185,18 +187,18 @@ class Patching:
         return self.unpack(image[..., :width], shapes[0]), self.companion.unpack(companion, shapes[1])
 
     def band(self, latents: Latents, rows: Span) -> Latents:
-        """Band of a call's latents. The first band has the whole companion latent, other bands have an empty one."""
+        """The latents of one band. The first band has the whole companion latent, the other bands have an empty one."""
         image, others = self.rows(latents[0], rows), latents[1:]
         if self.companion is not None and rows.start > 0:
             others = tuple(self.companion.none_of(latent) for latent in others)
         return image, *others
 
     def join(self, bands: Sequence[Latents]) -> Latents:
-        """Latents of all bands, in order -> latents of the whole call."""
+        """Return the whole call's latents, from those of all bands in order."""
         return torch.cat([band[0] for band in bands], dim=self.band_dim), *bands[0][1:]
 
     def usual(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Shapes of a call's latents, the first with this shape and the companion of its usual sizes."""
+        """Return the shapes of a call's latents, if the first has this shape and the companion has its usual sizes."""
         return [shape] if self.companion is None else [shape, (shape[0], *self.companion.sizes)]
 
     def _pattern(self) -> str:

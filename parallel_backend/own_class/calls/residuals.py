@@ -1,4 +1,4 @@
-"""Residuals of ControlNets and of Fun controls: the class itself adds them between its blocks, or functions of a node do."""
+"""Residuals of ControlNets and Fun controls, which the class or another node's functions add between blocks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,30 +10,30 @@ from parallel_backend.own_class.calls.call_arguments import OPTIONS
 from parallel_backend.own_class.calls.unproven import Unproven
 
 CONTROL = "control"
-"""Argument of a call: kind of residuals -> [B, n, hidden] or None for each block, of the latent's n tokens in order."""
+"""Argument of a call: kind of residual -> a tensor [B, n, hidden] or None for each block. n: the latent's tokens in
+order."""
 KINDS = "input", "middle", "output"
-"""ComfyUI's names of residuals that the class adds itself."""
+"""ComfyUI's names for the residuals that the class adds itself."""
 PATCHED = "noise_refiner", "double_block"
-"""Kinds of patches of ComfyUI's that add to a block's tokens. The class calls them behind the block."""
+"""ComfyUI's kinds of patches that add to a block's tokens. The class calls them after the block."""
 AROUND = "around "
-"""Beginning of the names of kinds whose residuals [B, S, hidden] are for all S tokens of a block. A function that the class
-calls in place of the block adds them to the block's output."""
+"""Prefix of kinds whose residuals [B, S, hidden] cover all S tokens of a block. A function that the class calls instead of
+the block adds them to the block's output."""
 REPLACED, BLOCKS = "patches_replace", "dit"
-"""Entry of transformer_options with functions that other nodes put in place of blocks, and the entry in it for
-transformers."""
+"""Entry of transformer_options with functions that other nodes call instead of blocks, and its entry for transformers."""
 PATCHES = "patches"
 """Entry of transformer_options that has ComfyUI's patches by kind."""
 TRIED = 4
-"""Residuals of a kind in a trial: at least as many as a tried list has blocks, so that all are added."""
+"""Number of residuals of each kind in a trial: at least the blocks of a tried list, so that all are added."""
 TRIED_ROWS = 13
-"""Rows of a residual of AROUND in a trial, which are repeated for all tokens: their number is not known yet."""
+"""Rows of a residual of AROUND in a trial. They are repeated for all tokens, whose number is not known yet."""
 SIDES = 1, 2, 4, 8, 16, 32
 Patch = Callable[..., dict[str, Any]]
-"""A function among ComfyUI's patches."""
+"""A function in ComfyUI's patches."""
 
 
 class ReadResiduals(list[Any]):
-    """Residuals of one kind. `read` is applied to each one that the class takes."""
+    """Residuals of one kind. Taking one returns `read(residual)`."""
 
     def __init__(self, residuals: Sequence[torch.Tensor | None], read: Callable[[torch.Tensor], torch.Tensor]):
         super().__init__(residuals)
@@ -45,8 +45,8 @@ class ReadResiduals(list[Any]):
 
 
 def adding(residuals: Sequence[torch.Tensor | None], read: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
-    """A patch that adds one of the residuals to the tokens "img" [B, n + m, hidden] behind the block "block_index", in place
-    as ComfyUI's does. `read`: see ReadResiduals. The m tokens behind those of the latent fill it up."""
+    """Return a patch that adds residual number "block_index" to the tokens "img" [B, n + m, hidden] in place, as ComfyUI's
+    does. `read`: see ReadResiduals. The residual covers the latent's n tokens; the m tokens behind them stay."""
 
     def patch(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         index, img_BSD = arguments["block_index"], arguments["img"]
@@ -59,8 +59,8 @@ def adding(residuals: Sequence[torch.Tensor | None], read: Callable[[torch.Tenso
 
 
 def adding_around(residual: torch.Tensor, read: Callable[[torch.Tensor, int], torch.Tensor]) -> Patch:
-    """In place of a block: the block, and then a residual is added to its tokens "img" [B, S, hidden] or [S, hidden].
-    `read`: (residual, tokens that the class then has) -> the residual's rows for them."""
+    """Return a function to call instead of a block: runs the block, then adds the residual to its tokens "img", [B, S,
+    hidden] or [S, hidden]. `read`: (residual, number of tokens) -> the residual's rows for these tokens."""
 
     def patch(arguments: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
         out = extra["original_block"](arguments)
@@ -72,14 +72,12 @@ def adding_around(residual: torch.Tensor, read: Callable[[torch.Tensor, int], to
 
 
 def fitted(residual_BSD: torch.Tensor, tokens: int) -> torch.Tensor:
-    """A residual of AROUND with a row for each of a block's `tokens` tokens. Unproven if it has another number of rows.
-
-    A residual of a trial has TRIED_ROWS rows, which are repeated.
-    """
+    """Return a residual of AROUND with a row for each of the block's `tokens` tokens. Raises Unproven if its rows do not
+    fit. A residual in a trial has TRIED_ROWS rows, which are repeated."""
     if residual_BSD.shape[1] == tokens:
         return residual_BSD
     if residual_BSD.shape[1] != TRIED_ROWS:
-        raise Unproven(f"a control adds to {residual_BSD.shape[1]} tokens, and there are {tokens}")
+        raise Unproven(f"a control adds to {residual_BSD.shape[1]} tokens, but the call has {tokens}")
     return residual_BSD[:, torch.arange(tokens, device=residual_BSD.device) % TRIED_ROWS]
 
 
@@ -88,8 +86,8 @@ def with_patches(
     read: Callable[[torch.Tensor], torch.Tensor] = lambda residual: residual,
     read_of_all: Callable[[torch.Tensor, int], torch.Tensor] = fitted,
 ) -> dict[str, Any]:
-    """A call's arguments, with functions in transformer_options that add residuals of PATCHED and AROUND. `read`: see
-    ReadResiduals; `read_of_all`: see `adding_around`."""
+    """Return a call's named arguments, with functions in transformer_options that add the residuals of PATCHED and AROUND.
+    `read`: see ReadResiduals. `read_of_all`: see `adding_around`."""
     control, options = named.get(CONTROL) or {}, named.get(OPTIONS, {})
     patches = {kind: [adding(control[kind], read)] for kind in PATCHED if control.get(kind)}
     around = {
@@ -108,7 +106,7 @@ def with_patches(
 
 
 def for_trial(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Residuals behind each of a trial's blocks, of every kind that has any. `residuals`: see `by_name`."""
+    """Residuals for a trial: of every kind in `residuals`, TRIED equal ones. `residuals`: as `by_name` returns them."""
     of_kind = {
         kind: [each for name, each in residuals.items() if name.startswith(f"{kind}.")] for kind in (*KINDS, *PATCHED)
     }
@@ -120,7 +118,7 @@ def for_trial(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Ten
 
 
 def by_name(control: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, torch.Tensor]:
-    """The residuals of ComfyUI's `get_control` by names "<kind>.<index>"."""
+    """Return the residuals of ComfyUI's `get_control`, by the names "<kind>.<index>"."""
     return {
         f"{kind}.{index}": residual
         for kind, residuals in control.items()
@@ -130,7 +128,7 @@ def by_name(control: Mapping[str, Sequence[torch.Tensor | None]]) -> dict[str, t
 
 
 def by_kind(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor | None]]:
-    """The inverse of `by_name`."""
+    """Return the inverse of `by_name`."""
     control: dict[str, list[torch.Tensor | None]] = {kind: [] for kind in (*KINDS, *PATCHED)}
     for name, residual in residuals.items():
         kind, _, index = name.partition(".")
@@ -141,23 +139,21 @@ def by_kind(residuals: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tenso
 
 
 def rows_of(sizes: Sequence[int], side: int) -> int:
-    """Tokens of a latent of these (frames,) rows and columns. `side`: rows and columns of a token."""
+    """Number of tokens in a latent with these (frames,) rows and columns. `side`: latent rows and columns of a token."""
     return math.prod(sizes[:-2]) * math.prod(math.ceil(size / side) for size in sizes[-2:])
 
 
 def side_of(residual: torch.Tensor, sizes: Sequence[int]) -> int | None:
-    """Side of a token in latent rows and columns, if `residual` [B, n, hidden] has a row for each token of a latent.
-
-    `sizes`: the latent's (frames,) rows and columns. None: no side of SIDES gives n tokens.
-    """
+    """Return the latent rows and columns of a token, if `residual` [B, n, hidden] has a row for each token of the latent.
+    `sizes`: the latent's (frames,) rows and columns. None: no side in SIDES gives n tokens."""
     return next((side for side in SIDES if residual.ndim == 3 and rows_of(sizes, side) == residual.shape[1]), None)
 
 
 def of_other_sizes(
     control: Mapping[str, Sequence[torch.Tensor]], sizes: Sequence[int], others: Sequence[int]
 ) -> dict[str, list[torch.Tensor]]:
-    """The residuals for a latent of other sizes: the first tokens', and those again if there are too few. `sizes`, `others`:
-    (frames,) rows and columns of both."""
+    """Return the residuals for a latent of other sizes: their first rows, repeated if there are too few. `sizes`, `others`:
+    (frames,) rows and columns of the present and of the other latent."""
 
     def of_others(residual: torch.Tensor) -> torch.Tensor:
         side = side_of(residual, sizes)

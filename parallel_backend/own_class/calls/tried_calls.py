@@ -1,4 +1,4 @@
-"""Calls of a class in a trial: the actual one made smaller, with random values; and random weights of the class."""
+"""The calls of a class in a trial: the user's call made smaller, with random values. Also random weights of the class."""
 
 import dataclasses
 import math
@@ -28,34 +28,36 @@ from parallel_backend.own_class.calls.call_arguments import (
 from parallel_backend.own_class.calls.residuals import CONTROL, of_other_sizes, with_patches
 
 SIZES = (8, 8), (16, 32)
-"""(Most latent rows, columns and frames, most text tokens) of a call in the trial: the first that the class runs with, or
-else those of the call."""
+"""(limit of latent rows, columns and frames, limit of text tokens) of a trial's calls. The trial uses the first pair with
+which the class runs, otherwise the call's own sizes."""
 PIXELS = 1, 8, 16, 0.5
-"""Rows of a tensor that belongs to a latent for each of the latent's rows, such as of a camera's rays or a pose."""
+"""Rows of a tensor for each latent row, if it goes with a latent: camera rays and poses have pixels, for example."""
 NOISE = 1_000_003
-"""Number of random values that weights are filled with. It is prime, so that no two rows of a layer are equal."""
+"""Number of random values that fill the weights. It is prime, so that no two rows of a layer are equal."""
 
 NUMBERED = "stg_self_attn_blocks"
-"""Entry of transformer_options with numbers of blocks. In a trial they are numbers of tried blocks."""
+"""Entry of transformer_options that lists numbers of blocks. In a trial these are numbers of tried blocks."""
 SOME_BLOCKS = [0, 1], [-1, -1], [-1, 1]
-"""Numbers in it by seed of the call. Those of the first call, from which a cut is learnt, belong to no block."""
+"""The block numbers in NUMBERED, by seed of the call. The first call's are no block's, so that cuts are found without
+them."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of a model call: latent [B, C, (T,) H, W], timestep [B], and what the class gets by name."""
+    """A model call: latent [B, C, (T,) H, W], timestep [B], and named arguments of the class."""
 
     x: torch.Tensor
     timestep: torch.Tensor
     named: Mapping[str, Any]
-    """Named arguments, with the entries of transformer_options that ranks get."""
+    """Named arguments, including the entries of transformer_options that ranks get."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of ComfyUI's transformer_options that ranks do not get."""
     whole_axes: frozenset[tuple[int, int]] = frozenset()
-    """(number of a nested latent, its axis behind the channels): axes whose sizes the class fixes."""
+    """(number of a nested latent, its axis after the channels): axes whose sizes the class does not let change."""
 
     def run(self, model: Callable[..., Any], options: bool = True) -> Any:
-        """The output. The model may write into copies alone. Without `options` it gets what ranks get."""
+        """Return the model's output. The model gets copies, so it may write into them. If not `options`, it gets only what
+        ranks get."""
         named = copied(dict(self.named))
         if options:
             named[OPTIONS] = named.get(OPTIONS, {}) | copied(dict(self.options))
@@ -63,15 +65,15 @@ class Call:
 
     @property
     def latents(self) -> list[torch.Tensor]:
-        """The call's latents, which are views of `x`."""
+        """The call's latents, as views of `x`."""
         return self.parts(self.x)
 
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The one latent, or the nested ones, of a tensor of the form of `x`, such as an output: views of it."""
+        """Return the latents in a tensor with the form of `x`, such as an output, as views of it."""
         return unpack(x, self.named[LATENTS]) if LATENTS in self.named else [x]
 
     def with_latents(self, latents: Sequence[torch.Tensor]) -> "Call":
-        """The call with other latents, of any sizes."""
+        """Return the call with other latents, of any sizes."""
         named = dict(self.named)
         if control := named.get(CONTROL):
             named[CONTROL] = of_other_sizes(control, self.latents[0].shape[2:], latents[0].shape[2:])
@@ -82,12 +84,12 @@ class Call:
 
     @property
     def times(self) -> tuple[torch.Tensor, ...]:
-        """The single timestep, or one timestep for each latent."""
+        """The timesteps: one, or one for each latent."""
         told = self.named.get(TIMES)
         return (self.timestep,) if told is None else apart(self.timestep, told)
 
     def with_times(self, times: Sequence[torch.Tensor]) -> "Call":
-        """The call with other timesteps, of any shapes."""
+        """Return the call with other timesteps, of any shapes."""
         if not isinstance(self.named.get(TIMES), list):
             return dataclasses.replace(self, timestep=times[0])
         named = {**self.named, TIMES: [list(each.shape[1:]) for each in times]}
@@ -95,7 +97,7 @@ class Call:
 
     @property
     def longest(self) -> int:
-        """Longest side of the latents, without `whole_axes`."""
+        """Longest side of all latents, not counting `whole_axes`."""
         return max(
             side
             for number, latent in enumerate(self.latents)
@@ -105,23 +107,23 @@ class Call:
 
 
 def with_tried_blocks(options: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
-    """Entries of transformer_options, with numbers of tried blocks in NUMBERED if it is there."""
+    """Return the entries of transformer_options, with numbers of tried blocks in NUMBERED if there is such an entry."""
     return {**options, NUMBERED: SOME_BLOCKS[seed % len(SOME_BLOCKS)]} if NUMBERED in options else dict(options)
 
 
 def with_tensors_told(call: Call) -> Call:
-    """The call whose ranks get the tensors in ComfyUI's transformer_options, too."""
+    """Return the call with all tensors of ComfyUI's transformer_options among the entries that ranks get."""
     told = {name: value for name, value in call.options.items() if isinstance(value, torch.Tensor)}
     others = {name: value for name, value in call.options.items() if name not in told}
     return dataclasses.replace(call, named={**call.named, OPTIONS: call.named.get(OPTIONS, {}) | told}, options=others)
 
 
 APART = OPTIONS, LATENTS, TIMES
-"""Arguments that `numbers_of` leaves out."""
+"""Arguments that `numbers_of` ignores."""
 
 
 def numbers_of(call: Call) -> dict[str, int | float]:
-    """The plain numbers among the arguments, by name: "name", or "name/key" in a dictionary, "name/0" in a list."""
+    """Return the plain numbers among the arguments: "name", "name/key" in a dictionary, or "name/0" in a list -> number."""
     found = {name: value for name, value in call.named.items() if name not in APART}
     inside = {name: value for name, value in found.items() if isinstance(value, dict)}
     inside |= {name: dict(enumerate(value)) for name, value in found.items() if isinstance(value, list | tuple)}
@@ -130,7 +132,7 @@ def numbers_of(call: Call) -> dict[str, int | float]:
 
 
 def with_numbers(call: Call, numbers: Mapping[str, float]) -> Call:
-    """The call with other numbers, by name."""
+    """Return the call with these numbers in place of its own. The names are those of `numbers_of`."""
     named = dict(call.named)
     for path, number in numbers.items():
         name, _, key = path.partition("/")
@@ -143,10 +145,8 @@ def with_numbers(call: Call, numbers: Mapping[str, float]) -> Call:
 
 
 def with_whole_axes(call: Call, runs: Callable[[Call], bool]) -> Call:
-    """The call with its `whole_axes`: axes of the second and later latents that cannot be shorter.
-
-    With shorter ones the class does not run. `runs`: whether it runs with a call.
-    """
+    """Return the call with its `whole_axes`: the axes of the second and later latents with which the class only runs at full
+    size. `runs`: whether the class runs with a call."""
     axes = [(number, axis) for number, latent in enumerate(call.latents) for axis in range(latent.ndim - 2)]
     tried = smaller(dataclasses.replace(call, whole_axes=frozenset(each for each in axes if each[0])), *SIZES[0])
     stay = set()
@@ -159,20 +159,20 @@ def with_whole_axes(call: Call, runs: Callable[[Call], bool]) -> Call:
 
 
 def entry_of(call: Call, entry: int) -> Call:
-    """The call of one entry of the batch, as a rank gets it."""
+    """Return the call of one batch entry, as a rank gets it."""
     rows, tensors = slice(entry, entry + 1), to_tensors(call.named, call.timestep)
     named = from_tensors({name: tensor[rows] for name, tensor in tensors.items()}, structure_of(tensors))
     return dataclasses.replace(call, x=call.x[rows], timestep=call.timestep[rows], named=named)
 
 
 def words_of(call: Call) -> int:
-    """Number of text tokens. 0: there is no text."""
+    """Return the number of text tokens; 0 without text."""
     context = call.named.get("context")
     return context.shape[1] if isinstance(context, torch.Tensor) and context.ndim == 3 else 0
 
 
 def does_not_run(own: OwnClass, call: Call, error: str) -> ValueError:
-    """The refusal of a call with which the class ends in this error."""
+    """Return the error for the user if the class fails with `error` in this call."""
     if call.named.get(CONTROL):
         return ValueError(f"control_net: ComfyUI's class {own.name} does not run with this ControlNet ({error}).")
     said = [f"positive, negative: ComfyUI's class {own.name} does not run with this prompt and latent_image ({error})."]
@@ -184,27 +184,27 @@ def does_not_run(own: OwnClass, call: Call, error: str) -> ValueError:
 
 
 def copied(value: Any) -> Any:
-    """A copy of all containers and tensors in `value`."""
+    """`value` with copies of all its containers and tensors."""
     return pytree.tree_map_only(torch.Tensor, torch.clone, value)
 
 
 def one_entry(call: Call) -> Call:
-    """The call of the first batch entry in host memory, without ControlNets and options that ranks do not get."""
+    """The call of the first batch entry in host memory, without ControlNets and without options that ranks do not get."""
     one = entry_of(dataclasses.replace(call, named={**call.named, CONTROL: None}), 0)
     named = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(one.named))
     return dataclasses.replace(one, x=one.x.cpu(), timestep=one.timestep.cpu(), named=named, options={})
 
 
 def conditioning(call: Call) -> dict[str, torch.Tensor]:
-    """The conditioning tensors that ranks get for a call of the whole latent."""
+    """Return the conditioning tensors that ranks get for this call of the whole latent."""
     return to_tensors(call.named, call.timestep, () if LATENTS in call.named else call.x.shape[1:])
 
 
 def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
-    """The call with a smaller latent and at most `words` tokens of text. All tensors that go with them are cut alike.
+    """The call with a smaller latent and at most `words` text tokens. Tensors that belong to either are cut in the same way.
 
-    `side`: most latent rows, columns and frames. As a sequence it has a limit for each axis of the first latent, and its
-    maximum limits all axes of other latents. If each latent cell has a time, the times and other values by cell are cut too.
+    `side`: limit of latent rows, columns and frames. A sequence limits each axis of the first latent, and its maximum limits
+    all axes of other latents. If each latent cell has a timestep, timesteps and other values by cell are cut too.
     """
     latents, text, of_cells = call.latents, words_of(call), _has_times_of_cells(call)
 
@@ -238,21 +238,22 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
 
 
 def _has_times_of_cells(call: Call) -> bool:
-    """Whether each cell of its latent has a time of its own, as of an LTX video with a mask."""
+    """Whether each latent cell has its own timestep, as in an LTX video with a mask."""
     cells, times = call.latents[0].shape[2:], call.times[0]
     return times.ndim > 1 and times.shape[1] == math.prod(cells) > cells[0]
 
 
 def _of_frames(times: torch.Tensor, latent: torch.Tensor, smaller_latent: torch.Tensor) -> torch.Tensor:
-    """Times for each frame of a latent: for those of a smaller one. Others stay."""
+    """Return timesteps with one for each frame of `latent`, cut to the frames of `smaller_latent`. Other timesteps stay."""
     frames = latent.shape[2]
     return times.narrow(1, 0, smaller_latent.shape[2]) if times.ndim > 1 and times.shape[1] == frames else times
 
 
 def _of_cells(tensor: torch.Tensor, sizes: Sequence[int], side: int | Sequence[int]) -> torch.Tensor:
-    """Cuts a tensor that has a value for each cell of a latent of `sizes`, or of some of its frames. Others stay.
+    """The tensor cut to a smaller latent, if it has a value for each cell of a latent of `sizes`, or of some of its frames.
 
-    `side`: as in `smaller`. A tensor for some frames keeps at least one, and fewer than the smaller latent has.
+    Other tensors stay. `side`: as in `smaller`. A tensor for some frames keeps at least one, and fewer than the smaller
+    latent.
     """
     sizes, most = (1, *sizes)[-3:], (side,) * 3 if isinstance(side, int) else (1, *side)[-3:]
     (frames, *cells), (fewer, *fewer_cells) = sizes, map(min, sizes, most)
@@ -267,10 +268,8 @@ def _of_cells(tensor: torch.Tensor, sizes: Sequence[int], side: int | Sequence[i
 
 
 def _scale(tensor: torch.Tensor, sizes: tuple[int, ...]) -> float | None:
-    """How many rows of `tensor`, and columns, go with one latent row or column. None: it does not go with the latent.
-
-    `sizes`: the latent's. The tensor may have another number of frames, or be an image beside a video.
-    """
+    """Return the rows (and columns) of `tensor` for each latent row (and column). None: the tensor does not belong to the
+    latent. `sizes`: the latent's. The tensor may have another number of frames, or be a single image for a video."""
     own = tuple(tensor.shape[-len(sizes) :])
     if own == sizes:
         return 1
@@ -282,8 +281,8 @@ def _scale(tensor: torch.Tensor, sizes: tuple[int, ...]) -> float | None:
 
 
 def drawn(call: Call, seed: int, time: float | None = None) -> Call:
-    """The call with random values in its floating tensors. `time`: for all entries; None: times between a tenth and nine
-    tenths of the call's. The run's sigmas stay, and the call's is one of them."""
+    """Return the call with random values in its float tensors. The run's sigmas stay, and the call's sigma is one of them.
+    `time`: timestep of all entries. None: random timesteps between 0.1 and 0.9 of the call's largest."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(tensor: torch.Tensor) -> torch.Tensor:
@@ -316,12 +315,12 @@ def drawn(call: Call, seed: int, time: float | None = None) -> Call:
 
 
 def distance(a: Any, b: Any) -> float:
-    """Largest difference of two outputs, as a share of the largest value of `b`. Infinite for NaN."""
+    """Largest absolute difference of two outputs, divided by the largest absolute value of `b`. Infinite for NaN."""
     return float(((a - b).abs().max() / b.abs().max().clamp(min=1e-9)).nan_to_num(math.inf))
 
 
 def draw_weights(model: nn.Module, seed: int, idle: Sequence[str] = ()) -> None:
-    """Give the model random float32 weights on the CPU, with which activations stay near 1. Modules in `idle` get none."""
+    """Fill the model with random float32 weights on the CPU that keep activations near 1. Modules in `idle` get none."""
     g = torch.Generator().manual_seed(seed)
     noise = torch.randn(NOISE, generator=g)
     for path, module in model.named_modules():
@@ -340,7 +339,8 @@ def draw_weights(model: nn.Module, seed: int, idle: Sequence[str] = ()) -> None:
 
 
 def _fill(values: torch.Tensor, noise: torch.Tensor, g: torch.Generator) -> None:
-    """Fill a contiguous tensor with the noise from a random place on, again and again. Drawing takes ten times as long."""
+    """Fill a contiguous tensor with the noise, repeated from a random position on. New random values would take ten times
+    longer."""
     start = int(torch.randint(len(noise), (), generator=g))
     for part in values.view(-1).split(len(noise)):
         first = noise[start : start + len(part)]
@@ -348,6 +348,6 @@ def _fill(values: torch.Tensor, noise: torch.Tensor, g: torch.Generator) -> None
 
 
 def stored_tables(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers of floats that a file stores."""
+    """Return the module's own float buffers that a checkpoint stores, by name."""
     found = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_floating_point()}
     return {name: buffer for name, buffer in found.items() if name not in module._non_persistent_buffers_set}

@@ -1,1 +1,1 @@
-"""How a class's blocks run on one of several ranks: its stage, tokens, bands, heads, and attention between them."""
+"""How a class's blocks run on one of several ranks: stages, tokens, bands, heads, and the attention between ranks."""

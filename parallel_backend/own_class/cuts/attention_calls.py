@@ -1,4 +1,4 @@
-"""Attention functions of a class's package, whose calls in its blocks go to the ranks' exchange."""
+"""Replaces attention functions of a class's package, so that calls in its blocks can exchange keys between ranks."""
 
 import functools
 import inspect
@@ -19,18 +19,18 @@ from parallel_backend.own_class.calls.unproven import Unproven
 FUNCTIONS = {package.attention: package.functions for package in PACKAGES}
 """Module -> beginning of the names of its attention functions."""
 REPLACES = "parallel_dit_replaces"
-"""Attribute of a function that replaces an attention function: the original function."""
+"""Attribute of a replacement: the attention function that it replaces."""
 KEPT = "parallel_dit_kept"
-"""Attribute of a tensor of row numbers with the cache of `kept_with`."""
+"""Attribute of a tensor of row numbers: the cache that `kept_with` fills."""
 Kept = TypeVar("Kept")
 Attend = Callable[..., torch.Tensor]
-"""(function, *its arguments) -> what the function would return."""
+"""(function, *its arguments) -> the tensor that the function would return."""
 Traced = Callable[..., torch.Tensor]
-"""(name of a replacement, *its arguments) -> what it returns, in a form that torch.compile takes as one operation."""
+"""(name of a replacement, *its arguments) -> the replacement's result. torch.compile sees it as one operation."""
 
 
 def call_itself(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Attend by the function."""
+    """Call the attention function without any exchange between ranks."""
     return function(*args, **kwargs)
 
 
@@ -41,15 +41,13 @@ def is_attention(value: Any) -> bool:
 
 
 def module_global(kind: type, name: str) -> Any:
-    """The object that a class's module has under this name now. An attention function may be a trial's or a rank's."""
+    """Return the object with this name in the module of class `kind`. An attention function may be replaced at present."""
     return vars(sys.modules[kind.__module__])[name]
 
 
 class _Replaced:
-    """The functions in all modules of PACKAGES that are imported, replaced as long as a thread asks for it.
-
-    The replacements call the functions themselves in all other threads: ComfyUI may sample meanwhile.
-    """
+    """Replaces the attention functions in all imported modules of PACKAGES, as long as any thread asks for it. In threads
+    that did not ask, a replacement calls the original function: ComfyUI may sample at the same time."""
 
     def __init__(self) -> None:
         self._lock, self._asking = threading.Lock(), 0
@@ -63,7 +61,7 @@ class _Replaced:
         self.traced: Traced | None = None
 
     def ask(self) -> None:
-        """Replace the functions until `leave` is called as often."""
+        """Replace the functions. They stay replaced until `leave` has been called as often as `ask`."""
         with self._lock:
             self._asking += 1
             if self._asking == 1 or self._imported != _imported():  # a search takes a good part of a small call
@@ -90,7 +88,8 @@ class _Replaced:
             self.leave()
 
     def _replace(self) -> None:
-        """Modules that were imported since the last time, too. Only then all names are looked through, which takes ms."""
+        """Replace the functions in all modules, also in those imported since. Names are searched only if modules have
+        changed."""
         imported = _imported()
         if imported != self._imported or self._modules_changed():
             modules = {place: module for place, module in list(sys.modules.items()) if place.startswith(ROOTS)}
@@ -111,7 +110,7 @@ class _Replaced:
                 names[name] = self._replacements[value]
 
     def _modules_changed(self) -> bool:
-        """A module may have been put in another's place, or have been in the middle of its import (by another thread)."""
+        """Whether a module was replaced by another one, or has more names because another thread was importing it."""
         now = sys.modules.get
         return any(
             now(place) is not module or len(vars(module)) != names for place, (module, names) in self._modules.items()
@@ -133,7 +132,7 @@ class _Replaced:
     def attend(
         self, function: Callable[..., torch.Tensor], q: Any, k: Any, v: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """A call of the function, which goes to this thread's `attend` if it has one."""
+        """Call this thread's `attend` instead of the function. If the thread has none, call the function."""
         attend = getattr(self._thread, "attend", None)
         if attend is None:
             return function(q, k, v, *args, **kwargs)
@@ -146,12 +145,12 @@ class _Replaced:
 
 
 def _imported() -> tuple[int, Any]:
-    """Number of modules, and the newest."""
+    """Return the number of imported modules, and the module imported last."""
     return len(sys.modules), next(reversed(sys.modules.values()))
 
 
 def _taken(given: Any) -> torch.Tensor:
-    """The tensor itself: ComfyUI may pass a container that hands its tensor over once."""
+    """Return the given tensor. ComfyUI may pass a container that hands out its tensor only once."""
     return given if isinstance(given, torch.Tensor) else given.take()
 
 
@@ -161,7 +160,8 @@ def _replaced() -> _Replaced:
 
 
 def replace_attention() -> Callable[[], None]:
-    """Replace the attention functions, so that `attention_by` need not. Returns the function that undoes it."""
+    """Replace the functions now, so that later `attention_by` contexts start fast. Returns the function that restores
+    them."""
     replaced = _replaced()
     replaced.ask()
     return replaced.leave
@@ -173,64 +173,65 @@ def attention_by(attend: Attend) -> Any:
 
 
 def attend_now(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A call of a function that is none of those replaced, as if it were one."""
+    """Call a function that is not replaced, such as one of ours, as if it were a replaced attention function."""
     return _replaced().attend(function, *args, **kwargs)
 
 
 def trace_attention_by(traced: Traced) -> None:
-    """From now on `traced` stands for the replacements in code that this process compiles."""
+    """From now on, code that this process compiles calls `traced` instead of the replacements."""
     _replaced().traced = traced
 
 
 def replacement_of(name: str) -> Callable[..., torch.Tensor]:
-    """The replacement that Traced is told the name of."""
+    """Return the replacement with this name, which is the first argument of Traced."""
     return _replaced().by_name[name]
 
 
 AttendAll = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""([B, q, H, D], [B, k, H, D], [B, k, H, D]) -> [B, q, H, D]: all of these queries see all of these keys."""
+"""([B, q, H, D], [B, k, H, D], [B, k, H, D]) -> [B, q, H, D]: attention of all these queries to all these keys."""
 
 
 class Rows(NamedTuple):
-    """Rows of a call's queries, keys and values: a rank's, or a band's, in any order, of all heads or some."""
+    """The queries, keys and values of a call that one rank or band has: rows in any order, all heads or some."""
 
     q_BQHD: torch.Tensor
     k_BKHD: torch.Tensor
     v_BKHD: torch.Tensor
     queries_Q: torch.Tensor
-    """int64 in host memory: the number of each query among all tokens of the call's queries, in the class's order."""
+    """int64 in host memory: each query's number among all query tokens of the call, in the class's order."""
     keys_K: torch.Tensor
-    """The same of the keys."""
+    """int64 in host memory: each key's number among all key tokens of the call, in the class's order."""
 
 
 RowRule = Callable[[AttendAll, Rows], torch.Tensor]
-"""Attention [B, Q, H, D] in which not every query sees every key. The function that it gets computes by the user's kernel. A
-rule is a frozen dataclass, hashable and picklable, of the facts of a call, such as a grid of tokens."""
+"""Computes attention [B, Q, H, D] in which not every query sees every key. It calls AttendAll, the user's kernel, for each
+group of queries and their keys. A rule is a frozen dataclass, hashable and picklable, with facts such as a grid of
+tokens."""
 
 
 @dataclass(slots=True, eq=False)  # not frozen: it is made for every call, and freezing takes as long as the rest
 class AttentionCall:
-    """A call of attention, by `function`."""
+    """One call of an attention function, with its arguments in one form."""
 
     function: Callable[..., torch.Tensor]
     q_BQHD: torch.Tensor
     k_BKHD: torch.Tensor
     v_BKHD: torch.Tensor
     mask: torch.Tensor | None
-    """As the class gives it."""
+    """The mask as the class passes it."""
     heads_first: bool
-    """The class wants [B, H, Q, D] back, and not [B, Q, H x D]."""
+    """Whether the class wants [B, H, Q, D] back. False: [B, Q, H x D]."""
     arguments: Mapping[str, Any]
-    """Others, by name."""
+    """Other arguments of the call, by name."""
     shares_keys: bool = False
-    """Several query heads may share one head of keys, which is repeated here."""
+    """Whether several query heads share one key head (grouped-query attention). k and v here have the head repeated."""
     rule: RowRule | None = None
-    """Says which queries see which keys. None: all see all."""
+    """Says which queries see which keys. None: all queries see all keys."""
 
     @property
     def key_mask(self) -> torch.Tensor | None:
-        """[b, K] bool, the keys that queries attend to; b is B or 1. None: all. Unproven for a mask of queries or heads and
-        for a causal call, because ranks have tokens in another order."""
+        """[b, K] bool, the keys that queries attend to; b is B or 1. None: all keys. Raises Unproven for causal calls and
+        for masks that differ by query or head, because ranks have tokens in another order."""
         if self.arguments.get("is_causal"):
             raise Unproven("its attention is causal")
         if (mask := self.mask) is None:
@@ -244,7 +245,7 @@ class AttentionCall:
     def compute(
         self, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor, mask_bK: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention by the function, of these heads, in which all queries see all keys. Returns [B, Q, h, D]."""
+        """Return attention [B, Q, h, D] by the class's function, of these heads only, under this mask of keys."""
         mask = None if mask_bK is None else mask_bK[:, None, None]
         tensors = (x.transpose(1, 2) for x in (q_BQhD, k_BKhD, v_BKhD))
         shapes = {"skip_reshape": True, "skip_output_reshape": True}
@@ -252,12 +253,12 @@ class AttentionCall:
         return out_BhQD.transpose(1, 2)
 
     def result(self, out_BQHD: torch.Tensor) -> torch.Tensor:
-        """The output in the form that the class asked for."""
+        """Return the output [B, Q, H, D] in the form that the class wants: see `heads_first`."""
         return out_BQHD.transpose(1, 2) if self.heads_first else out_BQHD.flatten(2)
 
 
 def shares_keys(k_BKHD: torch.Tensor, v_BKHD: torch.Tensor, sharing: int) -> bool:
-    """Whether each `sharing` heads in a row have the same keys and values."""
+    """Whether each group of `sharing` neighbouring heads has the same keys and values."""
     if k_BKHD.shape[2] % sharing:
         return False
     # Tokens of other bands are NaN.
@@ -278,7 +279,7 @@ def attention_call(
     rule: RowRule | None = None,
     **others: Any,
 ) -> AttentionCall:
-    """The call of a function with ComfyUI's signature. Heads of keys that queries share are repeated."""
+    """The AttentionCall of a function with ComfyUI's signature. Key heads that several query heads share are repeated."""
     if skip_reshape:
         q_BQHD, k_BKHD, v_BKHD = (x.transpose(1, 2) for x in (q, k, v))
     else:
@@ -294,7 +295,7 @@ def attention_call(
 
 @torch.compiler.disable  # it decides by numbers on the host
 def attention_by_rows(rule: RowRule, q_BQHD: torch.Tensor, k_BKHD: torch.Tensor, v_BKHD: torch.Tensor) -> torch.Tensor:
-    """[B, Q, H, D]. Ranks cut and exchange the call as they do any other one of attention."""
+    """Return attention [B, Q, H, D] by a rule. Ranks cut and exchange it as they do any other attention call."""
     tensors = (x.transpose(1, 2) for x in (q_BQHD, k_BKHD, v_BKHD))
     shapes = {"skip_reshape": True, "skip_output_reshape": True}
     return attend_now(attention_rows, *tensors, q_BQHD.shape[2], rule=rule, **shapes).transpose(1, 2)
@@ -309,7 +310,7 @@ def attention_rows(
     scale: float | None = None,
     **_shapes: Any,
 ) -> torch.Tensor:
-    """[B, H, Q, D] of a call with all tokens, in the form of ComfyUI's functions. None: all queries see all keys."""
+    """Attention [B, H, Q, D] by a rule over all tokens, with ComfyUI's signature. No rule: all queries see all keys."""
     if rule is None:
         return F.scaled_dot_product_attention(q_BHQD, k_BHKD, v_BHKD, scale=scale)
 
@@ -323,8 +324,8 @@ def attention_rows(
 
 
 def kept_with(numbers: torch.Tensor, key: Hashable, make: Callable[[], Kept]) -> Kept:
-    """The result of `make`, such as rows by group on a device, cached on the tensor `numbers`. A rank gives a rule the same
-    tensor in all layers, and in all calls that are alike."""
+    """Return the result of `make`, cached on the tensor `numbers` under `key`, such as rows by group on a device. A rank
+    passes a rule the same tensor in all layers and in all calls with the same tokens."""
     kept = vars(numbers).setdefault(KEPT, {})
     if key not in kept:
         kept[key] = make()

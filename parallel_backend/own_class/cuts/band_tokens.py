@@ -1,7 +1,7 @@
-"""The tokens of a band in a class's streams, and where their keys are in the K/V buffer.
+"""The tokens of a band in a class's streams, and the positions of their keys in the K/V buffer.
 
-A band has the latent's tokens of its rows or frames, and a share of the tokens of references, which TokenOrder gives it.
-Other tokens, such as words, run with the first band, or with every naive patch.
+A band has the latent's tokens of its rows or frames, and a share of the references' tokens, as TokenOrder says. Other
+tokens, such as text, are computed with the first band, or with every patch under naive patches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,82 +18,82 @@ from parallel_backend.core.token_order import TokenOrder, class_order
 from parallel_backend.own_class.calls.unproven import Unproven
 
 ONE = SequenceCut((1.0,), 1, repeat_text=False)
-"""A sequence rank alone."""
+"""The cut for a single sequence rank, which has all tokens."""
 Pick = Span | torch.Tensor
-"""Rows of a stream: those that follow each other, or their numbers [n] int64."""
+"""Rows of a stream: a span if they are consecutive, otherwise their numbers [n] int64."""
 NONE = Span(0, 0)
 
 
 class Run(NamedTuple):
-    """Consecutive tokens of a stream that are of one kind."""
+    """Consecutive tokens of one kind in a stream."""
 
     kind: str
-    """One of OwnLatent.layout."""
+    """The kind of token: one of OwnLatent.layout."""
     rows: Span
     """The run's rows of the stream."""
     numbers: Span
-    """Among the stream's other tokens. Empty: they are the latent's, or references."""
+    """Their numbers among the stream's other tokens, such as text. Empty for the latent's and references' tokens."""
     shared: Span
-    """Numbers of the tokens that sequence ranks share out together."""
+    """Numbers of the other tokens that sequence ranks split as one span. It contains `numbers`."""
 
 
 class Part(NamedTuple):
-    """A rank's tokens that are the latent's and its references', or that are not."""
+    """A rank's tokens of a stream that are of one kind: either the latent's and references', or others such as text."""
 
     rows: Pick
     """The part's rows of the stream."""
     of_latent: bool
     place: Span
-    """In the order of bands, or among the stream's other tokens."""
+    """Positions in the order of bands, or among the stream's other tokens."""
     is_kept: bool
-    """Whether its keys are kept. False: a row stands in for text, since a class cannot read sizes without rows."""
+    """Whether its keys go into the K/V buffer. False: the row stands in for text, as a class cannot run without rows."""
 
 
 @dataclass(frozen=True)
 class BandTokens:
-    """A band, or the whole latent if `band` has all of `order`."""
+    """The tokens of one band. `band` may also be all of `order`: then it is the whole latent."""
 
     latent: OwnLatent
     order: TokenOrder
     """The order of image tokens for bands. It leaves out references that run with the first band."""
     band: Span
-    """The band's places in `order`."""
+    """The band's positions in `order`."""
     numbers: torch.Tensor | None
-    """[N] int64: place in `order` -> number of a token in the class's order, in which references come last. None: both
+    """[N] int64: position in `order` -> number of the token in the class's order, in which references come last. None: both
     orders are the same, and there are no references."""
     companion: int = 0
-    """Tokens of the second latent."""
+    """Number of tokens of the second latent (audio)."""
     ahead: int = 0
-    """References' tokens before the latent's, if there are others behind them."""
+    """Number of reference tokens before the latent's, if there are others behind the latent. Otherwise 0."""
     alone: bool = False
-    """A naive patch, which sees no other one: words run with it wherever it begins."""
+    """Whether this is a patch of naive patches, which sees no other patch. Then it has text tokens wherever it begins."""
     words_have_run: bool = False
-    """Text has run in an earlier call, see OwnLatent.steady."""
+    """Whether text tokens were computed in an earlier call: see OwnLatent.steady."""
 
     @property
     def has_words(self) -> bool:
-        """Text, or a second latent's tokens, run with this band."""
+        """Whether text tokens, or a second latent's tokens, are computed with this band."""
         return (self.alone or self.band.start == 0) and not self.words_have_run
 
     @property
     def pictures(self) -> Span:
-        """The band's tokens of the latent, numbered without references."""
+        """Positions of the band's latent tokens in the order of bands, counted without references."""
         return self.order.images(self.band)
 
     @property
     def picture_numbers(self) -> slice | torch.Tensor:
-        """Numbers of the band's tokens of the latent, in the class's order."""
+        """Numbers of the band's latent tokens in the class's order: a slice, or int64."""
         if self.numbers is None:
             return self.pictures.slice
         numbers = self.numbers[self.band.slice]
         return numbers[to_device(self.order.picture_rows(self.band), numbers.device)]
 
     def others(self, stream: int, tokens: int) -> int:
-        """How many of a stream's tokens are neither the latent's nor references."""
+        """Return the number of a stream's tokens that belong neither to the latent nor to references."""
         return tokens - (self.order.tokens if stream in self.latent.streams else 0)
 
     def parts(self, stream: int, tokens: Mapping[int, int], ranks: SequenceCut) -> list[list[Part]]:
-        """By sequence rank: its parts of a stream. `tokens`: of each stream."""
+        """Return each sequence rank's parts of a stream. `tokens`: number of tokens by stream."""
         others, has_words = self.others(stream, tokens[stream]), self.has_words
         runs = self._runs(stream, tokens)
         starts = {run.kind: run.rows.start for run in runs}  # of references those behind the latent, if on both sides
@@ -112,7 +112,7 @@ class BandTokens:
         return found
 
     def _rows(self, own: Span, starts: Mapping[str, int]) -> Pick:
-        """Rows of a stream at these places. `starts`: by kind of tokens, their first row."""
+        """Return the rows of a stream at the positions `own`. `starts`: kind of token -> its first row."""
         if self.numbers is None or self.latent.beside:  # rows of both are in the order of bands
             return own.shift(starts[LATENT])
         numbers, image = self.numbers[own.slice], self.order.image
@@ -125,7 +125,7 @@ class BandTokens:
         )
 
     def _runs(self, stream: int, tokens: Mapping[int, int]) -> list[Run]:
-        """The stream's tokens in the class's order."""
+        """Return the stream's tokens as runs of one kind, in the class's order."""
         others = self.others(stream, tokens[stream])
         if stream not in self.latent.streams:
             return [_words(Span(0, others))]
@@ -156,7 +156,7 @@ class BandTokens:
         return runs
 
     def _behind(self, stream: int, tokens: Mapping[int, int]) -> int:
-        """Other tokens of one of the latent's streams that come behind the latent's."""
+        """Return the number of other tokens that follow the latent's in one of the latent's streams."""
         others = self.others(stream, tokens[stream])
         if stream == self.latent.stream:
             return 0 if self.latent.before else others
@@ -168,8 +168,8 @@ class BandTokens:
     def pieces(
         self, streams: Sequence[int], tokens: Mapping[int, int], ranks: SequenceCut, some: range
     ) -> list[tuple[Span, Span]]:
-        """(rows of the keys of `some` ranks, rank by rank; their positions in the buffer). In the buffer the other tokens
-        come first, stream by stream, and then the latent's in the order of bands."""
+        """Return pairs (rows of keys, their positions in the K/V buffer). Rows count the keys of the ranks `some`, rank by
+        rank. The buffer has the other tokens first, stream by stream, and then the latent's in the order of bands."""
         found, row, words = [], 0, self.words(streams, tokens)
         for rank in some:
             offset = 0
@@ -183,11 +183,11 @@ class BandTokens:
         return found
 
     def words(self, streams: Sequence[int], tokens: Mapping[int, int]) -> int:
-        """How many tokens of these streams are neither the latent's nor references. `tokens`: number by stream."""
+        """Number of these streams' tokens that belong neither to the latent nor to references. `tokens`: by stream."""
         return sum(self.others(stream, tokens[stream]) for stream in streams)
 
     def in_buffer(self, streams: Sequence[int], tokens: Mapping[int, int], device: torch.device) -> torch.Tensor:
-        """[n] int64: numbers of the tokens of these streams, one behind the other, in the order of the buffer."""
+        """[n] int64: numbers of these streams' tokens in the buffer's order. Streams are counted one behind the other."""
         words: list[torch.Tensor] = []
         latents: list[torch.Tensor] = []
         start = 0
@@ -200,19 +200,19 @@ class BandTokens:
 
 
 def class_numbers(order: TokenOrder, grid: tuple[int, ...]) -> torch.Tensor | None:
-    """BandTokens.numbers of a latent with these tokens, in host memory."""
+    """`BandTokens.numbers` for a latent with these tokens, in host memory."""
     if order.references:
         return order.places_in_class(grid, order.span)
     return class_order(grid, order.along)
 
 
 def shift(pick: Pick, by: int) -> Pick:
-    """The rows `by` further on."""
+    """Return the rows, each moved by `by`."""
     return pick.shift(by) if isinstance(pick, Span) else pick + by
 
 
 def numbers(pick: Pick, device: torch.device) -> torch.Tensor:
-    """[n] int64"""
+    """Return the rows as numbers [n] int64 on the device."""
     return torch.arange(pick.start, pick.stop, device=device) if isinstance(pick, Span) else pick.to(device)
 
 

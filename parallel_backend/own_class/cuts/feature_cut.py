@@ -1,8 +1,8 @@
-"""Finds out which layers of a class's block tensor ranks can share, by gradients of each rank's heads and inputs.
+"""Finds the layers of a class's block that tensor ranks can share, by gradients.
 
-In one run of the block layers and attention are leaves: gradients end there. The gradient of a rank's heads, or of its part
-of a layer's input, is 0 at features of other layers that the rank does not need. Features that one rank alone needs
-are cut with it, as in Megatron-LM (arXiv 1909.08053). feature_trial.py proves what is found here.
+In one run of the block, outputs of layers and of attention are leaves: gradients end there. The gradient of one rank's
+heads, or of its part of a layer's input, is 0 at features of earlier layers that the rank does not need. Features that only
+one rank needs are cut with it, as in Megatron-LM (arXiv 1909.08053). feature_trial.py proves the cuts found here.
 """
 
 import functools
@@ -26,59 +26,59 @@ from parallel_backend.own_class.cuts.attention_calls import attention_by, attent
 from parallel_backend.own_class.cuts.tensor_plan import CutKind
 
 ARGUMENT = "argument "
-"""Beginning of the names of a block's tensor arguments among the leaves."""
+"""Prefix of the leaves' names for a block's tensor arguments."""
 NORMS = F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm
-"""Functions of norms that are called outside of nn.RMSNorm."""
+"""Functions that normalize without a module."""
 TOGETHER = 32
-"""Features that stay together if neither ranks nor heads divide a width: formats of weights pack so many."""
+"""Features that stay together if neither ranks nor heads divide a width: packed weights have groups of this size."""
 Needs = dict[str, torch.Tensor]
-"""Leaf or norm -> bool: the features [width] of a layer, of attention or of a norm, or all values of an argument."""
+"""Name of a leaf or norm -> bool: the needed features [width] of a layer, attention or norm, or values of an argument."""
 
 
 @dataclass
 class BlockRun:
-    """A run of a block. Lists have an entry for each call of a module, with a gradient."""
+    """One run of a block. Each list has an entry for each call of the module."""
 
     leaves: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """Outputs of layers and attention, [..., width], and the block's arguments."""
+    """Outputs of layers and attention, [..., width], and the block's arguments. Gradients end at them."""
     inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """Inputs of layers that may be cut."""
+    """Inputs of layers that may be cut, [..., width]."""
     norms: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """Outputs of norms. Each feature is taken to depend on the same feature of the input alone."""
+    """Outputs of norms. Each output feature is assumed to depend only on the same feature of the input."""
     unshared: set[str] = field(default_factory=set)
-    """Norms whose features ranks cannot share. Of an RMSNorm they can, because they add up the sum of squares."""
+    """Norms whose features ranks cannot share. They can share an RMSNorm's, because they add up its sum of squares."""
     heads: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """Queries, keys and values of each call of attention, [B, S, H, D]."""
+    """Queries, keys and values of each attention call, [B, S, H, D]."""
     outputs: list[torch.Tensor] = field(default_factory=list)
-    """Outputs of the block."""
+    """Tensors that the block returns."""
 
     def leaf(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A copy of the value that is a leaf, in a form that the class may write into."""
+        """Record a copy of `value` as a leaf. Returns a tensor that the class may write into."""
         self.leaves.setdefault(name, []).append(value.detach().clone().requires_grad_())
         return self.leaves[name][-1] * 1
 
     def note_layer(
         self, name: str, _layer: nn.Module, given: tuple, more: dict[str, Any], out: torch.Tensor
     ) -> torch.Tensor:
-        """Forward hook of a linear layer. A layer that gets its input by name is not cut."""
+        """Forward hook of a linear layer: records its input, and its output as a leaf. Skips calls with named arguments."""
         if more or len(given) != 1:
             return out
         self.inputs.setdefault(name, []).append(given[0])
         return self.leaf(name, out)
 
     def note_norm(self, name: str, norm: nn.RMSNorm, given: tuple, out: torch.Tensor) -> torch.Tensor:
-        """Forward hook of an RMSNorm."""
+        """Forward hook of an RMSNorm: records its output."""
         return self.normed(name, given[0], out, norm.eps is not None and norm.weight is not None)
 
     def normed(self, name: str, x: torch.Tensor, out: torch.Tensor, shared: bool) -> torch.Tensor:
-        """A norm's output. `shared`: see `unshared`."""
+        """Record a norm's output and return it. `shared`: whether ranks can share its features, see `unshared`."""
         if not shared:
             self.unshared.add(name)
         self.norms.setdefault(name, []).append(out.detach() + (x - x.detach()))
         return self.norms[name][-1] * 1
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """In place of ComfyUI's attention."""
+        """Replaces ComfyUI's attention function: records the heads, and the output as a leaf."""
         call, name = attention_call(function, *args, **kwargs), f"attention {len(self.heads)}"
         self.heads[name] = call.q_BQHD, call.k_BKHD, call.v_BKHD
         with torch.no_grad():
@@ -88,7 +88,7 @@ class BlockRun:
         return self.leaf(name, out.transpose(1, 2).flatten(2)).unflatten(-1, (call.q_BQHD.shape[2], -1)).transpose(1, 2)
 
     def needs(self, values: Iterable[torch.Tensor]) -> Needs:
-        """Features that these values depend on. Leaves and norms without such features are left out."""
+        """Return the features that these values depend on. Leaves and norms without any are left out."""
         values = [each for each in values if each.requires_grad]
         named = [(name, each) for noted in (self.leaves, self.norms) for name, calls in noted.items() for each in calls]
         if not values:
@@ -111,8 +111,8 @@ class BlockRun:
 
 
 class Opaque(TorchFunctionMode):
-    """Handles norms outside of modules, and operations without a gradient, such as kernels of rotary embedding. A value of
-    the latter is taken to depend on the whole last axis of each input of its shape."""
+    """Handles norms outside of modules, and operations without a gradient, such as rotary embedding kernels. The latter's
+    outputs are assumed to depend on the whole last axis of each input of the same shape."""
 
     def __init__(self, run: BlockRun):
         super().__init__()
@@ -139,7 +139,7 @@ class Opaque(TorchFunctionMode):
 
 @contextmanager
 def _gradients(run: BlockRun) -> Iterator[None]:
-    """Context of a run whose gradients are computed later. Saved values are copied, since blocks write into them."""
+    """Context of a run with gradients. Saved tensors are copied, because blocks write into them."""
     with warnings.catch_warnings():  # torch warns where code reads a single value
         warnings.simplefilter("ignore")
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved), Opaque(run):
@@ -147,7 +147,7 @@ def _gradients(run: BlockRun) -> Iterator[None]:
 
 
 def run_noted(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BlockRun:
-    """The run of a block with these arguments. Errors as the block raises them."""
+    """Run a block with these arguments and record the run. Raises the block's own errors."""
     run = BlockRun()
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     with ExitStack() as hooks, _gradients(run), attention_by(run.attend):
@@ -168,18 +168,19 @@ def run_noted(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @dataclass(frozen=True)
 class Place:
-    """A place where ranks may each have a part: heads of attention, or a layer's input."""
+    """A point at which each rank may have a part: the heads of an attention call, or a layer's input."""
 
     sizes: tuple[int, ...]
-    """Sizes of the parts of the input, see OwnCut. Empty: heads."""
+    """Sizes of the parts of the layer's input, see OwnCut. Empty for heads."""
     units: tuple[int, ...]
-    """See OwnCut."""
+    """Number of units of each part, see OwnCut. Empty for heads."""
     needs: tuple[Needs, ...]
-    """The features that each rank needs."""
+    """The features that each rank needs for its part."""
 
     def cut(self) -> dict[str, torch.Tensor] | None:
-        """Leaf or norm that can be cut -> features of each rank, bool [ranks, width]; no two ranks need the same. None: some
-        ranks, but not all, need the same features of a leaf, or ranks need parts of an argument other than its heads."""
+        """Return name of a leaf or norm that can be cut -> features of each rank, bool [ranks, width]; no two ranks need the
+        same one. None: ranks share some features, but not all, or need parts of an argument along an axis that is not its
+        heads."""
         found = {}
         for name in dict.fromkeys(name for needs in self.needs for name in needs):
             masks = [needs.get(name) for needs in self.needs]
@@ -200,8 +201,8 @@ class Place:
 
 
 def parts_of(features: torch.Tensor) -> list[tuple[int, int]] | None:
-    """(size, units) of the parts, in order, that are shared out as OwnCut says. `features`: bool [ranks, width], those of
-    each rank. None: they are shared out in another way."""
+    """Return (size, units) of each part of the features, in order, as OwnCut splits them. `features`: bool [ranks, width],
+    those that each rank has. None: OwnCut cannot describe this split."""
     if not bool((features.sum(0) == 1).all()):
         return None
     size = len(features)
@@ -218,14 +219,14 @@ def parts_of(features: torch.Tensor) -> list[tuple[int, int]] | None:
 
 
 def has_heads(needed: torch.Tensor) -> bool:
-    """Whether each rank needs its own share along an axis of an argument. `needed`: bool [ranks, *shape]."""
+    """Whether some axis of an argument is split over the ranks. `needed`: bool [ranks, *shape]."""
     by_axis = (needed.movedim(axis, 1).flatten(2).any(2) for axis in range(1, needed.ndim - 1))
     return any(len(parts_of(features) or ()) == 1 for features in by_axis)
 
 
 def units_of_heads(run: BlockRun, ranks: int) -> list[int]:
-    """Numbers of units to try when a block's heads are split over `ranks`: equal shares first, then as many units as
-    possible, then fewer, because several heads may share keys. Empty: there are fewer heads than ranks."""
+    """Numbers of units to try when `ranks` split a block's heads: equal shares first, then as many units as possible, then
+    fewer, because several heads may share keys. Empty: there are fewer heads than ranks."""
     heads = math.gcd(*(tensors[0].shape[2] for tensors in run.heads.values()))
     even = [ranks] if heads % ranks == 0 else []
     return even + [units for units in range(heads, ranks, -1) if heads % units == 0 and units % ranks]
@@ -233,8 +234,8 @@ def units_of_heads(run: BlockRun, ranks: int) -> list[int]:
 
 @torch.enable_grad()
 def layers_to_cut(run: BlockRun, ranks: int, choices: Sequence[int]) -> tuple[list[OwnCut], int]:
-    """The layers of a block that so many ranks can share, and the units of its heads, of these `choices`. No layer of kind
-    ROW: neither heads nor features can be cut."""
+    """Return the layers of a block that `ranks` ranks can share, and the number of units of its heads, one of `choices`. If
+    no layer has kind ROW, neither heads nor features can be cut."""
     places: dict[str, Place] = {}
     of_heads = choices[0]
     for units in choices:
@@ -284,7 +285,7 @@ def _cut(layer: str, kind: CutKind, sizes: tuple[int, ...], units: tuple[int, ..
 
 
 def _units_of(size: int, ranks: int, of_heads: int, goes_with_heads: bool = False) -> int:
-    """Units of so many features, see OwnCut: even shares, or as the heads' units. 0: ranks cannot share them."""
+    """Units to split `size` features into, see OwnCut: even shares, or the heads' units. 0: ranks cannot share them."""
     if of_heads % ranks and size % of_heads == 0 and (goes_with_heads or size % ranks):
         return of_heads
     if size % ranks == 0:
@@ -293,13 +294,13 @@ def _units_of(size: int, ranks: int, of_heads: int, goes_with_heads: bool = Fals
 
 
 def _dropped_of_sums(run: BlockRun, cuts: Mapping[str, Mapping[str, torch.Tensor]]) -> set[str]:
-    """Places that are dropped because a layer cannot have both its input and its output cut. Heads are kept first."""
+    """Places to drop because a layer cannot have both its input and its output cut. Cuts of heads are kept if possible."""
     of_heads = {name for name in cuts if name in run.inputs for heads in run.heads if name in cuts.get(heads, {})}
     return of_heads or {name for name, cut in cuts.items() if any(leaf in cuts and leaf in run.inputs for leaf in cut)}
 
 
 def _whole_values(run: BlockRun, places: Mapping[str, Place]) -> list[torch.Tensor]:
-    """Values that every rank needs in full."""
+    """Return the values that every rank needs in full."""
     found = list(run.outputs)
     for name, tensors in (run.heads | run.inputs).items():
         if name not in places:
@@ -308,7 +309,7 @@ def _whole_values(run: BlockRun, places: Mapping[str, Place]) -> list[torch.Tens
 
 
 def _of_heads(run: BlockRun, name: str, ranks: int, units: int) -> Place | None:
-    """The heads of a call of attention, in so many units. None: ranks cannot share them."""
+    """Return the heads of an attention call, split into this number of units. None: ranks cannot share them."""
     tensors = run.heads[name]
     spans = split_units(Span(0, tensors[0].shape[2]), ranks, units)
     of_each = (Place((), (), tuple(run.needs([x[:, :, span.slice]]) for span in spans)) for x in tensors)
@@ -319,7 +320,7 @@ def _of_heads(run: BlockRun, name: str, ranks: int, units: int) -> Place | None:
 
 
 def _of_input(run: BlockRun, name: str, ranks: int, of_heads: int, widths: Sequence[int]) -> Place | None:
-    """The input of a layer: whole, or with a part of attention's width at its beginning or end. None: it cannot be cut."""
+    """Return a layer's input, whole or in two parts, one as wide as attention's output. None: it cannot be cut."""
     total = run.inputs[name][0].shape[-1]
     choices = [
         (total,),

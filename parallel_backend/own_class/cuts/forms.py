@@ -1,4 +1,4 @@
-"""Modules in another form: a class of methods is mixed in front of the class that a module has."""
+"""Changes the methods of a module that already exists: its class becomes a subclass with other methods."""
 
 import functools
 from typing import TYPE_CHECKING, Any
@@ -12,19 +12,19 @@ else:
 
 
 class Form(FormBase):
-    """Methods that take the place of those of a module's class. They reach the class's own by `super()`."""
+    """Methods that override those of a module's class. `super()` reaches the class's own."""
 
     native: type[nn.Module]
-    """The class."""
+    """The class that the module had before."""
 
 
 @functools.cache
 def formed(form: type[Form], kind: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `kind` that has this form. It is in the module that `kind` is in, and has its name."""
+    """Return the subclass of `kind` with this form's methods. It has the module and name of `kind`."""
     return type(kind.__name__, (form, kind), {"__module__": kind.__module__, "native": kind})
 
 
 def put_form(form: Any, module: nn.Module) -> None:
-    """Give a module this Form."""
+    """Override methods of this module with those of the Form."""
     kind: Any = type(module)
     module.__class__ = formed(form, kind)

@@ -1,4 +1,4 @@
-"""Puts functions in the place of modules' forward."""
+"""Replaces the `forward` of modules by other functions."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ Forward = Callable[..., Any]
 
 
 def put_forward(module: nn.Module, forward: Forward) -> Callable[[], None]:
-    """Have a module compute by `forward`. Returns the function that undoes it."""
+    """Replace a module's forward. Returns the function that restores it."""
     before = vars(module).get("forward")
     vars(module)["forward"] = forward
 
@@ -23,7 +23,7 @@ def put_forward(module: nn.Module, forward: Forward) -> Callable[[], None]:
 
 
 def put_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> ExitStack:
-    """As `put_forward`, for several modules until the stack is closed."""
+    """Replace the forwards of several modules. Closing the returned stack restores them."""
     undo = ExitStack()
     for module, forward in forwards:
         undo.callback(put_forward(module, forward))

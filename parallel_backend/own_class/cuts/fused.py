@@ -1,8 +1,8 @@
-"""The arithmetic between a block's products, in as few operations as possible: rotary embeddings, norms, modulation, gates.
+"""Fused arithmetic between a block's matrix products: rotary embeddings, norms, modulation and gates.
 
-Plain code does each of these in two to eight operations, some in float32. They are most of a step's memory traffic on a
-GPU. In 16 bits on a CUDA device comfy-kitchen's kernels do what ComfyUI's own classes have them do. Otherwise, and in
-compiled blocks, torch's operations do it.
+Plain code takes two to eight operations for each of these, some in float32: most of a step's memory traffic on a GPU. In 16
+bits on a CUDA device, comfy-kitchen's kernels compute what ComfyUI's own classes do. Otherwise, and in compiled blocks,
+torch's operations do.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ comfy-kitchen's kernels read it."""
 
 
 def rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
-    """[b, s, H, D] -> the same shape: each pair of neighbouring channels turned in float32, rounded once."""
+    """[b, s, H, D] -> the same shape: each pair of neighbouring channels rotated in float32 and rounded once."""
     # Older kernels of comfy-kitchen take the strides of all outputs from the first input.
     if (kernel := _kernel("apply_rope1", x)) is not None:
         return kernel(x.contiguous(), turns)
@@ -32,7 +32,7 @@ def rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
 
 
 def halves_rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
-    """As `rotated`, of channels i and i + D / 2 as pairs."""
+    """As `rotated`, but channels i and i + D / 2 are a pair."""
     if (kernel := _kernel("apply_rope_split_half1", x)) is not None:
         return kernel(x.contiguous(), turns)
     first, second = x.float().unflatten(-1, (2, -1)).unbind(-2)
@@ -51,7 +51,7 @@ def _complex(turns: Rotation) -> torch.Tensor:
 def both_rotated(
     query: torch.Tensor, key: torch.Tensor, turns: Rotation, halves: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `rotated`, or `halves_rotated`, of both."""
+    """Return queries and keys, rotated as by `rotated`, or by `halves_rotated` if `halves`."""
     name, one = ("apply_rope_split_half", halves_rotated) if halves else ("apply_rope", rotated)
     if query.shape == key.shape and (kernel := _kernel(name, query)) is not None:
         return kernel(query.contiguous(), key.contiguous(), turns)
@@ -61,7 +61,8 @@ def both_rotated(
 def normed_and_rotated(
     query: torch.Tensor, key: torch.Tensor, norms: tuple[Any, Any], turns: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[b, s, H, D] each, normed over a head's channels by the RMS norms of queries and keys, then as `rotated`."""
+    """Return queries and keys [b, s, H, D], each normalized over a head's channels by its RMS norm, then rotated as by
+    `rotated`."""
     of_queries, of_keys = norms
     if of_queries.weight is not None and (kernel := _kernel("rms_rope", query)) is not None:
         weights = of_queries.weight, of_keys.weight
@@ -72,8 +73,8 @@ def normed_and_rotated(
 def normed_and_partly_rotated(
     query: torch.Tensor, key: torch.Tensor, norms: tuple[Any, Any], turns: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `normed_and_rotated`, of a head's first r channels, i and i + r / 2 as pairs; r may be fewer than a head has. The
-    result may be in the memory of `query` and `key`."""
+    """As `normed_and_rotated`, but only a head's first r channels are rotated, with i and i + r / 2 as pairs. r comes from
+    `turns`, and may be less than D. The result may share memory with `query` and `key`."""
     of_queries, of_keys = norms
     turning = 2 * turns.shape[-3]
     if (kernel := _kernel("rms_rope_split_half_", query)) is not None:
@@ -88,10 +89,7 @@ def normed_and_partly_rotated(
 
 
 def modulated(norm: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """norm(x) * (1 + scale) + shift: [b, s, C]; vectors [1 or b, 1 or s, C].
-
-    `norm`: a layer norm, or an RMS norm.
-    """
+    """norm(x) * (1 + scale) + shift, [b, s, C]. `scale`, `shift`: [1 or b, 1 or s, C]. `norm`: a LayerNorm or an RMSNorm."""
     scale, shift = scale.to(x.dtype), shift.to(x.dtype)
     # The kernel counts elements in 32 bits, and writes past the end where there are more.
     if norm.weight is None and norm.eps is not None and x.numel() < 1 << 31:
@@ -102,16 +100,16 @@ def modulated(norm: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tens
 
 
 def gated(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """x + gate * out: [b, s, C]; `gate` [1 or b, 1 or s, C]."""
+    """x + gate * out, [b, s, C]. `gate`: [1 or b, 1 or s, C]."""
     return torch.addcmul(x, gate.to(x.dtype), out)
 
 
 Runs = Sequence[tuple[int, int, Any]]
-"""(first token, token behind the last one, row of their vectors), for all tokens in order. A tensor has the row of each."""
+"""(first token, token behind the last one, row of their vectors) for all tokens in order. A tensor has each token's row."""
 
 
 def modulated_in_runs(norm: Any, x: torch.Tensor, scales: torch.Tensor, shifts: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """As `modulated`, by the vectors [r, C] whose row each run names."""
+    """As `modulated`, but each run of tokens has its own row of the vectors [r, C]."""
     out, scales = norm(x), 1 + scales
     for start, stop, row in runs:
         torch.addcmul(shifts[row], out[:, start:stop], scales[row], out=out[:, start:stop])
@@ -119,14 +117,14 @@ def modulated_in_runs(norm: Any, x: torch.Tensor, scales: torch.Tensor, shifts: 
 
 
 def gated_in_runs(x: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """As `gated`, by the gates [r, C] whose row each run names. The result is in the memory of `out`."""
+    """As `gated`, but each run of tokens has its own row of the gates [r, C]. The result overwrites `out`."""
     for start, stop, row in runs:
         torch.addcmul(x[:, start:stop], gates[row], out[:, start:stop], out=out[:, start:stop])
     return out
 
 
 def _kernel(name: str, x: torch.Tensor) -> kitchen.Fused | None:
-    """comfy-kitchen's kernel for `x`. None: there is none here."""
+    """comfy-kitchen's kernel `name`, if it can compute `x`. Otherwise None."""
     if not x.is_cuda or x.element_size() != 2 or not x.numel() or x.requires_grad or torch.compiler.is_compiling():
         return None
     return kitchen.fused_kernel(name)

@@ -1,7 +1,7 @@
-"""Modules of ComfyUI's classes with fused arithmetic between their products (fused.py).
+"""Modules of ComfyUI's classes, with fused arithmetic between their matrix products (fused.py).
 
-If the source of a module's class is in FORMS, the module gets a fused form and keeps its parameters and layers. The class's
-own arithmetic runs if its source is not in FORMS, or if a call uses a feature that the form does not have.
+A module gets a fused form if FORMS has exactly its class's source; its parameters and layers stay. In all other cases, and
+in calls with a feature that the form does not have, the class's own code runs.
 """
 
 import functools
@@ -20,11 +20,11 @@ from parallel_backend.own_class.cuts.attention_calls import module_global
 from parallel_backend.own_class.cuts.forms import Form, put_form
 
 PATCHED = frozenset({"attn1_patch", "attn1_output_patch"})
-"""Patches of other nodes that change attention in a block."""
+"""Kinds of other nodes' patches that change attention in a block."""
 
 
 def fuse(model: nn.Module) -> None:
-    """Put fused forms in place of the classes of a model's modules, see FORMS."""
+    """Give the model's modules their fused forms, see FORMS."""
     for module in model.modules():
         kind: Any = type(module)
         digest, form = FORMS.get(f"{kind.__module__}.{kind.__qualname__}", ("", None))
@@ -34,12 +34,12 @@ def fuse(model: nn.Module) -> None:
 
 @functools.cache
 def source_digest(kind: type) -> str:
-    """Digest of a class's source."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a class's source."""
     return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
 
 
 class FusedQwenImageAttention(Form):
-    """Norms and rotary embedding in one operation, if there is no mask, and no other node's patch between them."""
+    """Fuses norms and rotary embedding, unless there is a mask or another node's patch between them."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
         mask, options = named.get("encoder_hidden_states_mask"), named["transformer_options"]
@@ -64,7 +64,7 @@ class FusedQwenImageAttention(Form):
 
 
 class FusedQwenImageBlock(Form):
-    """Norms and modulation in one operation, if all of the image's tokens are at one time."""
+    """Fuses norms and modulation, if all of the image's tokens have the same timestep."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
         if args or named.get("timestep_zero_index") is not None:
@@ -87,14 +87,14 @@ class FusedQwenImageBlock(Form):
 
 
 class FusedKrea2Norm(Form):
-    """In the input's dtype."""
+    """Computes in the input's dtype, as the class computes in float32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], (self.scale + 1).to(x.dtype), self.eps)
 
 
 class FusedKrea2Attention(Form):
-    """Rotary embedding in one operation, and heads by views, if no other node's patch comes between them."""
+    """Fuses rotary embedding and splits heads without copies, unless another node patches attention."""
 
     def forward(self, x, freqs=None, mask=None, *, transformer_options):
         if freqs is None or not PATCHED.isdisjoint(transformer_options.get("patches", ())):
@@ -111,7 +111,7 @@ class FusedKrea2Attention(Form):
 
 
 class FusedKrea2Block(Form):
-    """Norms and modulation in one operation, if all tokens are at one time, or if each has its own vector."""
+    """Fuses norms and modulation, if all tokens have the same timestep or each has its own vector."""
 
     def forward(self, x, vec, freqs, mask=None, timestep_zero_index=None, **named):
         if timestep_zero_index is not None:
@@ -122,19 +122,19 @@ class FusedKrea2Block(Form):
         return fused.gated(x, last_gate, self.mlp(self._modulated(self.postnorm, x, last_scale, last_shift)))
 
     def _modulated(self, norm, x, scale, shift):
-        """The norm's own factor, 1 + its scale, becomes part of the modulation."""
+        """Norm and modulation in one operation: the norm's weight, 1 + its scale, is multiplied into the modulation."""
         both = torch.addcmul(scale, norm.scale.to(scale.dtype), 1 + scale)
         return fused.modulated(without_weight(x.shape[-1], norm.eps), x, both, shift)
 
 
 @functools.cache
 def without_weight(features: int, eps: float) -> nn.RMSNorm:
-    """A norm that scales by nothing."""
+    """Return an RMSNorm without a weight."""
     return nn.RMSNorm(features, eps, elementwise_affine=False)
 
 
 class FusedMinimaxH3Attention(Form):
-    """As the class, which calls comfy-kitchen's operation by torch's and its own dispatch. Tokens [S, D]."""
+    """Calls comfy-kitchen's kernel directly; the class goes through torch's dispatcher. Tokens [S, D]."""
 
     def forward(self, x, rope_freqs=None, transformer_options=None):
         if rope_freqs is None or torch.compiler.is_compiling():
@@ -148,7 +148,7 @@ class FusedMinimaxH3Attention(Form):
 
 
 class FusedMinimaxH3Block(Form):
-    """Modulation and gates in one operation for each run of tokens. Tokens [S, D]."""
+    """Fuses modulation and gates for each run of tokens with the same vectors. Tokens [S, D]."""
 
     def forward(self, x, t_emb, mod_segments, rope_freqs, transformer_options):
         # A trial of its features takes gradients, for which nothing may be written in place.
@@ -172,4 +172,4 @@ FORMS: Mapping[str, tuple[str, type[Form]]] = {
     f"{ROOT}minimax.model.Attention": ("a0cee20f42d8e8dc", FusedMinimaxH3Attention),
     f"{ROOT}minimax.model.DiTBlock": ("1b9ce5c81241dd44", FusedMinimaxH3Block),
 }
-"""ComfyUI's class -> digest of the source that its form was written for, and the form."""
+"""Name of ComfyUI's class -> (digest of the source that the form was written for, form)."""

@@ -1,11 +1,11 @@
-"""Normalized attention guidance: a function for what a class's attention gives, or a second text to lead it away from.
+"""Normalized attention guidance (NAG) on ranks, in the two ways in which ComfyUI's nodes do it.
 
-ComfyUI's NAGuidance: the class decides which calls of attention it hands over to other nodes' functions, and says which
-tokens are the image's. A rank gives it a function that guides the rank's own tokens and heads.
+ComfyUI's NAGuidance: the class passes the output of some attention calls to other nodes' functions, and says which tokens
+are the image's. A rank passes a function that guides its own tokens and heads.
 
 KJNodes' WanVideoNAG: the class's blocks attend to the prompt in a module of their own. The module runs twice: first with the
-second text and a single token of the latent, to get its keys and values of that text. Then it runs with the call's own
-arguments, and each call of attention also attends to those keys, and guides."""
+second text and one token of the latent, to get the keys and values of that text. Then it runs with the call's own arguments;
+each attention call also attends to those keys, and its output is guided."""
 
 import functools
 import re
@@ -36,10 +36,8 @@ def normalized(
     alpha: float | torch.Tensor,
     add_up: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums,
 ) -> torch.Tensor:
-    """Two [b, n, H, D] -> [b, n, H, D], as ComfyUI's NAGuidance computes it (comfy_extras/nodes_nag.py).
-
-    `scale`, `tau`, `alpha`: see NormalizedGuidance; numbers, or [b, 1, 1, 1]. `add_up`: sum over ranks with other heads.
-    """
+    """The output [b, n, H, D], guided by that of the second prompt, as in ComfyUI's NAGuidance (comfy_extras/nodes_nag.py).
+    `scale`, `tau`, `alpha`: see NormalizedGuidance; numbers, or [b, 1, 1, 1]. `add_up`: sums over ranks with other heads."""
     away = positive * scale - negative * (scale - 1)
     sums = [each.abs().sum(dim=(2, 3), keepdim=True, dtype=torch.float32) for each in (positive, away)]
     before, after = add_up(torch.stack(sums)).clamp_min(LEAST_NORM)
@@ -49,22 +47,22 @@ def normalized(
 
 
 GUIDED = "parallel_dit_guided"
-"""Entry of transformer_options on ranks and in trials: NormalizedGuidance."""
+"""Entry of transformer_options on ranks and in trials: a NormalizedGuidance."""
 OUTPUT = "attn1_output_patch"
-"""ComfyUI's kind of patches that get the output of attention."""
+"""ComfyUI's kind of patch that gets the output of attention."""
 IMAGE = "img_slice"
-"""Entry in the options of such a patch: (first image token, token behind the last one)."""
+"""Entry in the options that such a patch gets: (first image token, token behind the last one)."""
 Sum = Callable[[torch.Tensor], torch.Tensor]
-"""Adds up tensors over ranks with other heads."""
+"""Sums tensors over the ranks that have other heads."""
 
 
 def own_sums(sums: torch.Tensor) -> torch.Tensor:
-    """The Sum of a rank that has all heads."""
+    """Return the Sum of a rank that has all heads."""
     return sums
 
 
 class Guide:
-    """The function. A stage has one for all calls, as compiled blocks need."""
+    """The attention patch that guides. A stage has one for all calls, because compiled blocks need the same object."""
 
     def __init__(self, guidance: NormalizedGuidance | None = None):
         self._guidance = guidance
@@ -72,15 +70,15 @@ class Guide:
         self._tokens: TokenCut | None = None
 
     def options(self, options: Mapping[str, Any], tokens: TokenCut | None, add_up: Sum) -> dict[str, Any]:
-        """What the class gets in place of `options`, which have GUIDED. `tokens`: cuts them in the call that begins."""
+        """The class's transformer_options: `options` without GUIDED, and with this patch. `tokens`: the present cut."""
         self._guidance, self._tokens, self._add_up = options[GUIDED], tokens, add_up
         others = {name: value for name, value in options.items() if name != GUIDED}
         return others | {PATCHES: options.get(PATCHES, {}) | {OUTPUT: [self]}}
 
     @torch.compiler.disable  # ranks add up in it
     def __call__(self, out_BSC: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-        """Guides the image's tokens in place, of both prompts. If the class does not say which tokens these are, all of the
-        positive prompt, as ComfyUI's node does."""
+        """Guide the image's tokens of both prompts in place. If the class does not say which tokens are the image's, guide
+        all tokens of the positive prompt, as ComfyUI's node does."""
         guidance, add_up = self._guidance, self._add_up
         assert guidance is not None, "the class calls it within a call that is guided"
         positive, negative = guidance.positive.slice, guidance.negative.slice
@@ -96,27 +94,28 @@ class Guide:
         return out_BSC
 
     def _rows(self, image: Span, out_BSC: torch.Tensor) -> tuple[slice, torch.Tensor | None]:
-        """(rows of `out_BSC` that have all of the rank's image, [s, 1] bool: which of them are the image's). None: all."""
+        """Return (rows of `out_BSC` with all of the rank's image tokens, [s, 1] bool: which are image tokens). None: all of
+        them."""
         mask = None if self._tokens is None else self._tokens.which_own(image, out_BSC.shape[1], out_BSC.device)
         return (image.slice, None) if mask is None else (slice(None), mask[:, None])
 
 
 SECOND = "parallel_dit_second_text"
-"""Argument of a call, which the class does not get: {TEXT: [B, U, C] as the class gets its own text, or embedded; SETTINGS:
-[B, 3], scale, tau and alpha, which is 0 for entries that are not guided}."""
+"""Name of an argument of a call that ranks do not pass to the class. Its value: {TEXT: [B, U, C], as the class gets its own
+text or embedded; SETTINGS: [B, 3], scale, tau and alpha}. Entries that are not guided have alpha 0."""
 TEXT, SETTINGS = "text", "settings"
 LAYERS = "text_embedding"
-"""Name of the model's layers that embed text, as the node has it."""
+"""Name of the model's layers that embed text, as in the node's own code."""
 PROMPT_ATTENTION = re.compile(r"blocks\.\d+\.cross_attn")
-"""Names of the modules in blocks, as the node has them."""
+"""Names of the blocks' modules that attend to the prompt, as in the node's own code."""
 
 
 @dataclass
 class _Given:
-    """Values of the present call."""
+    """Values of the present call with a second text."""
 
     text: torch.Tensor
-    """[B, U, hidden], embedded."""
+    """The second text [B, U, hidden], embedded."""
     words: int
     """Number of tokens of the class's own text."""
     settings: tuple[torch.Tensor, ...]
@@ -124,16 +123,17 @@ class _Given:
     attend: Attend
     """Computes the class's own calls of attention."""
     attend_whole: Attend
-    """Computes attention to keys that every rank has all of."""
+    """Computes attention to keys that are complete on every rank."""
 
 
 def prompt_attention(model: nn.Module) -> list[nn.Module]:
-    """The modules in blocks that attend to the prompt."""
+    """Return the blocks' modules that attend to the prompt."""
     return [module for name, module in model.named_modules() if PROMPT_ATTENTION.fullmatch(name)]
 
 
 class SecondText:
-    """Puts itself into the modules for good, as compiled blocks need, and leaves a call without a second text as it is."""
+    """Guides by a second text. Calls without one are unchanged. It replaces forwards of modules from the first such call
+    until `close`, because compiled blocks must not change."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -158,7 +158,7 @@ class SecondText:
             self._given = None
 
     def close(self) -> None:
-        """Make the model again what it was."""
+        """Restore the modules' forwards."""
         if self._undo is not None:
             self._undo.close()
         self._undo = None
@@ -167,8 +167,8 @@ class SecondText:
     def _attend_to_prompt(
         self, forward: Callable[..., torch.Tensor], x: torch.Tensor, text: torch.Tensor, *more: Any, **named: Any
     ) -> torch.Tensor:
-        """In place of a module's forward: guided attention [B, s, hidden] of the latent `x` to the class's `text`, which may
-        have other tokens before it."""
+        """Replaces a module's forward: guided attention [B, s, hidden] of the latent `x` to the class's `text`, which may
+        have other tokens in front."""
         if (given := self._given) is None:
             return forward(x, text, *more, **named)
         noted: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -194,7 +194,7 @@ def _attend(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """[B, s, C] of a call of attention, guided. Keys that are the same for both texts change nothing."""
+    """Guided output [B, s, C] of one attention call. If both texts have the same keys here, guidance changes nothing."""
     out = given.attend(function, q, k, v, *args, **kwargs)
     if out.ndim != 3 or kwargs.get("mask") is not None:
         raise Unproven("its attention to the prompt is not a call over [B, S, C] without a mask")

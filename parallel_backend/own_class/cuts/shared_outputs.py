@@ -1,7 +1,7 @@
-"""What bands of a call do not compute: outputs that all bands share, and layers of words in bands without words.
+"""Avoids work that bands of one call would repeat: outputs that all bands share, and layers for text in bands without text.
 
-The prologue runs whole in each band, and so do a block's modulations, whose weights are read again for each. Once a trial
-has shown that a module gives all bands the same, a rank computes it in a call's first band (rank/stage/module_cache.py).
+Each band would compute the whole prologue, and read the weights of each block's modulation again. If a trial has shown that
+a module returns the same for all bands, a rank computes it only in a call's first band (rank/stage/module_cache.py).
 """
 
 import re
@@ -20,11 +20,11 @@ from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.forwards import put_forwards
 
 PLAIN = type(None), bool, int, float, str
-"""Types that an output may consist of, beside tensors."""
+"""Types that a shared output may consist of, in addition to tensors."""
 
 
 class WatchedOutputs:
-    """Watches a model's modules in runs of bands, and keeps those whose outputs were the same in all."""
+    """Watches a model's modules while bands run, and finds those that return the same in every band."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock]):
         self._blocks = blocks
@@ -67,13 +67,13 @@ class WatchedOutputs:
         self._runs += 1
 
     def attends(self) -> None:
-        """A block attends. Modules around that call are not shared, because ranks count calls of attention."""
+        """To be called when a block attends. Modules around that call are not shared: ranks count attention calls."""
         for name in self._inside:
             self._modules.pop(name, None)
 
     def shared(self) -> tuple[str, ...]:
-        """Names of the outermost modules whose outputs bands share, if there was more than one run. One in all blocks of a
-        list has a star for the block's number: see core.own_class.name_pattern."""
+        """Return the names of the outermost modules whose outputs bands share. Empty before the second run. If all blocks of
+        a list share a module, its name has a star for the block's number: see core.own_class.name_pattern."""
         if self._runs < 2:
             return ()
         names = []
@@ -85,7 +85,7 @@ class WatchedOutputs:
         return self._of_all_blocks(names)
 
     def idle(self) -> tuple[str, ...]:
-        """Names of the blocks' linear layers that had one row in each band without text, and more rows in the others."""
+        """Names of the blocks' linear layers with one row of input in bands without text, and more rows in others."""
         return self._of_all_blocks(self._layers) if self._runs > 1 else ()
 
     def _of_all_blocks(self, names: Iterable[str]) -> tuple[str, ...]:
@@ -105,24 +105,23 @@ class WatchedOutputs:
 
 
 class SharedOutputs:
-    """Has these modules compute in the first run of a call alone, and return those outputs in its other runs.
-
+    """Computes these modules only in the first band of a call, and returns the same outputs in its other bands. Raises
     Unproven if the class writes into one of the outputs."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]):
         self.has_words = True
-        """The present band has text tokens."""
+        """Whether the present band has text tokens."""
         self._kept: dict[tuple[str, int], tuple[Any, list[int]]] = {}
         self._calls: Counter[str] = Counter()
         self._modules = modules_of(model, names)
 
     def of_call(self) -> ExitStack:
-        """Share the modules' outputs within one call, until the stack is closed."""
+        """Begin a call. Modules share their outputs until the stack is closed."""
         self._kept.clear()
         return put_forwards((module, partial(self._shared, name, module.forward)) for name, module in self._modules.items())
 
     def begin(self, has_words: bool) -> None:
-        """A band's run begins: count the modules' calls from 0."""
+        """Begin a band: count the modules' calls from 0."""
         self.has_words = has_words
         self._calls.clear()
 
@@ -139,13 +138,13 @@ class SharedOutputs:
 
 
 def modules_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """The model's modules of these names, see core.own_class.name_pattern."""
+    """Return the model's modules with these names, by name. See core.own_class.name_pattern."""
     pattern = re.compile("|".join(map(name_pattern, names)))
     return {name: module for name, module in model.named_modules() if name and pattern.fullmatch(name)}
 
 
 def _is_cheap(module: nn.Module) -> bool:
-    """Whether it is a module of torch's without weights, such as an activation."""
+    """Whether it is one of torch's modules without weights, such as an activation."""
     return type(module).__module__.startswith("torch.") and next(module.parameters(), None) is None
 
 
@@ -155,7 +154,7 @@ def _is_plain(out: Any) -> bool:
 
 
 def _equal(outputs: Any, others: Any) -> bool:
-    """Whether two outputs are equal, bit by bit."""
+    """Whether two outputs are bitwise equal."""
     (one, form), (two, other_form) = pytree.tree_flatten(outputs), pytree.tree_flatten(others)
     return form == other_form and all(
         (torch.is_tensor(b) and a.dtype == b.dtype and torch.equal(a, b)) if torch.is_tensor(a) else a == b
@@ -164,7 +163,7 @@ def _equal(outputs: Any, others: Any) -> bool:
 
 
 def _of_list(name: str, blocks: Sequence[OwnBlock]) -> str:
-    """A module's name, with a star for a block's number."""
+    """Return a module's name, with a star instead of its block's number."""
     for block in blocks:
         if name.startswith(f"{block.name}."):
             return f"{block.name.rpartition('.')[0]}.*{name.removeprefix(block.name)}"
@@ -176,11 +175,11 @@ def _versions(out: Any) -> list[int]:
 
 
 def put_idle_layers(model: nn.Module, names: Sequence[str], has_words: Callable[[], bool], value: float) -> ExitStack:
-    """Linear layers that text alone passes: in bands without text they return `value`, and do not read their weights, until
-    the stack is closed.
+    """Have linear layers that only text passes skip their work in bands without text, until the stack is closed.
 
-    A class cannot tell the sizes of tensors without rows, so that in such bands one row stands in for the text
-    (band_tokens.py). `names`: of the layers, see core.own_class.name_pattern. `has_words`: whether the band has text."""
+    In such bands one row stands in for the text, because a class cannot run without rows (band_tokens.py). The layers then
+    return `value` and do not read their weights. `names`: see core.own_class.name_pattern. `has_words`: whether the band has
+    text."""
     made: dict[str, tuple[int, torch.dtype]] = {}  # by layer: its outputs' features and dtype
 
     def run(name: str, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

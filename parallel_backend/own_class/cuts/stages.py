@@ -1,7 +1,7 @@
 """Splits a class's blocks over stages. Each stage runs the class's forward, with stand-ins for the other stages' blocks.
 
-A stand-in returns new tensors, because the class may write into them. The tensors are NaN: if a result depends on a value of
-another stage, it is not finite. The stand-in before the stage's first block returns the tensors that the stage before sends.
+A stand-in returns new tensors, because the class may write into them. They are NaN, so a result that depends on another
+stage's value is not finite. The last one before the stage's first block returns what the previous stage sends.
 """
 
 import functools
@@ -26,7 +26,7 @@ from parallel_backend.own_class.cuts.token_cut import TokenCut
 
 
 class LaterStages(Exception):
-    """Not an error: ends the forward of a stage that is not the last one, once its blocks have run."""
+    """Not an error: ends the class's forward on a stage that is not the last one, once its blocks have run."""
 
 
 Wanted = tuple[torch.Size, torch.dtype]
@@ -34,17 +34,17 @@ Wanted = tuple[torch.Size, torch.dtype]
 
 
 class Link(Protocol):
-    """To the neighbouring stages."""
+    """Transfers to and from the neighbouring stages."""
 
     def receive(self, wanted: Sequence[Wanted]) -> list[torch.Tensor]:
-        """The tensors that the stage before sends for the present call, in order."""
+        """Return the tensors that the previous stage sends for the present call, in order."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Send a tensor to the next stage. It must not change until it has been sent."""
+        """Send a tensor to the next stage. The caller must not change it until it has been sent."""
 
 
 def pass_through(model: nn.Module, blocks: Sequence[OwnBlock]) -> ExitStack:
-    """Have these blocks of the model return their arguments, and compute nothing, until the stack is closed."""
+    """Have these blocks return their arguments without computing, until the stack is closed."""
     return put_forwards((model.get_submodule(block.name), functools.partial(_pass, block)) for block in blocks)
 
 
@@ -54,23 +54,21 @@ def _pass(block: OwnBlock, *args: Any, **kwargs: Any) -> Any:
 
 
 class StageBlocks:
-    """`span`: the stage's of `blocks`, which are all blocks of `model` in the order in which they run.
-
-    `tokens`: cuts tokens over the stage's sequence ranks, or into bands. None: every rank has them all.
-    """
+    """The blocks of one stage, `span` of `blocks`: all blocks of `model` in the order in which they run. `tokens`: splits
+    tokens over the stage's sequence ranks, or into bands. None: every rank has all tokens."""
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[OwnBlock], span: Span, link: Link | None, tokens: TokenCut | None = None
     ):
         self._model, self.blocks, self._span, self._link, self.tokens = model, blocks, span, link, tokens
         self.residuals: Callable[[], Mapping[str, torch.Tensor]] = dict
-        """Residuals of the present call, by name."""
+        """Returns the residuals of the present call (ControlNet), by name."""
         self.add_up: Sum = own_sums
-        """Adds up over ranks with other heads, if attention is guided."""
+        """Sums over ranks with other heads, if attention is guided."""
         self.attend: Attend | None = None
         """Computes attention in calls whose tokens are not cut. None: the class's own functions do."""
         self.running = ""
-        """Name of the block that is computing. Empty: none is."""
+        """Name of the block that is computing. Empty between blocks."""
         self._guide, self._second = Guide(), SecondText(model)
         self._next = 0  # number of the block that runs next
         self._leaves = False  # tokens leave behind the one before it
@@ -79,13 +77,14 @@ class StageBlocks:
         self._received, self._sent = (crossing(blocks, at) if at < len(blocks) else [] for at in (span.start, span.stop))
         self._values: dict[int, Sequence[torch.Tensor]] = {}  # of this call, by number: what such blocks return
         self._forwards = {block.name: model.get_submodule(block.name).forward for block in blocks}
-        """Name of a block -> the forward of its class."""
+        """Name of a block -> its class's forward."""
         runs = ((model.get_submodule(block.name), functools.partial(self._run, at)) for at, block in enumerate(blocks))
         self._undo = put_forwards(runs)
         self._undo.callback(replace_attention())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output on the last stage, None elsewhere. Unproven if blocks do not run as in the trial."""
+        """Return the model's output on the last stage, None on others. Raises Unproven if blocks run otherwise than in the
+        trial."""
         self._next, self._cut, self.running = 0, None, ""
         if self.tokens is not None and self.tokens.cuts:
             self._cut = self.tokens
@@ -109,7 +108,7 @@ class StageBlocks:
         return out
 
     def has_words(self) -> bool:
-        """Whether the present call computes the tokens beside the image's: text, or a second latent's tokens."""
+        """Whether the present call computes tokens other than the image's: text, or a second latent's tokens."""
         return self.tokens is None or self.tokens.has_words
 
     def _with_second_text(self, second: Mapping[str, Any] | None, named: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -121,25 +120,25 @@ class StageBlocks:
         return self._second.of_call(second, named["context"], self.add_up, *cut)
 
     def _residual(self, residual_BND: torch.Tensor) -> torch.Tensor:
-        """Rows of a residual for the tokens that the class has where it adds the residual."""
+        """Return the rows of a residual for the tokens that the class has at the point where it adds the residual."""
         if self._cut is None:
             return residual_BND
         return self._cut.residual(residual_BND, is_cut=self._next > 0 and not self._leaves)
 
     def _residual_of_all(self, residual_BSD: torch.Tensor, tokens: int) -> torch.Tensor:
-        """As `_residual`, for a residual of AROUND. `tokens`: number of tokens of the block."""
+        """As `_residual`, for a residual of AROUND. `tokens`: the block's number of tokens."""
         if self._cut is None or self._leaves:
             return fitted(residual_BSD, tokens)
         return self._cut.residual_of_all(residual_BSD)
 
     def close(self) -> None:
-        """Restore the model's own forwards."""
+        """Restore the forwards of the model's modules."""
         self._second.close()
         self._undo.close()
 
     @contextmanager
     def skipping(self, names: Collection[str]) -> Iterator[None]:
-        """Context in which the blocks of these names return what they get. change_trial.py tries them."""
+        """Context in which the blocks with these names return their arguments. Used by change_trial.py."""
         self._skipped = names
         try:
             yield
@@ -147,7 +146,7 @@ class StageBlocks:
             self._skipped = ()
 
     def wrap(self, block: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Have the block compute by `wrapper(its forward)`. What stages and ranks exchange stays outside of it."""
+        """Replace the block's forward by `wrapper(its forward)`. Exchanges between stages and ranks stay outside of it."""
         self._forwards[block] = wrapper(self._forwards[block])
 
     def _run(self, number: int, *args: Any, **kwargs: Any) -> Any:
@@ -194,8 +193,8 @@ class StageBlocks:
         return found[0] if block.alone else tuple(found)
 
     def _receive(self, last: Sequence[Wanted]) -> list[torch.Tensor]:
-        """What the block in front of the stage's first returns, of these shapes. What earlier ones have returned gets its
-        values, too: the class has had it, and reads it later."""
+        """Return the tensors that the block before the stage's first one returns, of these shapes. Outputs of earlier blocks
+        that the class reads later are received too, and copied into the tensors that the class already has."""
         assert self._link is not None
         earlier = list(itertools.chain.from_iterable(self._values[each] for each in self._received[:-1]))
         values = self._link.receive([*((each.shape, each.dtype) for each in earlier), *last])
@@ -205,13 +204,13 @@ class StageBlocks:
 
 
 def crossing(blocks: Sequence[OwnBlock], at: int) -> list[int]:
-    """Numbers of the blocks in front of number `at` whose output a stage that begins there gets, in order."""
+    """Return the numbers of the blocks before number `at` whose outputs a stage that begins there must receive, in order."""
     coming = {block.name for block in blocks[at:]}
     return [number for number, block in enumerate(blocks[:at]) if block.until in coming or number == at - 1]
 
 
 def _argument(place: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """See OwnBlock.returns."""
+    """Return the argument at a place: see OwnBlock.returns."""
     first, *inside = _steps(place)
     value = kwargs[first] if isinstance(first, str) else args[first]
     for index in inside:
@@ -221,5 +220,5 @@ def _argument(place: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tor
 
 @functools.cache
 def _steps(place: str) -> tuple[Any, ...]:
-    """The keys of a place: a name or a position, and positions inside."""
+    """Return the parts of a place: an argument's name or position, then positions inside of it."""
     return tuple(int(step) if step.isdecimal() else step for step in place.split("/"))

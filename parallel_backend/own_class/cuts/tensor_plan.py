@@ -1,4 +1,4 @@
-"""Tensor parallelism as data: which layers are cut, on which side, and which arguments have an axis of heads to cut."""
+"""Tensor parallelism as data: the layers that are cut, the side of each cut, and the arguments with an axis of heads."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ class CutKind(Enum):
     """Which side of a layer is cut, and how the ranks' outputs are combined."""
 
     COLUMN = "column"
-    """Output features. The next layers take the rank's features without an exchange."""
+    """Output features are cut. The next layers take the rank's features without an exchange."""
     ROW = "row"
-    """Input features. The ranks' outputs are summed (all-reduce)."""
+    """Input features are cut. The ranks' outputs are summed (all-reduce)."""
     GATHER = "gather"
-    """Output features, followed by an all-gather."""
+    """Output features are cut, and gathered from all ranks (all-gather)."""
     NORM = "norm"
     """An RMSNorm over the output of a COLUMN layer. Its mean square is taken over all ranks' features."""
 
@@ -32,19 +32,19 @@ LayerCuts = Mapping[str, OwnCut]
 
 
 def cut_of(plan: LayerCuts, parameter: str) -> OwnCut | None:
-    """Cut of the layer of `parameter`. None: the layer is not cut."""
+    """Cut of the layer that has `parameter`. None: the layer is not cut."""
     return plan.get(parameter.rpartition(".")[0])
 
 
 def cut_side(cut: OwnCut, size: int, index: int, ranks: int) -> tuple[Span, ...]:
-    """Spans of rank `index` on a weight's cut side of `size` features: one span for each part."""
+    """Rank `index`'s spans along the cut side, which has `size` features: one span for each part of the cut."""
     assert sum(cut.sizes) == size, "the plan's parts do not make up the weight"
     parts = zip(itertools.accumulate(cut.sizes), cut.sizes, cut.units or cut.sizes, strict=True)
     return tuple(split_units(Span(end - part, end), ranks, units)[index] for end, part, units in parts)
 
 
 def axes_of_heads(args: Sequence[Any], kwargs: Mapping[str, Any], heads: set[int]) -> dict[int, list[tuple[int, int]]]:
-    """Axis -> places as OwnBlock.headed has them, of all arguments of floats with one of these sizes there. Not the last."""
+    """Axis -> (number of tensor, axis) as in OwnBlock.headed, of float arguments whose size there is one of `heads`."""
     leaves, _ = pytree.tree_flatten((tuple(args), dict(kwargs)))
     found: dict[int, list[tuple[int, int]]] = {}
     for number, place in enumerate(tensor_places(leaves)):
@@ -55,7 +55,7 @@ def axes_of_heads(args: Sequence[Any], kwargs: Mapping[str, Any], heads: set[int
 
 
 def shard_of(cut: OwnCut, parameter: str, shape: Sequence[int], index: int, ranks: int) -> Shard | None:
-    """Shard of a cut layer's parameter that rank `index` has. None: all of it."""
+    """Rank `index`'s shard of a cut layer's parameter. None: the rank has all of it."""
     is_row = cut.kind == CutKind.ROW.value
     if is_row and parameter.endswith("bias"):  # it is added once, by the first rank: partial results are added up
         return Shard(0, ()) if index else None
@@ -63,10 +63,8 @@ def shard_of(cut: OwnCut, parameter: str, shape: Sequence[int], index: int, rank
 
 
 def divide(module: nn.Module, block: OwnBlock, index: int, ranks: int) -> ExitStack:
-    """Give a block rank `index`'s part of its whole numbers, such as heads, and of arguments with an axis of heads.
-
-    Closing the stack undoes it.
-    """
+    """Change a block's attributes with whole numbers, such as its head count, and its arguments with an axis of heads, to
+    rank `index`'s share. Closing the stack undoes it."""
     undo = ExitStack()
     for (path, attribute), units in zip(block.divided, block.units or (0,) * len(block.divided), strict=True):
         holder = module.get_submodule(path)

@@ -1,9 +1,9 @@
-"""A class's tokens cut over sequence ranks (Ulysses, ring) and into bands: in its blocks alone, as a trial has shown.
+"""Splits a class's tokens over sequence ranks (Ulysses, ring) and into bands, inside its blocks only, as a trial has shown.
 
-Prologue and epilogue run with all tokens on every rank. The first block's streams are cut, and with them what has a row for
-each of their tokens, such as rotary tables. Attention exchanges; the last block's values are gathered, and those of other
-bands are NaN. A rank without a token of a stream computes one of its tokens as a stand-in, since classes do not run without
-any; it attends to nothing, nothing attends to it, and it is dropped.
+Prologue and epilogue run with all tokens on every rank. At the first block its streams are cut, and also tensors with a row
+for each token, such as rotary tables. Attention exchanges keys. After the last block all ranks' tokens are gathered; other
+bands are NaN. Classes cannot run without tokens: a rank without a token of a stream computes one as a stand-in. It attends
+to nothing, nothing attends to it, and it is dropped.
 """
 
 import math
@@ -27,13 +27,13 @@ from parallel_backend.own_class.cuts.band_tokens import BandTokens, Pick, number
 
 HOST = torch.device("cpu")
 PICKS, LENGTHS = "picks", "lengths"
-"""Beginning of keys of TokenCut.known."""
+"""First items of keys of TokenCut.known."""
 STAND_IN = Span(0, 1)
-"""The token of a stream that stands in for none."""
+"""The token of a stream that is computed if a rank has none of its own."""
 
 
 def entries_of(blocks: Sequence[OwnBlock]) -> list[set[int]]:
-    """Streams that enter the blocks together: at the first block, and each time after tokens have left."""
+    """Groups of streams that enter the blocks together: at the first block, and each time after tokens were gathered."""
     found: list[set[int]] = [set()]
     for block in blocks:
         found[-1] |= {cut.streams[0] for cut in block.slices if cut.enters}
@@ -43,22 +43,22 @@ def entries_of(blocks: Sequence[OwnBlock]) -> list[set[int]]:
 
 
 class TokenCut(ABC):
-    """Cuts the tokens in `blocks`, which are all blocks of the class in their order, for one of the sequence ranks."""
+    """Splits the tokens in `blocks`, all blocks of the class in order. `index`: this sequence rank's number."""
 
     def __init__(self, blocks: Sequence[OwnBlock], index: int, ranks: SequenceCut):
         self.blocks, self.index, self.ranks = list(blocks), index, ranks
         self.number = 0
-        """Number of the running block."""
+        """Number of the block that runs."""
         self.attended = 0
-        """Number of its calls of attention so far, with the one in progress."""
+        """Number of attention calls in that block so far, including the present one."""
         self.tokens: dict[int, int] = {}
-        """Tokens of each stream that has entered."""
+        """Stream -> its number of tokens, for each stream that has entered."""
         self.alone = False
-        """Each rank has a naive patch."""
+        """Whether each rank has a patch of naive patches."""
         self.attend_whole: Attend = call_itself
-        """Attention over what every rank has all of."""
+        """Computes attention to keys that are complete on every rank."""
         self.band: BandTokens | None = None
-        """The band that the call computes. None: all tokens."""
+        """The band that the present call computes. None: all tokens."""
         self._stand_ins: set[int] = set()  # streams of this call of which this rank has a stand-in alone
         self._known: dict[Any, Any] = {}  # of calls with the same tokens, see `known`
         self._axes: dict[int, TokenAxes] = {}  # of this call, by a tensor's number of axes
@@ -70,25 +70,25 @@ class TokenCut(ABC):
 
     @abstractmethod
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
-        """Attention [B, q, H, D] of this rank's queries over all ranks' keys. `mask_bK`: bool in rank order, the keys to
-        see."""
+        """Return attention [B, q, H, D] of this rank's queries to all ranks' keys. `mask_bK`: bool, the keys to see, rank by
+        rank."""
 
     @abstractmethod
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """[B, s, D] -> [B, S, D]: the ranks' tokens of these streams one behind the other."""
+        """[B, s, D] -> [B, S, D]: all ranks' tokens of these streams, rank by rank."""
 
     @property
     def cuts(self) -> bool:
-        """Whether the present call uses it."""
+        """Whether tokens of the present call are cut."""
         return True
 
     @property
     def has_words(self) -> bool:
-        """Whether the present call computes the tokens beside the image's: text, or a second latent's tokens."""
+        """Whether the present call computes tokens other than the image's: text, or a second latent's tokens."""
         return self.band is None or self.band.has_words
 
     def begin(self) -> None:
-        """A call begins."""
+        """Begin a call."""
         self.tokens.clear()
         self._stand_ins.clear()
         self._axes.clear()
@@ -96,11 +96,11 @@ class TokenCut(ABC):
         self._known = self.known()
 
     def known(self) -> dict[Any, Any]:
-        """A cache of places and numbers of tokens, for all calls with the same tokens as the one that begins."""
+        """Return the cache of positions and row numbers, for the present call and all others with the same tokens."""
         return {}
 
     def enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments of block `number`, with this rank's tokens."""
+        """Return the arguments of block `number`, cut to this rank's tokens."""
         self.number = number
         slices = self.blocks[number].slices
         if (keys := self._keys_of(number, args, kwargs)) is not None:
@@ -116,7 +116,7 @@ class TokenCut(ABC):
         return pytree.tree_unflatten(leaves, structure)
 
     def _keys_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str] | None:
-        """Positions and names of the arguments that are cut. None: some are not tensors. Found once: the search is slow."""
+        """Positions and names of the arguments to be cut. None: some are nested. Cached, because the search is slow."""
         form = tuple(map(type, args)), tuple((name, type(value)) for name, value in kwargs.items())
         known, keys = self._keys.get(number, (None, None))
         if known != form:
@@ -130,10 +130,10 @@ class TokenCut(ABC):
         return keys
 
     def _with_own_tokens(self, tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
-        """This rank's tokens of `tensor`, an argument of the block that runs.
+        """Return this rank's tokens of `tensor`, an argument of the block that runs.
 
-        A stream is cut where it enters, and again behind a block with `placed`; otherwise it is cut already. Other tensors,
-        such as rotary tables, are cut once a call.
+        A stream is cut where it enters, and again after a block with `placed`; otherwise it is cut already. Other tensors,
+        such as rotary tables, are cut once for each call.
         """
         if not cut.enters:
             key = id(tensor), cut  # blocks share tables
@@ -151,7 +151,7 @@ class TokenCut(ABC):
         return self.part(tensor, cut).clone()
 
     def part(self, tensor: torch.Tensor, cut: OwnSlice) -> torch.Tensor:
-        """This rank's tokens of a tensor with all of them. Unproven if it has another number."""
+        """This rank's tokens of a tensor with all tokens. Raises Unproven if the tensor has another number of them."""
         tokens = sum(self.tokens[stream] for stream in cut.streams)
         if token_count(tensor.shape, cut) != tokens:
             raise Unproven(f"an argument of {self.block.name} has {token_count(tensor.shape, cut)} rows, not {tokens}")
@@ -166,18 +166,18 @@ class TokenCut(ABC):
         return part if cut.axes == 1 else part.unflatten(cut.axis, (*(1,) * (cut.axes - 1), -1))
 
     def rows_of(self, value: torch.Tensor) -> torch.Tensor:
-        """[B, S, D] of a value that has its tokens as the stream that entered has them."""
+        """Return the value as [B, S, D]. Its axes of tokens may be several, as in the stream that entered."""
         return in_rows(value, self._axes[value.ndim].cut) if value.ndim in self._axes else value
 
     def of_rows(self, rows_BSD: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """As `like` has its tokens."""
+        """Return the inverse of `rows_of`: rows with the same axes of tokens as `like`."""
         return self._axes[like.ndim].of_rows(rows_BSD) if like.ndim in self._axes else rows_BSD
 
     def residual(self, residual_BND: torch.Tensor, is_cut: bool) -> torch.Tensor:
-        """What is added to the latent's tokens: to this rank's if they are cut, with zeros for its references, and else to
-        all, with zeros for other bands.
+        """Return the values to add to the latent's tokens. If tokens are cut, only this rank's rows, with zeros for its
+        references. Otherwise all rows, with zeros for other bands.
 
-        `residual_BND`: for all of the latent's tokens, or for the band's, in the order of bands."""
+        `residual_BND`: for all of the latent's tokens or for the band's, in the order of bands."""
         band = self.band
         if band is None:
             own = self.ranks.parts(Span(0, residual_BND.shape[1]))[self.index] or STAND_IN
@@ -195,12 +195,12 @@ class TokenCut(ABC):
         return whole
 
     def residual_of_all(self, residual_BSD: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a residual for all tokens of the latest block. Unproven if they are of several streams."""
+        """Return this rank's rows of a residual for all tokens of the latest block. Raises Unproven for several streams."""
         left = max((number for number in range(self.number) if self.blocks[number].leaving), default=-1)
         blocks = self.blocks[left + 1 : self.number + 1]
         streams = tuple({cut.streams[0] for block in blocks for cut in block.slices if cut.enters})
         if len(streams) != 1:
-            raise Unproven(f"a control adds to the tokens of {self.block.name}, which are of {len(streams)} streams")
+            raise Unproven(f"a control adds to the tokens of {self.block.name}, which come from {len(streams)} streams")
         whole = fitted(residual_BSD, self.tokens[streams[0]])
         return self.part(whole, OwnSlice(0, 1, streams, enters=False))
 
@@ -210,7 +210,7 @@ class TokenCut(ABC):
         return self.blocks[self.number]
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of the block that has been entered. Unproven if it does not attend as often as in the trial."""
+        """The output of the block that was entered. Raises Unproven if it attends more or less often than in the trial."""
         self._coming, self.attended = iter(self.block.attention), 0
         try:
             out = forward(*args, **kwargs)
@@ -221,7 +221,7 @@ class TokenCut(ABC):
             self._coming = self._latest = None
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Attention with this rank's tokens, in place of the class's function. Unproven for other tokens than tried."""
+        """Replaces the class's attention function: this rank's queries attend to all ranks' keys. May raise Unproven."""
         if self._coming is None:  # outside of blocks
             return self.attend_whole(function, *args, **kwargs)
         spec = next(self._coming, None)
@@ -246,7 +246,8 @@ class TokenCut(ABC):
         return call.result(self._with_stand_ins(out_BQHD, spec.queries))
 
     def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
-        """A mask of this rank's keys, or of all in the class's order -> of all in rank order. Unproven for other keys."""
+        """Return the mask of all keys, rank by rank, from that of this rank's, or of all in the class's order. May raise
+        Unproven."""
         if mask_bK.shape[1] == sum(self.tokens[stream] for stream in streams):
             return mask_bK[:, self.all_rows(streams, mask_bK.device)]
         if mask_bK.shape[1] != self.lengths(streams)[self.index]:
@@ -254,8 +255,8 @@ class TokenCut(ABC):
         return self.gather(mask_bK.to(torch.uint8)[..., None], streams)[..., 0].bool()
 
     def which_own(self, tokens: Span, rows: int, device: torch.device) -> torch.Tensor | None:
-        """[rows] bool: which rows of the latest attention output are `tokens`, if the class numbers those among all ranks'
-        tokens. None: it numbers them among the `rows` of this rank, or they are not cut. Unproven for other numbers."""
+        """[rows] bool: which rows of the latest attention output are `tokens`, if the class numbers them among all ranks'
+        tokens. None: it numbers them among this rank's `rows`, or they are not cut. Raises Unproven for other numbers."""
         if self._latest is None or tokens.stop == rows:
             return None
         streams = self._latest.queries
@@ -265,15 +266,15 @@ class TokenCut(ABC):
         return (numbers_s >= tokens.start) & (numbers_s < tokens.stop)
 
     def rows(self, streams: Sequence[int], rank: int, device: torch.device = HOST) -> torch.Tensor:
-        """A rank's rows of a tensor with all tokens of these streams."""
+        """Return the numbers of a rank's rows in a tensor with all tokens of these streams, [n] int64."""
         return torch.cat([numbers(pick, device) for pick in self.picks(streams, rank)])
 
     def all_rows(self, streams: Sequence[int], device: torch.device) -> torch.Tensor:
-        """All ranks' rows, rank by rank."""
+        """Return the numbers of all ranks' rows, rank by rank, [n] int64."""
         return torch.cat([self.rows(streams, rank, device) for rank in range(self.ranks.size)])
 
     def picks(self, streams: Sequence[int], rank: int, stand_ins: bool = False) -> list[Pick]:
-        """As `rows`, without a copy if they follow each other. `stand_ins`: with this rank's stand-ins."""
+        """As `rows`, but consecutive rows are a span, which avoids a copy. `stand_ins`: include this rank's."""
         key = PICKS, tuple(streams), rank, stand_ins
         if key not in self._known:
             found: list[Pick] = []
@@ -286,27 +287,27 @@ class TokenCut(ABC):
         return self._known[key]
 
     def _computed(self, streams: Sequence[int]) -> list[Pick]:
-        """Rows that this rank computes: its own, and stand-ins."""
+        """Return the rows that this rank computes: its own and stand-ins."""
         return self.picks(streams, self.index, stand_ins=True)
 
     def _rows(self, streams: tuple[int, ...]) -> int:
-        """How many rows of these streams this rank computes."""
+        """Return the number of rows of these streams that this rank computes."""
         of_ranks = self.lengths(streams)[self.index]
         return of_ranks + len(self._stand_ins.intersection(streams)) if self._stand_ins else of_ranks
 
     def _computed_rows(self, streams: Sequence[int]) -> list[int]:
-        """Number of rows that this rank computes, of each stream."""
+        """Return the number of rows that this rank computes, by stream."""
         return [self._rows((stream,)) for stream in streams]
 
     def _real(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """[B, s, ...] of this rank's rows of these streams, without stand-ins."""
+        """[B, s, ...]: this rank's rows of these streams without stand-ins."""
         if self._stand_ins.isdisjoint(streams):
             return value
         parts = zip(streams, value.split(self._computed_rows(streams), dim=1), strict=True)
         return torch.cat([part[:, :0] if stream in self._stand_ins else part for stream, part in parts], dim=1)
 
     def _with_stand_ins(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """The reverse of _real. Stand-ins are zero."""
+        """Return the inverse of `_real`. Stand-ins are zero."""
         if self._stand_ins.isdisjoint(streams):
             return value
         lengths = [sum(map(len, self.picks((stream,), self.index))) for stream in streams]
@@ -315,28 +316,25 @@ class TokenCut(ABC):
         return torch.cat([zero if stream in self._stand_ins else part for stream, part in parts], dim=1)
 
     def parts(self, stream: int) -> list[list[Pick]]:
-        """Each rank's rows of a stream that has entered."""
+        """Return each rank's rows of a stream that has entered the blocks."""
         if self.band is None:
             return [[span] for span in self.ranks.parts(Span(0, self.tokens[stream]))]
         return [[part.rows for part in of_rank] for of_rank in self.band.parts(stream, self.tokens, self.ranks)]
 
     def lengths(self, streams: Sequence[int]) -> list[int]:
-        """Number of each rank's tokens of these streams."""
+        """Return the number of tokens of these streams, by rank."""
         key = LENGTHS, tuple(streams)
         if key not in self._known:
             self._known[key] = [sum(map(len, self.picks(streams, rank))) for rank in range(self.ranks.size)]
         return self._known[key]
 
     def leaves(self, number: int) -> bool:
-        """Whether the class needs values for all tokens behind block `number`: cut ones leave, or are `placed` there."""
+        """Whether the class needs all tokens after block `number`: they are gathered, or the block has `placed`."""
         return bool(self.blocks[number].leaving or self.blocks[number].placed)
 
     def leave(self, out: Any, is_known: bool = True) -> Any:
-        """The output of the block that runs, if tokens leave behind it, in the shape for all tokens.
-
-        It has the tokens of all ranks; if the block has `placed`, only this rank's, and NaN for others. Not `is_known`: all
-        values are NaN.
-        """
+        """Return the output of the block that runs, in the shape for all tokens, if `leaves` is true for it. It has all
+        ranks' tokens; if the block has `placed`, only this rank's, and NaN for others. Not `is_known`: all are NaN."""
         values, streams_of = (out,) if isinstance(out, torch.Tensor) else out, self.block.placed or self.block.leaving
         whole: list[torch.Tensor | None] = []
         for number, (value, streams) in enumerate(zip(values, streams_of, strict=True)):
@@ -347,7 +345,7 @@ class TokenCut(ABC):
         return whole[0] if isinstance(out, torch.Tensor) else tuple(whole)
 
     def left(self, _number: int, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """`value`, the block's returned value of this number, with all tokens instead of only this rank's."""
+        """Return all tokens of `value`, which the block returned at position `_number` with this rank's tokens."""
         return self.at_places(value, streams) if self.block.placed else self.whole(value, streams)
 
     def _unknown(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
@@ -355,7 +353,7 @@ class TokenCut(ABC):
         return value.new_full((len(value), tokens, *value.shape[2:]), math.nan)
 
     def whole(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """A value with all ranks' tokens of these streams, stream by stream; of local ones with this rank's."""
+        """All ranks' tokens of these streams, stream by stream. Streams that are local to a rank keep its own tokens."""
         shared = [stream for stream in streams if stream not in self.block.local]
         if not shared:
             return value
@@ -368,11 +366,11 @@ class TokenCut(ABC):
         return torch.cat([parts[stream] for stream in streams], dim=1)
 
     def by_stream(self, value: torch.Tensor, streams: Sequence[int]) -> dict[int, torch.Tensor]:
-        """This rank's tokens of these streams, one behind the other in `value`, by stream."""
+        """`value` split by stream. It has this rank's tokens of these streams, one stream behind the other."""
         return dict(zip(streams, value.split(self._computed_rows(streams), dim=1), strict=True))
 
     def _gathered(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """A value with all ranks' tokens of these streams, stream by stream."""
+        """Return all ranks' tokens of these streams, stream by stream."""
         gathered = self.gather(value, streams)
         if self.band is not None:
             return self.among_all(gathered, streams)
@@ -385,13 +383,13 @@ class TokenCut(ABC):
         return torch.cat([part for of_stream in zip(*of_ranks, strict=True) for part in of_stream], dim=1)
 
     def among_all(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """All ranks' tokens of a band, rank by rank -> all tokens of these streams. Those of other bands are NaN."""
+        """All tokens of these streams, with NaN for other bands. `value`: all ranks' tokens of a band, rank by rank."""
         out = self._unknown(value, streams)
         out[:, self.all_rows(streams, value.device)] = value
         return out
 
     def at_places(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """This rank's tokens of these streams -> all. Others are NaN. What is not cut stays."""
+        """Return all tokens of these streams, with NaN for other ranks. A value without streams is returned as it is."""
         if not streams:
             return value
         out = self._unknown(value, streams)

@@ -1,1 +1,1 @@
-"""Proofs of trials: the record, and those of published models, which ship with the pack."""
+"""Results of trials (`Proof`), and the results for published models, which ship with the pack (`Plan`)."""

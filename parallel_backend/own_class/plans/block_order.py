@@ -1,4 +1,4 @@
-"""A class's blocks: their lists, the order in which a call runs them, and what they return of their arguments' shapes."""
+"""Finds a class's lists of blocks, the order in which a call runs the blocks, and the shapes that they return."""
 
 import dataclasses
 import functools
@@ -18,20 +18,21 @@ from parallel_backend.own_class.calls.tried_calls import Call
 from parallel_backend.own_class.calls.unproven import Unproven
 
 KEPT_BLOCKS = 3
-"""Blocks of a model's only list that are tried: the first two and the last."""
+"""How many blocks are tried if a model has a single list: the first two and the last."""
 FIRST, LATER = 4, 2
-"""Minimum number of tried blocks of both kinds, in a list with two kinds."""
+"""Minimum number of tried blocks of the first and the later kind, in a list with two kinds."""
 FEWEST_BLOCKS = 2
-"""Fewest tried blocks of a list: the first and the last."""
+"""Minimum number of tried blocks of a list: the first and the last."""
 NO_LIST = "it has no list of blocks"
 DEPTH = re.compile("depth|layers|blocks")
-"""Names of a model's attributes that are numbers of blocks."""
+"""Matches names of a model's attributes that are numbers of blocks."""
 Representatives = Mapping[str, Sequence[int]]
-"""List -> for each of its blocks, the index, among the list's tried blocks, of the one that is tried in its place."""
+"""Name of a list -> for each of its blocks, which of the list's tried blocks represents it, by index."""
 
 
 def block_lists(model: nn.Module) -> dict[str, list[str]]:
-    """List -> names of its blocks: the outermost lists of like modules with layers of their own. A list of lists is none."""
+    """Return name of a list -> names of its blocks. Lists are the outermost module lists whose modules have one type and
+    contain layers. A list of lists does not count."""
     found: dict[str, list[str]] = {}
     lists = nn.ModuleList | nn.ModuleDict
     for name, module in model.named_modules():
@@ -46,8 +47,9 @@ def block_lists(model: nn.Module) -> dict[str, list[str]]:
 def choices(
     model: nn.Module, lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[tuple[str, ...], float]]:
-    """(lists to share out, their share of the parameters of all), the best choice first: all, then without the smallest, and
-    so on. Others, such as refiners whose output several blocks read, run whole on every stage."""
+    """Yield choices of lists to share out, and their fraction of all lists' parameters. The best is first: all lists, then
+    all without the smallest, and so on. Other lists, such as refiners whose output several blocks read, run completely on
+    every stage."""
 
     def size(name: str) -> float:
         parameters = sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
@@ -63,10 +65,10 @@ def choices(
 def representatives(
     model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT_BLOCKS
 ) -> dict[str, Sequence[int]]:
-    """Chooses the blocks to try: a list's first ones, its last one, and between them the first of each kind.
+    """Choose the blocks to try: the first ones of a list, its last one, and the first of each kind between them.
 
-    Blocks are of one kind if their parameters have the same names and shapes. `most`: most tried blocks of a list that has
-    one kind.
+    Blocks are of one kind if their parameters have the same names and shapes. `most`: maximum number of tried blocks of a
+    list with a single kind.
     """
     first = min(most, KEPT_BLOCKS if len(lists) == 1 else KEPT_BLOCKS - 1) - 1
     found: dict[str, Sequence[int]] = {}
@@ -85,10 +87,10 @@ def representatives(
 
 
 def representatives_of_two_kinds(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> dict[str, Sequence[int]] | None:
-    """As `likes`, for lists whose later blocks are of another kind than the first ones, and may read the first ones' output.
+    """Like `representatives`, for lists whose later blocks are of another kind and may read the output of the first ones.
 
-    The first FIRST blocks are tried, the first block of the later kind, and the last block. None: a list has fewer blocks of
-    a kind than FIRST and LATER, or blocks of other kinds.
+    The first FIRST blocks, the first block of the later kind, and the last block are tried. Returns None if a list has fewer
+    blocks of a kind than FIRST and LATER, or other kinds of blocks.
     """
     found: dict[str, Sequence[int]] = {}
     for name, blocks in lists.items():
@@ -129,11 +131,9 @@ def shortened(model: nn.Module, lists: Mapping[str, Sequence[str]], like: Repres
 
 @dataclass(frozen=True)
 class RecordedBlock:
-    """A block's behaviour in one call. `reads`: earlier blocks of its list whose output is among its arguments.
-
-    `returns`: for each returned value, the arguments that have its shape and dtype; None if the value is None. `alone`: the
-    block returns one tensor, and not a tuple.
-    """
+    """What a block did in one call. `reads`: earlier blocks of its list whose output it got as argument. `returns`: for each
+    returned value, the arguments with the same shape and dtype; None for a value that is None. `alone`: the block returns
+    one tensor, not a tuple."""
 
     name: str
     returns: tuple[frozenset[str] | None, ...]
@@ -141,10 +141,10 @@ class RecordedBlock:
     reads: frozenset[str]
 
     def with_another(self, other: "RecordedBlock") -> OwnBlock | None:
-        """The OwnBlock of this block. `other`: the same block in a call of another size.
+        """Return the OwnBlock for this block. `other`: the same block in a call of another size.
 
-        Each returned value gets an argument that has its shape and dtype in both calls. None: a value has no such argument,
-        or the block returns or reads other things in the other call.
+        Each returned value is matched to an argument that has its shape and dtype in both calls. Returns None if a value has
+        no such argument, or if the block returns or reads different things in the two calls.
         """
         nothing = frozenset({""})
         if dataclasses.replace(self, returns=()) != dataclasses.replace(other, returns=()):
@@ -156,17 +156,17 @@ class RecordedBlock:
 
 
 Recorded = tuple[list[list[RecordedBlock]], dict[str, str]]
-"""(for each call its blocks in order, list of blocks -> why its blocks cannot have stand-ins)."""
+"""The blocks of each call in order, and a list of blocks -> why its blocks cannot be left to other ranks."""
 
 
 def recorded_blocks(model: nn.Module, lists: Mapping[str, Sequence[str]], calls: Sequence[Call]) -> Recorded:
-    """Records the blocks of these lists in these calls. `calls`: two, of different sizes."""
+    """Record what the blocks of these lists do in `calls`: two calls of different sizes."""
     odd: dict[str, str] = {}
     orders: list[list[RecordedBlock]] = []
     outputs: list[tuple[str, Any]] = []  # (block, tensor that it has returned), to keep the tensors alive
 
     def note(name: str, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Forward hook of a block. If a value has the shape and dtype of none of the arguments, its list is odd."""
+        """Forward hook of a block. If a value has the shape and dtype of no argument, the reason is stored for the list."""
         given, own_list = by_place(args, kwargs), name.rpartition(".")[0]
         of_block = {id(value): other for other, value in outputs}
         read = {of_block[id(value)] for value in given.values() if id(value) in of_block}
@@ -203,7 +203,7 @@ def _alike(a: Any, b: Any) -> bool:
 def order_of(
     lists: Mapping[str, Sequence[str]], recorded: list[list[RecordedBlock]], odd: Mapping[str, str]
 ) -> list[OwnBlock]:
-    """The blocks of these lists, in the order of the calls. Unproven if they cannot be shared out."""
+    """Return the blocks of these lists in the order of the calls. Raises Unproven if they cannot be shared out."""
     orders = []
     for each in recorded:
         orders.append([block for block in each if list_of(block) in lists and list_of(block) not in odd])
@@ -228,18 +228,18 @@ def order_of(
 
 
 def list_of(block: "OwnBlock | RecordedBlock") -> str:
-    """Name of the list that a block is in."""
+    """Return the name of the list that contains a block."""
     return block.name.rpartition(".")[0]
 
 
 def are_mixed(blocks: Sequence[OwnBlock]) -> bool:
-    """Whether blocks of a list run between those of another."""
+    """Return whether blocks of one list run between blocks of another list."""
     lists = [name for name, _ in itertools.groupby(map(list_of, blocks))]
     return len(set(lists)) < len(lists)
 
 
 def read_by_next(blocks: Sequence[OwnBlock], names: Collection[str]) -> list[OwnBlock]:
-    """Mixed blocks. Each block of the lists `names` gets the next block of its list as `until`, if others run between.
+    """Return mixed blocks with `until` set, in the lists `names`, to the next block of the list if others run between.
 
     The class may add something to a block's output before the next block reads it. That sum is a new tensor, so
     `recorded_blocks` does not see that the next block reads the output.
@@ -254,21 +254,21 @@ def read_by_next(blocks: Sequence[OwnBlock], names: Collection[str]) -> list[Own
 
 
 def last_readers(order: Sequence[RecordedBlock]) -> dict[str, str]:
-    """OwnBlock.until of the blocks that have one."""
+    """Return block -> the last block that reads its output, for blocks that need OwnBlock.until."""
     following = {block.name: after.name for block, after in itertools.pairwise(order)}
     until = {name: block.name for block in order for name in block.reads}
     return {name: last for name, last in until.items() if following.get(name) != last}
 
 
 def whole_list(tried: Sequence[OwnBlock], names: Sequence[str], like: Sequence[int]) -> list[OwnBlock]:
-    """All blocks of a list with these names, see Representatives."""
+    """Return all blocks of a list with these names, each as a copy of its tried block (see Representatives)."""
     return [dataclasses.replace(tried[number], name=name) for number, name in zip(like, names, strict=True)]
 
 
 def blocks_of_all(
     tried: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], like: Representatives
 ) -> tuple[OwnBlock, ...]:
-    """All blocks of the tried lists, list by list."""
+    """Return all blocks of the tried lists, one list after the other."""
     found: list[OwnBlock] = []
     for at in dict.fromkeys(map(list_of, tried)):
         found += whole_list([block for block in tried if list_of(block) == at], lists[at], like[at])
@@ -278,6 +278,7 @@ def blocks_of_all(
 def tried_blocks(
     blocks: Sequence[OwnBlock], lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]], like: Representatives
 ) -> list[OwnBlock]:
-    """Of all blocks of a model those that are tried, with the names that they have in its shorter lists: see `shortened`."""
+    """Return those of a model's blocks that are tried, with the names that they have in its shorter lists (see
+    `shortened`)."""
     names = {lists[at][like[at].index(number)]: name for at, of_list in kept.items() for number, name in enumerate(of_list)}
     return [dataclasses.replace(block, name=names[block.name]) for block in blocks if block.name in names]

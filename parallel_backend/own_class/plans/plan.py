@@ -1,7 +1,5 @@
-"""Plans that ship with the pack: proofs of trials of published models, so that their first load needs no trial.
-
-A file in PLANS holds those of one class, of one code. `scripts/make_plans.py` makes them.
-"""
+"""Plans that ship with the pack: results of trials of published models, so that their first load needs no trial. A file in
+PLANS has the plans of one class for one version of its code. `scripts/make_plans.py` creates them."""
 
 import dataclasses
 import json
@@ -19,23 +17,24 @@ from parallel_backend.own_class.plans.proof import Proof
 
 PLANS = Path(__file__).parent
 NAME = "plans"
-"""Key of their list in a file."""
+"""Key of the list of plans in a file."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A call that needs a proof, and the degrees that the proof is needed for."""
+    """A call for which a proof is needed, and the degrees for which it is needed."""
 
     form: str
-    """The call's arguments without numbers, `options`, batch and sizes: of tensors their names and numbers of axes."""
+    """The form of the call's arguments, without numbers, `options`, batch and sizes: names and numbers of axes of
+    tensors."""
     options: frozenset[str]
     """Names of entries of ComfyUI's transformer_options that ranks do not get."""
     times: tuple[float, ...]
-    """The model's times at which a proof is made, see nodes.model.call.own_calls.near."""
+    """The timesteps at which a proof is made, see nodes.model.call.own_calls.near."""
     entries: int
-    """Entries of the batch."""
+    """The number of entries of the batch."""
     numbers: Mapping[str, float]
-    """The call's plain numbers."""
+    """The call's arguments that are plain numbers."""
     sequence: bool
     bands: bool
     tensor: int
@@ -43,11 +42,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class ListPlan:
-    """A list of blocks in a few records without names: its first block, those between, and its last. One: all are equal.
+    """A list of blocks as a few records without names: its first block, those between, and its last. One record: all are
+    equal.
 
-    `starts`: for each of `blocks` but the last, the number of the first block that it is for. Empty: 0 and 1.
-
-    `cuts`, `divided`: fields of OwnBlock that are the same in all blocks, and empty in `blocks`.
+    `starts`: for each of `blocks` except the last, the number of the first block that it describes; empty: 0 and 1. `cuts`,
+    `divided`: fields of OwnBlock that are the same in all blocks. They are then empty in `blocks`.
     """
 
     name: str
@@ -56,13 +55,14 @@ class ListPlan:
     divided: tuple[tuple[str, str], ...] = ()
     starts: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
-    """If the list runs mixed with the first list: for each block, the number of the first list's block that it runs
-    after."""
+    """If the list's blocks run between those of the first list: for each block, the number of the block of the first list
+    after which it runs."""
     read: bool = False
-    """The next block of the list reads a block's output, and others run between, see block_order.read_by_next."""
+    """Whether each block of the list reads the output of the previous one and others run between
+    (block_order.read_by_next)."""
 
     def whole(self, names: Sequence[str]) -> list[OwnBlock]:
-        """Records of all blocks of a list with these names."""
+        """Return records of all blocks of a list with these names."""
         blocks = self.blocks
         if self.cuts or self.divided:
             blocks = tuple(dataclasses.replace(block, cuts=self.cuts, divided=self.divided) for block in blocks)
@@ -73,33 +73,33 @@ class ListPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A proof, and the calls of a class that it holds for."""
+    """A proof, and the calls of a class for which it holds."""
 
     name: str
-    """Name of the published model that it was made with."""
+    """Name of the published model with which it was made."""
     kind: str
-    """Name of the class of ComfyUI's supported_models."""
+    """Name of the class in ComfyUI's supported_models."""
     arguments: str
     """JSON of the constructor's arguments that can matter, without `depths`."""
     depths: tuple[str, ...]
-    """Arguments that are numbers of blocks. The plan holds for any numbers."""
+    """Names of arguments that are numbers of blocks. The plan holds for any values of them."""
     form: str
-    """This field and the next two: see Asked."""
+    """For this field and the next two see Asked."""
     options: tuple[str, ...]
     times: tuple[float, ...]
     entries: tuple[int, ...]
-    """Numbers of batch entries. Empty: any number."""
+    """Numbers of batch entries for which it holds. Empty: any number."""
     tensor: tuple[int, ...]
-    """Degrees of tensor parallelism. 1: none."""
+    """Degrees of tensor parallelism for which it holds. 1: no tensor parallelism."""
     numbers: tuple[tuple[str, float], ...]
-    """The call's numbers. Those of proof.numbers may have any value."""
+    """The call's numbers. Numbers named in proof.numbers may have any value."""
     lists: tuple[ListPlan, ...]
-    """In the order in which a call runs them."""
+    """The lists of blocks in the order in which a call runs them."""
     proof: Proof
-    """Without blocks."""
+    """The proof without its blocks."""
 
     def serves(self, kind: str, arguments: Mapping[str, Any], asked: Asked) -> bool:
-        """Whether the plan holds for this call. `arguments`: of the class's constructor, those that can matter."""
+        """Return whether the plan holds for this call. `arguments`: the constructor's arguments that can matter."""
         numbers = {name: value for name, value in asked.numbers.items() if name not in self.proof.numbers}
         same = (self.kind, self.arguments) == (kind, without(arguments, self.depths))
         same = same and (self.form, self.times) == (asked.form, asked.times)
@@ -110,7 +110,7 @@ class Plan:
         return same and fits and in_batch and in_sequence and in_bands and asked.tensor in self.tensor
 
     def whole(self, lists: Mapping[str, Sequence[str]]) -> Proof:
-        """The proof for a model with these lists of blocks. KeyError if it lacks one."""
+        """Return the proof for a model with these lists of blocks. Raises KeyError if a list is missing."""
         placed: list[tuple[int, int, OwnBlock]] = []
         for number, each in enumerate(self.lists):
             names = lists[each.name]
@@ -126,7 +126,7 @@ class Plan:
 
 
 def lists_of(blocks: Sequence[OwnBlock]) -> tuple[ListPlan, ...]:
-    """The ListPlans of a model with these blocks."""
+    """Return the ListPlans for a model with these blocks."""
     found: dict[str, list[OwnBlock]] = {}
     behind: dict[str, list[int]] = {}
     mixed = are_mixed(blocks)
@@ -151,31 +151,29 @@ def lists_of(blocks: Sequence[OwnBlock]) -> tuple[ListPlan, ...]:
 
 
 def without(arguments: Mapping[str, Any], depths: Sequence[str]) -> str:
-    """JSON of a constructor's arguments without `depths`, with sorted names."""
+    """Return the JSON of a constructor's arguments without `depths`, with sorted names."""
     return json.dumps({name: value for name, value in arguments.items() if name not in depths}, sort_keys=True)
 
 
 def key_of(own: OwnClass, code: str) -> dict[str, object]:
-    """Key of a file of plans: the class, and the digest of its modules' code."""
+    """Return the key of a file of plans: the class, and the digest of the code of its modules."""
     return {"class": f"{own.module}.{own.name}", "code": code}
 
 
 def path_of(own: OwnClass) -> Path:
-    """The file of the class's plans, which need not be there."""
+    """Return the path of the file with the class's plans, which may not exist."""
     return PLANS / f"{own.module.removeprefix(ROOT)}.{own.name}.json"
 
 
 def read_plans(own: OwnClass, code: str) -> list[Plan] | None:
-    """The class's plans. None: there is no file, or it was made for other code.
-
-    One of kept_file.UNREADABLE for a damaged file.
-    """
+    """Return the class's plans, or None if there is no file or it was made for other code. Raises one of
+    kept_file.UNREADABLE for a damaged file."""
     content = read_kept(path_of(own), key_of(own, code), NAME)
     return None if content is None else [of_json(Plan, each) for each in content]
 
 
 def to_json(value: Any) -> Any:
-    """A dataclass, and those in it, as dictionaries without fields that have their default."""
+    """Return a dataclass, and dataclasses in it, as dictionaries without fields that have their default value."""
     if dataclasses.is_dataclass(value):
         fields = {each.name: (getattr(value, each.name), each.default) for each in dataclasses.fields(value)}
         return {name: to_json(one) for name, (one, default) in fields.items() if one != default}
@@ -183,7 +181,7 @@ def to_json(value: Any) -> Any:
 
 
 def of_json(hint: Any, value: Any) -> Any:
-    """The inverse of `to_json`. `hint`: the type. TypeError or ValueError for a value of another form."""
+    """Return the inverse of `to_json`. `hint`: the type. Raises TypeError or ValueError if the value has another form."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is UnionType:
         return None if value is None else of_json(next(each for each in arguments if each is not NoneType), value)

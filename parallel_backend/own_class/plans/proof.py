@@ -11,29 +11,30 @@ NOT_TRIED = "it was not tried"
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of a trial. An empty text: proven."""
+    """The result of a trial: what ranks can do with a class. A reason that is an empty string means that it is proven."""
 
     blocks: tuple[OwnBlock, ...]
-    """All blocks of the model. Empty: none could be found."""
+    """All blocks of the model. Empty: no blocks were found."""
     stages: str
-    """Why stages are not proven."""
+    """Why pipeline stages are not proven."""
     batch: str
-    """Why entries of the batch on their own are not proven."""
+    """Why computing entries of the batch separately is not proven."""
     sequence: str
-    """Why tokens cut over sequence ranks are not proven, by Ulysses or ring."""
+    """Why cutting tokens over ranks, by Ulysses or ring, is not proven."""
     numbers: tuple[str, ...] = ()
     """Names of the call's numbers that may have other values in this proof, such as a length of text."""
     options: tuple[str, ...] = ()
-    """Tensors in ComfyUI's transformer_options that ranks must get, such as the run's sigmas: the class reads one."""
+    """Tensors in ComfyUI's transformer_options that the class reads, so that ranks must get them, such as the run's
+    sigmas."""
     latent: OwnLatent | None = None
-    """Places of the latent's tokens. None: bands are not proven."""
+    """Where the latent's tokens are in the streams. None: bands are not proven."""
     bands: str = NOT_TRIED
     """Why bands are not proven."""
     tensor: str = NOT_TRIED
-    """Why layers shared by tensor ranks are not proven, for the degree that was asked for."""
+    """Why sharing layers between tensor-parallel ranks is not proven, for the degree that was asked for."""
 
     def check(self, degrees: Degrees, name: str) -> None:
-        """ValueError, with the widget's name, for degrees of the model `name` that are not proven. Bands are not a
+        """Raise ValueError, which names the widget, if degrees of the model `name` are not proven. Bands are not a
         degree."""
         if degrees.pipe > 1 and self.stages:
             raise ValueError(
@@ -51,9 +52,9 @@ class Proof:
             )
 
     def is_of_all(self, numbers: Collection[str]) -> bool:
-        """Whether it holds for calls with any values of these numbers."""
+        """Return whether the proof holds for calls with any values of these numbers."""
         return set(numbers) <= set(self.numbers)
 
 
 Tried = tuple[Proof, Sequence[OwnBlock]]
-"""The proof, and the tried model's blocks, with the cut of their tokens if they can be cut."""
+"""The proof, and the blocks of the tried model, with the cuts of their tokens if they can be cut."""

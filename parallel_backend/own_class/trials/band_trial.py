@@ -1,8 +1,8 @@
-"""Finds out whether a band of the latent's tokens gives what the whole model gives for it.
+"""Finds out whether a band of the latent's tokens, run on its own, gives the same as the uncut model.
 
-Where the tokens are, latent_tokens.py finds out. A band is then held against a run of the whole, as a rank is
-(comparison.py): outside of the band the latent has other random values, and outputs behind the blocks are NaN. A second
-latent, such as a video's audio, goes with the first band: to others it is outside.
+latent_tokens.py finds the tokens. A band's run is then compared with the uncut run, as a rank's is (comparison.py). Outside
+of the band the latent has other random values, and outputs after the blocks are NaN. A second latent, such as a video's
+audio, belongs to the first band and is outside of the others.
 """
 
 import itertools
@@ -48,11 +48,11 @@ from parallel_backend.own_class.trials.latent_tokens import (
 from parallel_backend.own_class.trials.token_trial import WORDS, Runs
 
 ROWS = 3, 3, 5
-"""Maximum frames, rows and columns of tokens of the second call: odd, so that a class which fills tokens up shows it."""
+"""Maximum frames, rows and columns of tokens of the second call. They are odd, so that padding by the class shows."""
 FEW_ROWS = 3, 3, 3
-"""The same for a call with which only two bands are tried."""
+"""As ROWS, for a call with which only the first and the last band are tried."""
 AXES = {"rows": -2, "frames": -3}
-"""Axis of the latent that bands cut."""
+"""The latent's axis that bands of this kind cut."""
 OUTSIDE = 99
 """Seed of the random values outside of a band."""
 
@@ -60,10 +60,12 @@ OUTSIDE = 99
 def latent_of(
     model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float], steady: bool = False
 ) -> OwnLatent:
-    """Where the latent's tokens are. Unproven if bands are not right for calls like `actual`, at these times too. `blocks`:
-    with the cut of their tokens. `steady`: an adapter says so of the class's words (OwnLatent.steady)."""
+    """Return where the latent's tokens are. Raises Unproven if bands give a wrong result for calls like `actual`, or at one
+    of `times`.
+
+    `blocks`: with the cut of their tokens. `steady`: an adapter's claim about the class's text, see OwnLatent.steady."""
     if len(actual.latents) > 2:
-        raise Unproven("its latent has more than two parts")
+        raise Unproven("its call has more than two latents")
     runs = Runs(model, blocks)
     call = _even(runs, smaller(actual, *runs.sizes(actual)[0]))
     latent = find_latent(runs, call, steady)
@@ -88,8 +90,8 @@ def latent_of(
 def check_in_bands(
     model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call, time: float | None = None
 ) -> None:
-    """Unproven unless bands are right for calls like `actual`, at this time if one is given. Only the first and the last
-    band are tried."""
+    """Raise Unproven if bands give a wrong result for calls like `actual`, at timestep `time` if given. Tries the first and
+    the last band."""
     runs = Runs(model, blocks)
     call = _odd(runs, actual, latent, FEW_ROWS)
     _of_both(latent, find_latent(runs, call, latent.steady))
@@ -99,7 +101,8 @@ def check_in_bands(
 def runs_of_bands(
     model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call
 ) -> Iterator[Callable[[TensorRank], list[torch.Tensor]]]:
-    """Each band's run of a call like `actual`, for tensor ranks to be tried in. It gives the band's part of the output."""
+    """For each band, the run of a call like `actual`, which TensorSharing tries. It returns the band's part of the
+    output."""
     runs = Runs(model, blocks)
     call = drawn(_odd(runs, actual, latent), 1)
     whole, outside = runs.noted(call), drawn(call, OUTSIDE).x
@@ -107,10 +110,8 @@ def runs_of_bands(
 
 
 def _even(runs: Runs, call: Call) -> Call:
-    """The call with latent sizes that are multiples of large powers of two, and so of the usual patch sizes.
-
-    A class may fill up other sizes. If it does not run with these sizes, smaller powers are taken.
-    """
+    """Return the call with latent sizes that are multiples of large powers of two, and so of the usual patch sizes. A class
+    may pad other sizes. If it does not run with these sizes, smaller powers are tried."""
     sides = call.latents[0].shape[2:]
     of_powers = (
         [1 << max(0, side.bit_length() - less) for side in sides] for less in range(2, max(3, max(sides).bit_length() + 1))
@@ -120,8 +121,7 @@ def _even(runs: Runs, call: Call) -> Call:
 
 
 def _odd(runs: Runs, actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS) -> Call:
-    """A call with an odd number of latent tokens and a different text length. `most` by axis, or as many as the class needs
-    to run."""
+    """A call with odd numbers of latent tokens and less text. `most`: limit for each axis; raised until the class runs."""
     sides = actual.latents[0].shape[2:]
     by = latent.patch[-len(sides) :]
     limits = [most[-len(sides) :]]
@@ -133,7 +133,7 @@ def _odd(runs: Runs, actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS
 
 
 def _first_that_runs(runs: Runs, calls: Iterable[Call]) -> Call:
-    """The first call whose streams enter the blocks. Unproven if there is none."""
+    """Return the first call with which the class runs and its streams enter the blocks. Raises Unproven if there is none."""
     for call in calls:
         try:
             streams_entering(runs, drawn(call, 1))
@@ -145,14 +145,14 @@ def _first_that_runs(runs: Runs, calls: Iterable[Call]) -> Call:
 
 
 def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
-    """The OwnLatent that holds for calls of two sizes. Unproven if the tokens are in other places."""
+    """Return the OwnLatent for calls of both sizes. Raises Unproven if tokens are found elsewhere in the second."""
     if replace(another, words=latent.words, pads=latent.pads, shared=latent.shared, idle=latent.idle) != latent:
-        raise Unproven("the places of its latent's tokens differ in calls of two sizes")
+        raise Unproven("its latent's tokens are ordered differently in calls of two sizes")
     return replace(latent, words=latent.words or another.words)
 
 
 def _check_words(runs: Runs, latent: OwnLatent, call: Call) -> None:
-    """Unproven unless the text has the same keys and values with another latent at another timestep."""
+    """Raise Unproven if the text's keys and values change with the latent and the timestep."""
     another = drawn(call, OUTSIDE)
     first, second = (runs.noted(each) for each in (call, replace(call, x=another.x, timestep=another.timestep)))
     tokens = {stream: value.shape[1] for stream, value in streams_entering(runs, call).items()}
@@ -166,10 +166,8 @@ def _check_words(runs: Runs, latent: OwnLatent, call: Call) -> None:
 
 
 def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
-    """OwnLatent.pads: whether the class pads a latent circularly if its size is not a multiple of the patch size.
-
-    It does if a latent and the same latent padded circularly by us give the same output.
-    """
+    """OwnLatent.pads: whether the class pads a latent circularly if its size is not a multiple of the patch size. It does if
+    a latent and the same latent padded circularly by us give the same output."""
     frames, side, _ = latent.patch
     sides = call.latents[0].shape[2:]
     patching = Patching(side=side, frames=frames, video=len(sides) == 3)
@@ -192,10 +190,10 @@ def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
 def _check(
     runs: Runs, latent: OwnLatent, calls: Sequence[Call], watched: WatchedOutputs | None = None, few: bool = False
 ) -> None:
-    """Unproven if a band of these calls is wrong.
+    """Raise Unproven if a band of these calls gives a wrong result.
 
-    `watched` sees the bands' runs; each band then also runs with NaN outside of it. `few`: only the first and the last band
-    of each call are tried. Bands of the last call that run without words are tried as naive patches, too.
+    `watched` sees the bands' runs; each band then also runs with NaN outside of it. `few`: try only the first and the last
+    band of each call. Bands of the last call that have no text are also tried as patches of naive patches.
     """
     shared = SharedOutputs(runs.model, latent.shared)
     for call in calls:
@@ -216,10 +214,10 @@ def _check(
 
 
 def _bands(runs: Runs, latent: OwnLatent, call: Call) -> Iterator["_Band"]:
-    """The bands that a trial runs: the call's first, middle and last one, by rows and then by frames.
+    """The bands that a trial runs: the first, middle and last one of the call, cut by rows and then by frames.
 
-    If the latent is `steady`, also the whole latent as one band whose words have run in an earlier call. An axis with fewer
-    than two rows of tokens gives no bands.
+    If the latent is `steady`, also the whole latent as one band whose text ran in an earlier call. An axis with fewer than
+    two rows of tokens gives no bands.
     """
     shape = call.latents[0].shape
     references = reference_tokens(runs, latent, call)
@@ -235,7 +233,7 @@ def _bands(runs: Runs, latent: OwnLatent, call: Call) -> Iterator["_Band"]:
 
 @dataclass(frozen=True)
 class _Band:
-    """`rows` (or frames) of tokens of the call's latent, as a band of its own. The first one has a second latent, too."""
+    """A band: these `rows` (or frames) of tokens of the call's latent. The first band also has the second latent."""
 
     runs: Runs
     latent: OwnLatent
@@ -243,13 +241,13 @@ class _Band:
     along: str
     rows: Span
     references: int
-    """Tokens of the whole call's."""
+    """Number of reference tokens in the whole call."""
     alone: bool = False
-    """It is a naive patch, which has words and the second latent, too."""
+    """Whether it is a patch of naive patches, which always has text and the second latent."""
     words_have_run: bool = False
 
     def check(self, whole: WholeRun, outside: torch.Tensor, watched: WatchedOutputs | None = None) -> None:
-        """Unproven if the band's run is wrong, with another latent outside of the band."""
+        """Raise Unproven if the band's run gives a wrong result. `outside`: latent values outside of the band."""
         with as_unproven("it does not run on a band of the latent", "in a band "):
             parts = self.output(whole, outside, ALL_LAYERS, watched)
         for part, own in zip(parts, self._own(whole.result), strict=True):
@@ -258,7 +256,7 @@ class _Band:
     def output(
         self, whole: WholeRun, outside: torch.Tensor, tensor_rank: TensorRank, watched: WatchedOutputs | None = None
     ) -> list[torch.Tensor]:
-        """The band's part of each latent's output, with another latent outside of the band."""
+        """Return the band's part of each latent's output. `outside`: latent values outside of the band."""
         x = outside.clone()
         for part, own in zip(self._own(x), self._own(self.call.x), strict=True):
             part.copy_(own)
@@ -269,7 +267,7 @@ class _Band:
         return self._own(out)
 
     def _named(self) -> Mapping[str, Any]:
-        """The call's arguments, with a control's residuals for the band alone, in the order of bands."""
+        """Return the call's arguments. Residuals of a ControlNet are only the band's, in the order of bands."""
         if (control := self.call.named.get(CONTROL)) is None:
             return self.call.named
         rows = self.tokens.picture_numbers
@@ -280,7 +278,7 @@ class _Band:
         return {**self.call.named, CONTROL: of_band}
 
     def _own(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The band's part of each latent in `x`, which has the form of the call's: views of it."""
+        """Return the band's part of each latent in `x`, as views. `x` has the form of the call's latent."""
         latent, *companion = self.call.parts(x)
         axis = AXES[self.along]
         by = self.latent.patch[axis]
@@ -293,7 +291,7 @@ class _Band:
 
     @property
     def tokens(self) -> BandTokens:
-        """As a rank gets them."""
+        """The band's tokens as ranks get them."""
         grid = grid_of(self.latent, self.call)
         row = math.prod(grid) // grid[AXES[self.along]]
         order = TokenOrder(math.prod(grid), row, self.references, self.along)
@@ -304,7 +302,7 @@ class _Band:
 
 
 class _InBand(ComparedRank):
-    """A band's run in a trial. Keys and values of other bands are taken from the whole model's run."""
+    """The run of a band in a trial. Keys and values of other bands come from the uncut run."""
 
     def __init__(
         self,
@@ -323,7 +321,8 @@ class _InBand(ComparedRank):
         return super().attend(function, *args, **kwargs)
 
     def has_rows_of(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
-        """A row that stands in for words, or for a second latent's tokens, may have any value: its keys are not kept."""
+        """Whether `own` has the band's rows. Rows that stand in for missing text may have any value: their keys are not
+        stored."""
         if not streams:
             return super().has_rows_of(own, of_whole, streams)
         parts = [part for stream in streams for part in self.band_parts(stream)]
@@ -332,7 +331,7 @@ class _InBand(ComparedRank):
         return own.shape[1] == len(rows) and close(own[:, kept], of_whole[:, rows[kept]], of_whole)
 
     def band_parts(self, stream: int) -> list[Part]:
-        """The band's tokens of a stream."""
+        """Return the band's tokens of a stream."""
         assert self.band is not None
         return self.band.parts(stream, self.tokens, ONE)[0]
 

@@ -1,7 +1,7 @@
-"""Trials of changes inside a class that other nodes ask for, on a model as the class's own trial has it (trial.py).
+"""Trials of changes inside a class that other nodes ask for, made with the tried model of the class's own trial (trial.py).
 
-They are skipped blocks (skip layer guidance) and guided attention (guided_attention.py), by ComfyUI's NAGuidance or KJNodes'
-WanVideoNAG. That our function computes what ComfyUI's does is shown apart from it, without a model.
+They are skipped blocks (skip layer guidance) and guided attention (guided_attention.py) by ComfyUI's NAGuidance or KJNodes'
+WanVideoNAG. A separate test without a model shows that our guidance function computes the same as ComfyUI's.
 """
 
 import itertools
@@ -42,23 +42,23 @@ from parallel_backend.own_class.trials.trial import conditions_of_trial
 
 @dataclass(frozen=True)
 class Shown:
-    """Result of a trial of a change."""
+    """Result of the trial of a change."""
 
     why: str = ""
-    """Why it is not proven. Empty: it is."""
+    """Why the change is not proven. Empty: it is proven."""
     has_effect: bool = False
-    """For guidance: whether the class calls the function that guides its attention."""
+    """Of guidance: whether the class calls the function that guides its attention."""
     lists: Mapping[str, str] = field(default_factory=dict)
-    """Of skipped blocks: kind of blocks -> the list that has them by their numbers. Kinds that are missing have no effect:
-    the class does not ask for them."""
+    """Of skipped blocks: kind of block -> the list whose numbers it uses. A missing kind has no effect, because the class
+    does not look for it."""
 
 
 class ChangeTrial(ABC):
-    """The trial of a change for calls like `call`, at the `times` too. `proof`: of those calls without the change. `tensor`:
-    ranks that share layers. `poll`: as in `trial`."""
+    """The trial of a change for calls like `call`, also at `times`. `proof`: of these calls without the change. `tensor`:
+    number of ranks that share layers. `poll`: see `trial`."""
 
     fails: str
-    """Beginning of the refusal of a class that raises an error."""
+    """Beginning of the message if the class raises an error."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class ChangeTrial(ABC):
         self.short: Short
         """The tried model."""
         self.blocks: list[OwnBlock]
-        """The blocks of the tried model that ranks share."""
+        """Blocks of the tried model that ranks share."""
 
     @abstractmethod
     def tried(self) -> Shown:
-        """The result with the tried model. Unproven if ranks would be wrong."""
+        """Return the result for the tried model. Raises Unproven if ranks would give a wrong result."""
 
     def shown(self) -> Shown:
-        """The result with a narrower model, or else with one of the class's own width."""
+        """Return the result for a narrower model. If that proves nothing, the result at the class's own width."""
         own, found = self.own, Shown(NOT_TRIED)
         narrower = () if own.unet else narrowed(own, self._call, self.tensor)
         with conditions_of_trial(self._poll) as poll:
@@ -96,7 +96,7 @@ class ChangeTrial(ABC):
         return found
 
     def _begin(self, kind: OwnClass, call: Call, factor: int, poll: Callable[..., None]) -> None:
-        """Make a model of this class, `factor` times narrower than that of the proof."""
+        """Build a model of this class. `factor`: how many times narrower it is than the proof's."""
         self.short = short_model(kind, call, poll)
         blocks = tried_blocks(self.proof.blocks, self.short.lists, self.short.kept, self.short.like)
         self.blocks = widened(blocks, Fraction(1, factor))
@@ -104,24 +104,24 @@ class ChangeTrial(ABC):
 
     @property
     def calls(self) -> list[Call]:
-        """Calls of the tried model, at no time and at the trial's times."""
+        """Calls of the tried model: with random timesteps, and at each of the trial's `times`."""
         return [drawn(self.short.call, 1), *(drawn(self.short.call, 3, time) for time in self.times)]
 
     def calls_of_tokens(self, actual: Call, time: Sequence[float] = ()) -> list[Call]:
-        """Calls like `actual` with which cut tokens are tried, at one time if it is given."""
+        """Return calls like `actual` for trying cut tokens. `time`: their timestep, or empty."""
         return [drawn(smaller(actual, *size), 1, *time) for size in self._sizes]
 
 
 Key = tuple[str, int]
-"""(kind of the block, its number), as other nodes name it."""
+"""(kind of block, its number), as other nodes name a block."""
 
 
 class TrialOfSkips(ChangeTrial):
-    """The trial of blocks that return their arguments. It finds out which blocks those are, and whether ranks that skip them
-    give the same result. `kinds`: of the blocks, by the names that other nodes give them.
+    """The trial of blocks that return their arguments: finds those blocks, and whether ranks that skip them give the same
+    result.
 
-    Such a node replaces a block by a function, which the class calls in place of it. No function reaches the ranks: they
-    call the class as ever, and a skipped block passes its arguments on.
+    `kinds`: kinds of blocks, as other nodes name them. Such a node has the class call its function instead of a block. Ranks
+    do not get the function: they call the class as always, and a skipped block returns its arguments.
     """
 
     fails = "it does not run with skipped blocks"
@@ -142,7 +142,7 @@ class TrialOfSkips(ChangeTrial):
             names = [self._skipped_block(calls[0], (kind, number)) for number in numbers]
             own = next((at for at, of_list in kept.items() if list(of_list) == names), None)
             if own is None or numbers != list(range(len(names))):
-                raise Unproven(f"the skipped blocks are not one list of blocks in order ({kind})")
+                raise Unproven(f"the skipped blocks are not a complete list of blocks in order ({kind})")
             if not {block.name for block in self.blocks}.issuperset(names):
                 raise Unproven(f"its blocks in {own} are not shared out")
             lists[kind] = own
@@ -155,7 +155,7 @@ class TrialOfSkips(ChangeTrial):
         return Shown(lists=lists)
 
     def _asked_for(self, call: Call) -> dict[str, list[int]]:
-        """Kind -> numbers of the replacements that the class calls. Kinds without any are left out."""
+        """Return kind of block -> numbers of the replacements that the class calls. Kinds without any are left out."""
         asked: dict[str, list[int]] = {}
 
         def note(kind: str, number: int, args: Any, more: Mapping[str, Any]) -> Any:
@@ -168,15 +168,14 @@ class TrialOfSkips(ChangeTrial):
         return asked
 
     def _skipped_block(self, call: Call, key: Key) -> str:
-        """Name of the block that does not run if `key` is replaced. Empty: none, or several."""
+        """Return the name of the block that does not run if `key` is replaced. Empty: none or several do not run."""
         orders, _ = recorded_blocks(self.short.model, self.short.kept, [call, _with_skipped(call, [key])])
         ran, skipping = ({block.name for block in order} for order in orders)
         return min(ran - skipping) if len(ran - skipping) == 1 else ""
 
     def _check_passed(self, names: Sequence[str], calls: Sequence[tuple[Call, Call]]) -> None:
-        """Unproven if ranks whose blocks `names` return their arguments give a different result.
-
-        `calls`: each without and with skipped blocks."""
+        """Raise Unproven if ranks give a different result when the blocks `names` return their arguments. `calls`: pairs of
+        the call without and with skipped blocks."""
         model, actual = self.short.model, self.short.actual
         wholes = [(call, skipping.run(model)) for call, skipping in calls]
         passed = [block for block in self.blocks if block.name in names]
@@ -197,17 +196,17 @@ def _with_skipped(call: Call, keys: Sequence[Key]) -> Call:
 
 
 def _replaced(call: Call, functions: Mapping[Key, Any]) -> Call:
-    """The call with functions in place of blocks."""
+    """Return the call with these functions in place of blocks."""
     return replace(call, options={**call.options, REPLACED: {BLOCKS: dict(functions)}})
 
 
 PROMPTS = "cond_or_uncond"
 """Entry of transformer_options: which prompts a call has."""
 SETTINGS = 5.0, 1.5, 0.5
-"""Scale, tau and alpha with which it is tried: each of them counts, and no other value is computed elsewhere."""
+"""Scale, tau and alpha of the trial. Each of them changes the result, and they enter no other computation."""
 TOGETHER = "both prompts are in one call"
 SEED = 5
-"""Seed of a second text."""
+"""Seed of the random second text."""
 
 
 class _Guiding(ChangeTrial):
@@ -215,10 +214,10 @@ class _Guiding(ChangeTrial):
 
     @abstractmethod
     def on_ranks(self, call: Call) -> Call:
-        """A call as ranks get it."""
+        """Return the call as ranks get it."""
 
     def compared(self, wholes: WholeOutputs) -> Shown:
-        """The result for ranks. `wholes`: `calls`, and the class's guided output for each."""
+        """Return the result for ranks. `wholes`: `calls`, each with the uncut model's guided output."""
         proof, model, actual = self.proof, self.short.model, self.on_ranks(self.short.actual)
         tried = replace(proof, batch=TOGETHER), without_token_cut(self.blocks) if proof.sequence else self.blocks
         for (call, whole), time in zip(wholes, [(), *([time] for time in self.times)], strict=True):
@@ -233,7 +232,7 @@ class _Guiding(ChangeTrial):
         return Shown(has_effect=True)
 
     def _check_shared(self, calls: Sequence[Call]) -> None:
-        """Unproven if ranks that share layers give a different result, alone or with a part of the tokens each."""
+        """Raise Unproven if tensor ranks give a different result, alone or combined with sequence ranks and bands."""
         model, blocks, latent = self.short.model, self.blocks, self.proof.latent
         sharing = TensorSharing(model, blocks, calls[:1], self.tensor)
         numbers = {name: range(count) for name, count in Counter(map(list_of, blocks)).items()}
@@ -248,7 +247,7 @@ class _Guiding(ChangeTrial):
 
 
 def _layers(block: OwnBlock) -> tuple[Any, ...]:
-    """What ranks share of it, without the widths, which are a tried model's."""
+    """Return the layers of a block that tensor ranks share, without widths, because a tried model is narrower."""
     return [(cut.layer, cut.kind) for cut in block.cuts], block.divided, block.headed
 
 
@@ -257,7 +256,7 @@ def _run_of_rank(model: nn.Module, blocks: Sequence[OwnBlock], call: Call, rank:
 
 
 class TrialOfGuidance(_Guiding):
-    """The trial of ComfyUI's NAGuidance, for any settings. `prompts`: positive and negative entries of the call, which
+    """The trial of ComfyUI's NAGuidance, for any settings. `prompts`: positive and negative batch entries of the call, which
     has PROMPTS among its options."""
 
     fails = "it does not run with guided attention"
@@ -287,8 +286,8 @@ class TrialOfGuidance(_Guiding):
 
 
 class _Native:
-    """The node's function, for the whole class. It guides if the class tells it of these `prompts`. The class may also tell
-    it of others, or of none, which ranks cannot see."""
+    """The node's function as it acts in the uncut model. It guides calls whose PROMPTS are `prompts`. The class may also
+    call it with others or without any, which ranks would not notice."""
 
     def __init__(self, guidance: NormalizedGuidance, prompts: Any):
         self._guide, self._prompts, self.calls = Guide(guidance), prompts, 0
@@ -299,11 +298,11 @@ class _Native:
 
 
 Node = Callable[[nn.Module, torch.Tensor], Callable[..., torch.Tensor]]
-"""(module that attends to the prompt, second text [1, U, hidden], embedded) -> the node's forward of the module."""
+"""(module that attends to the prompt, embedded second text [1, U, hidden]) -> the forward that the node gives the module."""
 
 
 class TrialOfSecondText(_Guiding):
-    """The trial of WanVideoNAG's second text. `settings`: see second_text.SETTINGS, those with which `node` guides."""
+    """The trial of WanVideoNAG's second text. `settings`: those with which `node` guides, see second_text.SETTINGS."""
 
     fails = "it does not run with a second text"
 

@@ -1,5 +1,5 @@
-"""Comparison of a trial's runs: the whole model's is noted, and values of ranks have to be rows of it. What is not proven is
-raised as Unproven."""
+"""Compares a rank's run with the uncut model's, whose values are recorded: the rank's values must be rows of them. A
+difference raises Unproven."""
 
 import functools
 import math
@@ -23,18 +23,18 @@ from parallel_backend.own_class.cuts.token_cut import TokenCut
 
 Value = TypeVar("Value")
 TOLERANCE = 1e-5
-"""Largest difference from the whole model's values, as a share of its largest value."""
+"""Largest allowed difference from the uncut model's values, divided by the largest of those values."""
 
 
 def check_equal(what: str, out: torch.Tensor, whole: torch.Tensor) -> None:
-    """Unproven, with `what` and the difference, if an output is not the whole model's but for rounding."""
+    """Raise Unproven, with `what` and the difference, if an output differs from the uncut model's by more than rounding."""
     far = distance(out, whole) if out.shape == whole.shape else math.inf
     if far > TOLERANCE:
         raise Unproven(f"{what} (by {far:.1e} of the largest value)")
 
 
 def close(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -> bool:
-    """Whether both are equal but for rounding, by the largest value of `whole`, or else of `b`."""
+    """Whether `a` and `b` differ only by rounding, relative to the largest value of `whole`, or of `b` if it is None."""
     if a.shape != b.shape or not a.numel():  # a sequence rank may have no token of a stream
         return a.shape == b.shape
     return bool((a - b).abs().max() <= TOLERANCE * (b if whole is None else whole).abs().max())
@@ -42,8 +42,8 @@ def close(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -
 
 @contextmanager
 def as_unproven(fails: str, before: str = "") -> Iterator[None]:
-    """Context from which all errors come out as Unproven, because a class's code is not known. The text is `fails` with the
-    error's first line, or that of an Unproven, with `before` in front of it."""
+    """Context in which all errors become Unproven, because a class may raise any. The text is `fails` and the error's first
+    line; for an Unproven, `before` and its text."""
     try:
         yield
     except Unproven as unproven:
@@ -53,7 +53,7 @@ def as_unproven(fails: str, before: str = "") -> Iterator[None]:
 
 
 def found_or_why(find: Callable[[], Value]) -> tuple[Value | None, str]:
-    """(what `find` returns, ""), or (None, the text of the Unproven that it raises)."""
+    """Return (what `find` returns, ""), or (None, the text of the Unproven that it raises)."""
     try:
         return find(), ""
     except Unproven as unproven:
@@ -61,18 +61,18 @@ def found_or_why(find: Callable[[], Value]) -> tuple[Value | None, str]:
 
 
 def why_not(check: Callable[[], object]) -> str:
-    """The text of the Unproven that `check` raises. Empty: it raises none."""
+    """Return the text of the Unproven that `check` raises. Empty: it raises none."""
     return found_or_why(check)[1]
 
 
 @dataclass(frozen=True)
 class TensorRank:
-    """One of `count` tensor ranks. The only one has all of the layers."""
+    """One of `count` tensor ranks. If `count` is 1, it has all of each layer."""
 
     index: int
     count: int
     add_up: Sum = own_sums
-    """Of the ranks' sums of guided attention."""
+    """Sums over the tensor ranks, for guided attention."""
 
 
 ALL_LAYERS = TensorRank(0, 1)
@@ -80,16 +80,16 @@ ALL_LAYERS = TensorRank(0, 1)
 
 @dataclass(frozen=True)
 class NotedAttention:
-    """A call of attention in the whole model: (queries, keys, values) and the output, each [B, S, H, D]."""
+    """An attention call in the uncut model: (queries, keys, values) and output, each [B, S, H, D]."""
 
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     out: torch.Tensor
     masked: bool
     key_mask: torch.Tensor | None
-    """As AttentionCall has it. None also if its mask is not a mask of keys."""
+    """As AttentionCall.key_mask. Also None if the mask is not a mask of keys."""
 
     def of_tensor_rank(self, rank: TensorRank, call: AttentionCall) -> "NotedAttention":
-        """The part with the heads of a tensor rank, whose own call is `call`."""
+        """Return the part with a tensor rank's heads. `call`: the rank's own call."""
 
         def part(whole_BSHD: torch.Tensor, own_BSHD: torch.Tensor) -> torch.Tensor:
             whole, heads = whole_BSHD.shape[2], own_BSHD.shape[2]
@@ -106,14 +106,14 @@ class NotedAttention:
 
 
 class WholeRun(TokenCut):
-    """A run of the whole model. No tokens are cut; attention and outputs of blocks are noted."""
+    """The uncut model's run, in which attention calls and outputs of blocks are recorded."""
 
     def __init__(self, blocks: Sequence[OwnBlock]):
         super().__init__([replace(block, attention=()) for block in blocks], 0, ONE)
         self.shapes: list[list[torch.Size]] = []
-        """Shapes of each block's tensors."""
+        """For each block, the shapes of its tensor arguments."""
         self.calls: list[list[NotedAttention]] = []
-        """Each block's attention."""
+        """For each block, its attention calls."""
         self.outputs: dict[int, tuple[torch.Tensor | None, ...]] = {}
         """Number of a block -> its outputs."""
         self.result: Any = None
@@ -155,15 +155,15 @@ class WholeRun(TokenCut):
 
 
 RANKS = 3
-"""In the trial, so that they have different numbers of tokens."""
+"""Number of ranks in the trial. With 3, ranks have different numbers of tokens."""
 OTHER_MASK = "attends with a different mask if its tokens are cut"
 
 
 class ComparedRank(TokenCut):
-    """A rank's run. What other ranks would send is taken from the whole model's run. Unproven if a value of the rank is not
-    a part of the whole's.
+    """The run of one sequence rank. Values from other ranks are taken from the uncut run.
 
-    `tensor_rank`: the layers have this rank's parts of their weights (feature_trial.py)."""
+    Raises Unproven if a value of the rank is not a part of the uncut run's. `tensor_rank`: which part of each layer's
+    weights the model has at present (feature_trial.py)."""
 
     def __init__(self, blocks: Sequence[OwnBlock], index: int, whole: WholeRun, tensor_rank: TensorRank = ALL_LAYERS):
         super().__init__(blocks, index, SequenceCut((1.0,), RANKS, repeat_text=False))
@@ -171,7 +171,7 @@ class ComparedRank(TokenCut):
         self._leaving: dict[int, torch.Tensor] = {}  # by stream: the whole's tokens of the value that leaves
 
     def noted(self) -> NotedAttention:
-        """The whole run's values at the present call of attention."""
+        """Return the uncut run's values for the present attention call."""
         calls = self._noted.calls[self.number]
         if self.attended > len(calls):
             raise Unproven(f"{self.block.name} attends more often if its tokens are cut")
@@ -192,12 +192,11 @@ class ComparedRank(TokenCut):
         if call.k_BKHD.shape[2] % spec.sharing == 0 and not shares_keys(call.k_BKHD, call.v_BKHD, spec.sharing):
             raise Unproven(f"{self.block.name} attends with heads that share no keys")
         if call.rule is not None and not self._is_ruled(call, whole, self.own_rows(spec.queries)):
-            raise Unproven(f"{self.block.name} attends by rows in a different way if its tokens are cut")
+            raise Unproven(f"{self.block.name} attends differently for each row if its tokens are cut")
         return whole.out[:, self.own_rows(spec.queries)]
 
     def _is_ruled(self, call: AttentionCall, whole: NotedAttention, rows: slice | torch.Tensor) -> bool:
-        """Whether the call's rule returns these rows of the whole's output if it gets them alone, with keys in another
-        order."""
+        """Whether the call's rule gives these rows of the uncut output if it gets only them, with keys in another order."""
         assert call.rule is not None
         q_BQHD, k_BKHD, v_BKHD = whole.tensors
         queries, keys = torch.arange(q_BQHD.shape[1])[rows], torch.arange(k_BKHD.shape[1]).flip(0)
@@ -215,11 +214,11 @@ class ComparedRank(TokenCut):
         return super().left(number, value, streams)
 
     def has_rows_of(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
-        """Whether `own` has this rank's rows of the whole's tokens of these streams."""
+        """Whether `own` equals this rank's rows of the uncut value `of_whole`, whose tokens are those of these streams."""
         return close(own, of_whole[:, self.own_rows(streams)], of_whole)
 
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
-        """The whole's tokens, rank by rank, of the value that leaves."""
+        """Return the uncut run's tokens of the value that leaves the blocks, rank by rank."""
         return torch.cat([self._leaving[stream] for stream in streams], dim=1)[:, self.all_rows(streams, value.device)]
 
     def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
@@ -229,5 +228,5 @@ class ComparedRank(TokenCut):
         return whole
 
     def own_rows(self, streams: Sequence[int]) -> slice | torch.Tensor:
-        """This rank's rows of a tensor with all tokens of these streams, or of one that is not cut."""
+        """Return this rank's rows of a tensor with all tokens of these streams. Without streams, all rows."""
         return self.rows(streams, self.index) if streams else slice(None)

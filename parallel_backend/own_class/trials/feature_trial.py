@@ -1,8 +1,7 @@
-"""Tries whether tensor ranks, each with its part of a class's layers, compute what the whole does.
+"""Tries whether tensor ranks, each with its part of a class's layers, compute what the uncut model does.
 
-One run of the whole is noted: what its layers make of their inputs. A rank's run is held against it, one rank after the
-other in one process: where ranks would add up or gather, it goes on with the whole's values, and its own have to make them
-up.
+The uncut run records the outputs of its layers. Then ranks run one after the other in one process. At a layer whose outputs
+are summed or gathered, a rank continues with the recorded values, and the ranks' own values must add up to them.
 """
 
 import itertools
@@ -26,19 +25,19 @@ from parallel_backend.own_class.plans.block_order import Representatives, blocks
 from parallel_backend.own_class.trials.comparison import TensorRank, as_unproven, check_equal, close, why_not
 
 MOST_SETTINGS = 64
-"""Maximum number of choices of attributes and arguments that are tried for a block."""
+"""Maximum number of combinations of attributes and arguments that are tried for a block."""
 
 LAYERS = nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d
 """Layers whose attributes follow from the sizes of their weights."""
 
 Run = Callable[[TensorRank], Any]
-"""Runs what is tried, as this tensor rank, and gives its result. The only rank is the whole."""
+"""Runs the module as this tensor rank and returns its result. With a single rank the module is uncut."""
 GUIDANCE = "guided attention"
 
 
 class _Values:
-    """Values at one place in a run of the whole, in order, and the sums of the ranks' there. Unproven if a rank's do not fit
-    them. `name`: of the place, such as a layer whose outputs they are, or inputs of a norm."""
+    """The values of one layer (or norm) in the uncut run, in order, and the sums of the ranks' values. `name`: the layer's
+    name in messages. Raises Unproven if a rank's values do not fit."""
 
     def __init__(self, name: str):
         self.name, self._next = name, 0
@@ -46,23 +45,23 @@ class _Values:
         self._sums: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """A rank's run begins."""
+        """Begin the run of a rank."""
         self._next = 0
 
     def note(self, value: torch.Tensor) -> torch.Tensor:
-        """The whole's next value."""
+        """Record the next value of the uncut run, and return it."""
         self._whole.append(value.clone())
         return value
 
     def next(self) -> torch.Tensor:
-        """The whole's value for the present one of a rank."""
+        """Return the uncut run's value that belongs to the rank's present one."""
         self._next += 1
         if self._next > len(self._whole):
             raise Unproven(f"{self.name} is called more often if it is cut")
         return self._whole[self._next - 1]
 
     def add(self, own: torch.Tensor) -> torch.Tensor:
-        """Add a rank's value. Returns the whole's."""
+        """Add the rank's value to the sums. Returns the uncut run's value."""
         whole = self.next()
         if own.shape != whole.shape:
             raise Unproven(f"a rank's values of {self.name} have a different shape from the whole model's")
@@ -72,19 +71,19 @@ class _Values:
         return whole.clone()
 
     def check_sums(self) -> None:
-        """Unproven unless the ranks' values add up to the whole's."""
+        """Raise Unproven if the ranks' values do not add up to the uncut run's."""
         if len(self._whole) != len(self._sums) or not all(map(close, self._sums, self._whole)):
             raise Unproven(f"the ranks' values of {self.name} do not add up to the whole model's")
 
 
 class _LayerOfRank:
-    """A layer with a tensor rank's part of the weights. `values`: of the whole."""
+    """A layer with a tensor rank's part of the weights. `values`: those of the uncut run."""
 
     def __init__(self, cut: OwnCut, layer: nn.Module, rank: TensorRank, values: _Values):
         self._cut, self._layer, self._rank, self._values = cut, layer, rank, values
 
     def put(self, stack: ExitStack) -> None:
-        """Put the part in the layer's place until the stack is closed."""
+        """Give the layer the rank's part of its weights until the stack is closed."""
         kept = dict(self._layer._parameters)
         stack.callback(self._layer._parameters.update, kept)
         shards = {name: self._shard(name, parameter) for name, parameter in kept.items() if parameter is not None}
@@ -105,25 +104,25 @@ class _LayerOfRank:
         return nn.Parameter(self._part(parameter, shard.dim), requires_grad=False)
 
     def _whole_of(self, own: torch.Tensor) -> torch.Tensor:
-        """The whole's value. Unproven unless the rank's own is a part of it."""
+        """Return the uncut run's value. Raises Unproven if the rank's own value is not a part of it."""
         whole = self._values.next()
         if not close(own, self._part(whole), whole):
             raise Unproven(f"a rank's values of {self._values.name} are not a part of the whole model's")
         return whole
 
     def _made_up(self, _layer: nn.Module, _given: tuple, out: torch.Tensor) -> torch.Tensor:
-        """Forward hook of a layer whose outputs are added up or gathered."""
+        """Forward hook of a layer whose outputs are summed or gathered: replaces them by the uncut run's."""
         return self._whole_of(out).clone() if self._cut.kind == CutKind.GATHER.value else self._values.add(out)
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        """Forward of an RMSNorm with the rank's features, and the sum of squares of all."""
+        """Forward of an RMSNorm over the rank's features. The mean square is that of all features."""
         whole, norm = self._whole_of(x), self._layer
         assert isinstance(norm, nn.RMSNorm) and norm.eps is not None
         return x * torch.rsqrt(whole.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
 
 
 def _layers(module: nn.Module, blocks: Sequence[OwnBlock]) -> Iterator[tuple[str, OwnCut, nn.Module]]:
-    """(name, cut, layer) of the layers that ranks share in these blocks of the module."""
+    """(name, cut, layer) of each layer in these blocks of the module that ranks share."""
     for block in blocks:
         for cut in block.cuts:
             name = f"{block.name}.{cut.layer}".removeprefix(".")
@@ -134,7 +133,7 @@ def _layers(module: nn.Module, blocks: Sequence[OwnBlock]) -> Iterator[tuple[str
 def _of_rank(
     module: nn.Module, blocks: Sequence[OwnBlock], rank: TensorRank, values: Mapping[str, _Values]
 ) -> Iterator[None]:
-    """Context in which the module has this rank's part of its layers. `values`: by layer."""
+    """Context in which the module has this rank's part of its layers. `values`: by name of the layer."""
     with ExitStack() as stack:
         for name, cut, layer in _layers(module, blocks):
             _LayerOfRank(cut, layer, rank, values[name]).put(stack)
@@ -145,7 +144,7 @@ def _of_rank(
 
 @contextmanager
 def _noting(module: nn.Module, blocks: Sequence[OwnBlock], values: Mapping[str, _Values]) -> Iterator[None]:
-    """Context of a run of the whole: its values at the cut layers are noted."""
+    """Context of the uncut run, in which the values of the cut layers are recorded."""
 
     def note(name: str, cut: OwnCut, _layer: nn.Module, given: tuple, out: torch.Tensor) -> None:
         values[name].note(given[0] if cut.kind == CutKind.NORM.value else out)
@@ -157,8 +156,8 @@ def _noting(module: nn.Module, blocks: Sequence[OwnBlock], values: Mapping[str, 
 
 
 def check_shared(module: nn.Module, blocks: Sequence[OwnBlock], run: Run, ranks: int) -> None:
-    """Unproven unless ranks that share these blocks' layers compute what the module does in `run`. A block without a name is
-    the module itself."""
+    """Raise Unproven if ranks that share these blocks' layers do not compute what the module does in `run`. A block with an
+    empty name is the module itself."""
     kinds = {name: cut.kind for name, cut, _ in _layers(module, blocks)}
     values = {name: _Values(name) for name in (*kinds, GUIDANCE)}
     with as_unproven("it does not run if its layers are cut"):
@@ -181,8 +180,8 @@ def _tensors(out: Any) -> list[torch.Tensor]:
 
 
 class TensorSharing:
-    """How `ranks` tensor ranks share the layers of a tried model's blocks, found by the first of `calls`. Unproven if they
-    cannot, or if it is wrong for one of the calls."""
+    """How `ranks` tensor ranks share the layers of a tried model's blocks, found by the first of `calls`. Raises Unproven if
+    they cannot share them, or if one of the calls gives a wrong result."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: int):
         self._model, self._ranks = model, ranks
@@ -192,20 +191,20 @@ class TensorSharing:
             self.check_call(call)
 
     def check_call(self, call: Call) -> None:
-        """As `check`, for a run of this call with all tokens, in one stage."""
+        """As `check`, for a run of this call with all tokens in one stage."""
         self.check(lambda _rank: call.run(self._model, options=False))
 
     def check(self, run: Run) -> None:
-        """Unproven if ranks that share layers give a different result in this run, such as one with a part of the tokens."""
+        """Raise Unproven if tensor ranks give a different result in this run, such as one with a part of the tokens."""
         check_shared(self._model, self._shared, run, self._ranks)
 
     def check_all(self, runs: Iterable[Run]) -> None:
-        """As `check`, for all of these runs."""
+        """As `check`, for each of these runs."""
         for run in runs:
             self.check(run)
 
     def of_all(self, blocks: tuple[OwnBlock, ...], like: Representatives) -> tuple[OwnBlock, ...]:
-        """All `blocks` of the class, with the layers that ranks share."""
+        """Return all `blocks` of the class, with the cuts found for the tried blocks."""
         lists = {at: [block.name for block in blocks if list_of(block) == at] for at in like}
         shared_by = {block.name: block for block in blocks_of_all(self._shared, lists, like)}
         fields = "cuts", "divided", "headed", "units", "head_units"
@@ -213,7 +212,7 @@ class TensorSharing:
 
 
 def _arguments(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> dict[str, tuple[tuple, dict[str, Any]]]:
-    """Block -> its arguments in the call."""
+    """Return name of a block -> the arguments that it gets in the call."""
     found: dict[str, tuple[tuple, dict[str, Any]]] = {}
 
     def note(name: str, _block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -228,7 +227,7 @@ def _arguments(model: nn.Module, blocks: Sequence[OwnBlock], call: Call) -> dict
 
 
 def _with_shares(module: nn.Module, block: OwnBlock, given: tuple[tuple, dict[str, Any]], ranks: int) -> OwnBlock:
-    """A block that gets these arguments, with the layers that ranks can share. Unproven if they can share none."""
+    """The block with the layers that ranks can share, if it gets these arguments. Raises Unproven if they can share none."""
     with as_unproven(f"the inputs of the layers of {block.name} cannot be found"):
         noted = run_noted(module, *given)
         choices = units_of_heads(noted, ranks)
@@ -257,9 +256,10 @@ def _with_shares(module: nn.Module, block: OwnBlock, given: tuple[tuple, dict[st
 
 
 def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[int, int]:
-    """Numbers that may have to be divided over ranks -> units, see OwnBlock. They are numbers of features, of a part of a
-    cut layer's side or of consecutive parts, and numbers of heads. Of two parts of one size the one with fewer units
-    counts."""
+    """Return numbers that may have to be divided over ranks -> their units, see OwnBlock.
+
+    They are numbers of features (of one part of a cut layer's side, or of consecutive parts) and numbers of heads. If two
+    parts have the same size, the one with fewer units counts."""
     parts: set[tuple[int, int]] = set()
     for cut in cuts:
         if cut.kind == CutKind.GATHER.value:
@@ -283,8 +283,10 @@ def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[i
 def _settings(
     block: nn.Module, amounts: Mapping[int, int], tables: Mapping[int, Sequence[tuple[int, int]]]
 ) -> Iterator[tuple[tuple[tuple[str, str, int], ...], tuple[tuple[int, int], ...]]]:
-    """Choices of attributes and arguments to divide over ranks, in the order of trial: all attributes that have one of these
-    `amounts` and none of the `tables`, then one attribute fewer or one axis of tables more, and so on."""
+    """Combinations of attributes and arguments to divide over ranks, in the order in which they are tried.
+
+    The first one has all attributes whose value is in `amounts`, and none of the `tables`. The next ones have one attribute
+    less or one axis of tables more, and so on."""
     by_name: dict[tuple[str, int], list[tuple[str, str, int]]] = {}
     for path, module in block.named_modules():
         if not isinstance(module, LAYERS):

@@ -1,7 +1,7 @@
-"""Finds a latent's tokens: the stream in which they enter a class's blocks, and their rows in the stream.
+"""Finds a latent's tokens: the stream in which they enter a class's blocks, and their rows in that stream.
 
 Each run of the prologue (the code before the blocks) changes one row, column or frame of the latent. In these runs, lists of
-blocks that tokens leave, such as refiners, pass tokens on unchanged.
+blocks after which tokens are gathered, such as refiners, return their tokens unchanged.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from parallel_backend.own_class.trials.token_trial import Runs
 
 MIXED = "its latent's tokens are not equal parts in raster order, or are mixed before its blocks"
 OTHER_IMAGES = 2
-"""Seed of their values."""
+"""Seed of the values of other images."""
 
 
 class _HasEntered(Exception):
@@ -32,7 +32,8 @@ class _HasEntered(Exception):
 
 
 class _Prologue(WholeRun):
-    """Notes the streams where they enter, and then ends the run. Tokens leave lists of blocks as they have entered them."""
+    """Records the streams where they enter, then ends the run. Blocks after which tokens are gathered return them
+    unchanged."""
 
     def __init__(self, blocks: Sequence[OwnBlock]):
         super().__init__(blocks)
@@ -59,13 +60,13 @@ class _Prologue(WholeRun):
             for value, streams in zip(values, self.block.leaving, strict=True)
         ]
         if any(value is not None and value.shape != each.shape for value, each in zip(values, entered, strict=True)):
-            raise Unproven("its tokens change their form in a list of blocks")
+            raise Unproven("a list of blocks returns tokens in another shape than it gets")
         return entered[0] if isinstance(out, torch.Tensor) else tuple(entered)
 
 
 def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
-    """Where the tokens of the call's latent are. Unproven unless they are a raster in one of the streams, each time that
-    tokens enter. `steady`: see OwnLatent. If it is, references count as text."""
+    """Return where the tokens of the call's latent are. `steady`: see OwnLatent; if true, references count as text. Raises
+    Unproven if they are not in raster order in one stream, each time that tokens enter the blocks."""
     search = _LatentSearch(runs, call)
     (found, *more) = search.rasters()
     if found.patch[-1] != found.patch[-2]:
@@ -74,12 +75,12 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
     for each in more:
         behind = found.start == 0 and each.behind == found.behind and each.start > 0
         if each.patch != found.patch or (each.start and each.behind and not behind):
-            raise Unproven("a list of blocks moves its latent's tokens")
+            raise Unproven("its latent's tokens are at other positions in a later list of blocks")
         again.append(OwnEntry(each.stream, each.start > 0, behind))
     pattern, companions = "", Changed({})
     if len(call.latents) > 1:
         if more:
-            raise Unproven("its latent has two parts, and leaves a list of blocks")
+            raise Unproven("its call has two latents, and their tokens pass through several lists of blocks")
         pattern, companions = search.companion(found)
     hints = [] if companions else search.hints(found)
     again += [OwnEntry(stream, False, False) for stream in hints]
@@ -100,17 +101,18 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
 
 
 Streams = Mapping[int, torch.Tensor]
-"""Number of a stream -> its tokens when they enter the blocks."""
+"""Number of a stream -> its tokens where they enter the blocks."""
 Changed = dict[int, tuple[int, ...]]
-"""Stream -> its rows that a change of the latent changes, if there are any."""
+"""Number of a stream -> the rows that a change of the latent changes. Unchanged streams are missing."""
 
 
 @dataclass(frozen=True)
 class _Raster:
-    """The latent's tokens in a stream. `start`, `behind`: numbers of other tokens before and after them.
+    """The latent's tokens in a stream, in raster order.
 
-    `patch`: size of the latent's part that a token has. `grid`: the latent's tokens by axis. `beside`: other tokens after
-    each row of an image's tokens, which `behind` does not count.
+    `start`, `behind`: numbers of other tokens before and after them. `patch`: sizes of the part of the latent that a token
+    has. `grid`: number of tokens along each axis. `beside`: number of other tokens after each row of an image's tokens,
+    which `behind` does not count.
     """
 
     stream: int
@@ -122,7 +124,7 @@ class _Raster:
 
     @property
     def count(self) -> int:
-        """The latent's tokens."""
+        """Number of the latent's tokens."""
         return math.prod(self.grid)
 
     @property
@@ -138,10 +140,11 @@ class _Raster:
 
     @staticmethod
     def of(changed: Sequence[Sequence[Changed]], first: Mapping[int, torch.Tensor], streams: set[int]) -> "_Raster":
-        """By what the values at each index of each axis of the latent change in these streams. Unproven: no raster."""
+        """Return the raster in these streams. `changed`: for each axis of the latent and each index, the rows that its
+        values change. Raises Unproven if the rows are not a raster."""
         found = [[_only(rows, streams) for rows in of_axis] for of_axis in changed]
         if len(among := {stream for of_axis in found for stream, _ in of_axis}) != 1:
-            raise Unproven("a part of its latent is in several streams")
+            raise Unproven("tokens of its latent are in several streams")
         (stream,), by_axis = among, [[rows for _, rows in of_axis] for of_axis in found]
         patch = tuple(len(list(next(itertools.groupby(of_axis))[1])) for of_axis in by_axis)
         if any(len(of_axis) % by for of_axis, by in zip(by_axis, patch, strict=True)):
@@ -161,37 +164,38 @@ class _Raster:
 
 
 def _only(changed: Changed, streams: set[int]) -> tuple[int, tuple[int, ...]]:
-    """The one of these streams that changes, and its rows."""
+    """Return (stream, rows) if exactly one of these streams is changed. Otherwise raises Unproven."""
     among = [stream for stream in changed if stream in streams]
     if len(among) != 1:
-        raise Unproven("a part of its latent is in several streams" if among else "a part of its latent is not used")
+        raise Unproven("tokens of its latent are in several streams" if among else "a part of its latent is not used")
     return among[0], changed[among[0]]
 
 
 class _LatentSearch:
-    """Runs of the prologue with a call, drawn at random, and with that call changed."""
+    """Runs of the prologue: with a call of random values, and with changes of that call."""
 
     def __init__(self, runs: Runs, call: Call):
         self._runs, self._call = runs, drawn(call, 1)
         self.first = streams_entering(runs, self._call)
-        """The streams of the call as it is."""
+        """The streams of the unchanged call."""
 
     def rasters(self) -> list[_Raster]:
-        """The latent's tokens each time that tokens enter. Unproven if they are not a raster."""
+        """The latent's tokens, for each time that tokens enter the blocks. Raises Unproven if they are not a raster."""
         sides = self._call.latents[0].shape
         changed = [[self._by_latent(0, axis, index) for index in range(sides[axis])] for axis in range(2, len(sides))]
         return [_Raster.of(changed, self.first, streams) for streams in entries_of(self._runs.blocks)]
 
     def companion(self, found: _Raster) -> tuple[str, Changed]:
-        """Companion.pattern from the second latent to its tokens, and these tokens. `found`: the first latent's tokens.
+        """Return (Companion.pattern from the second latent to its tokens, stream -> rows of those tokens). `found`: the
+        first latent's.
 
-        Unproven if both latents have a token in common, or if the second latent's tokens are not made of whole axes. The
-        pattern only gives the number of tokens. The later trial of bands shows that they are the second latent's.
+        Raises Unproven if the latents share a token, or if the second one's tokens do not consist of whole axes. The pattern
+        only gives the number of tokens. The later trial of bands proves that they are the second latent's.
         """
         sizes = self._call.latents[1].shape
         stream, rows = _only(self._by_latent(1, 0, 0), set(self.first))
         if stream == found.stream and set(found.rows) & set(rows):
-            raise Unproven("its second latent is mixed into the first one's tokens before its blocks")
+            raise Unproven("its second latent is mixed into the first latent's tokens before its blocks")
         of_channels = [axis for axis in range(1, len(sizes)) if rows in self._by_latent(1, axis, 0).values()]
         of_tokens = [axis for axis in range(1, len(sizes)) if axis not in of_channels]
         if not of_tokens or math.prod(sizes[axis] for axis in of_tokens) != len(rows):
@@ -202,15 +206,15 @@ class _LatentSearch:
         return f"b {names} -> b ({tokens}) ({channels})", {stream: rows}
 
     def hints(self, found: _Raster) -> list[int]:
-        """Streams that enter beside the latent's and have a token for each of its tokens, which images in the call's
-        arguments change: bands share them out alike."""
+        """Return other streams with one token for each of the latent's tokens, which change with images in the arguments.
+        Bands split them like the latent's."""
         changed, all_rows = self._by_images(), tuple(range(found.count))
         beside = (stream for stream in entries_of(self._runs.blocks)[0] if stream != found.stream)
         return [each for each in beside if self.first[each].shape[1] == found.count and changed.get(each) == all_rows]
 
     def kinds(self, found: _Raster, companions: Changed) -> list[str]:
-        """By token of the latent's stream: its kind, see OwnLatent.layout. References are tokens that images in the call's
-        arguments change. Empty: there are no references, tokens of a kind are apart, or some are of no known kind."""
+        """Return the kind of each token in the latent's stream, see OwnLatent.layout. References are tokens that images in
+        the arguments change. Empty: there are no references, tokens of a kind are apart, or a token's kind is unknown."""
         kinds = [WORDS] * self.first[found.stream].shape[1]
         images = self._by_images().get(found.stream, ())
         for kind, rows in ((REFERENCES, images), (COMPANION, companions.get(found.stream, ())), (LATENT, found.rows)):
@@ -228,7 +232,7 @@ class _LatentSearch:
         return kinds if is_known and (is_around or len(order) == len(set(kinds))) else []
 
     def ahead(self, latent: OwnLatent, kinds: Sequence[str]) -> str:
-        """OwnLatent.ahead. Unproven if no argument has all of the references before the latent, and no others."""
+        """OwnLatent.ahead. Raises Unproven if no argument has exactly the references before the latent."""
         before = tuple(range(kinds.index(LATENT)))
         for name, value in self._call.named.items():
             if isinstance(value, torch.Tensor) and value.ndim > 3:
@@ -238,13 +242,13 @@ class _LatentSearch:
         raise Unproven("references before and after its latent are not separate arguments")
 
     def _by_latent(self, part: int, axis: int, index: int) -> Changed:
-        """Streams and rows that change with the values at this index of an axis of latent number `part`."""
+        """Return the rows that change with latent number `part` at this index of an axis."""
         x = self._call.x.clone()
         self._call.parts(x)[part].select(axis, index).add_(1)
         return self._changed(replace(self._call, x=x))
 
     def _by_images(self, some: Collection[str] | None = None) -> Changed:
-        """Tokens that images change: tensors of four axes or more. `some`: in these arguments alone."""
+        """The rows that change with images, which are tensors with at least four axes. `some`: only in these arguments."""
         named = dict(self._call.named)
         for name, others in drawn(self._call, OTHER_IMAGES).named.items():
             if some is None or name in some:
@@ -252,7 +256,7 @@ class _LatentSearch:
         return self._changed(replace(self._call, named=named))
 
     def _changed(self, call: Call) -> Changed:
-        """Rows that have other values in this call."""
+        """Return the rows that differ between this call and the unchanged one."""
         now = streams_entering(self._runs, call)
         if any(value.shape != self.first[stream].shape for stream, value in now.items()):
             raise Unproven("its tokens differ for two latents of the same size")
@@ -266,19 +270,19 @@ def _other_image(leaf: Any, another: Any) -> Any:
 
 
 def grid_of(latent: OwnLatent, call: Call) -> tuple[int, ...]:
-    """Tokens of the call's first latent along its axes."""
+    """Return the number of tokens along each axis of the call's first latent."""
     sides = call.latents[0].shape[2:]
     return tuple(size // by for size, by in zip(sides, latent.patch[-len(sides) :], strict=True))
 
 
 def companion_tokens(latent: OwnLatent, call: Call) -> int:
-    """Tokens of the call's second latent. 0: there is none."""
+    """Return the number of tokens of the call's second latent; 0 if there is none."""
     shapes = [tuple(each.shape) for each in call.latents]
     return Companion(latent.companion, ()).tokens(shapes[1]) if len(shapes) > 1 else 0
 
 
 def reference_tokens(runs: Runs, latent: OwnLatent, call: Call) -> int:
-    """Tokens of the call's references, if bands share them out."""
+    """Return the number of the call's reference tokens if bands split them; otherwise 0."""
     if not latent.layout:
         return 0
     others = {WORDS: words_of(call), COMPANION: companion_tokens(latent, call), LATENT: math.prod(grid_of(latent, call))}
@@ -287,7 +291,7 @@ def reference_tokens(runs: Runs, latent: OwnLatent, call: Call) -> int:
 
 
 def streams_entering(runs: Runs, call: Call) -> dict[int, torch.Tensor]:
-    """The streams where they enter the blocks."""
+    """Return the tokens of each stream where it enters the blocks. Raises Unproven if the class does not run."""
     prologue = _Prologue(runs.blocks)
     try:
         runs.run(call, prologue)
@@ -295,4 +299,4 @@ def streams_entering(runs: Runs, call: Call) -> dict[int, torch.Tensor]:
         return prologue.streams
     except Exception as error:  # of any kind: its code is not known
         raise Unproven(f"it does not run in a trial of bands ({first_line(error)})") from error
-    raise Unproven("not all of its streams enter its blocks")
+    raise Unproven("some of its streams of tokens never enter its blocks")

@@ -1,4 +1,4 @@
-"""Whether what is proven for some calls of a class holds for others: with other numbers, or at another width."""
+"""Checks whether a proof made with some calls of a class also holds for others: with other numbers, or at another width."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,13 +15,13 @@ from parallel_backend.own_class.trials.stage_trial import check_by_entry, check_
 from parallel_backend.own_class.trials.token_trial import ENDS, Runs, Size, are_cut
 
 ENOUGH = 3
-"""Other values of a number with which the class must run before the number is said not to matter."""
+"""The class must run with this many other values of a number before the number is said not to matter."""
 
 
 def free_numbers(
     model: nn.Module, best: Tried, call: Call, actual: Call, sharing: TensorSharing | None, sizes: Sequence[Size]
 ) -> list[str]:
-    """Proof.numbers. All numbers are changed together first, to unequal values, and one by one if that proves nothing."""
+    """Proof.numbers. First all numbers get other, unequal values together. If that proves nothing, each is tried alone."""
     half = max(1, words_of(call) // 2)  # a number may be one of words
     values: dict[str, list[int | float]] = {}
     for name, number in numbers_of(call).items():
@@ -57,11 +57,11 @@ def check_proven(
     with_tokens: Sequence[Call],
     time: Sequence[float] = (),
 ) -> None:
-    """Unproven unless a proof made with other calls also holds for these: a call and the model's output; the calls
-    `with_tokens`, if tokens are cut; and bands of calls like `actual`. If batch entries are proven alone, the last two have
-    one entry.
+    """Raise Unproven if a proof made with other calls does not hold for these.
 
-    With a `time`, that of the bands, the first and the last rank alone are tried.
+    `noted`: a call and the uncut model's output. `with_tokens`: calls to run with cut tokens. `actual`: calls like it run in
+    bands. If the proof does not cover whole batches, `with_tokens` and `actual` get one entry each. `time`: timestep of the
+    bands; if given, only the first and the last rank are tried.
     """
     proof, blocks = tried
     if not proof.stages:
@@ -80,7 +80,7 @@ def check_proven(
 
 
 def noted_run(model: nn.Module, call: Call) -> tuple[Call, Any] | None:
-    """The call and the model's output. None: the class does not run, because of an exception of any kind."""
+    """Return (the call, the model's output). None: the class raises an exception of any kind."""
     try:
         return call, call.run(model)
     except Exception:

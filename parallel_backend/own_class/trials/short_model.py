@@ -1,6 +1,5 @@
-"""Models for a trial, with weights and a small call: of few blocks, and of fewer heads and widths in proportion.
-
-What takes minutes at a class's own width takes seconds with fewer heads. The result is then tried once at its own width."""
+"""Builds models for a trial, with weights and a small call: with few blocks, and with fewer heads and smaller widths. With
+fewer heads a trial takes seconds instead of minutes. Its result is then tried once at the class's own width."""
 
 import dataclasses
 import functools
@@ -45,23 +44,23 @@ from parallel_backend.own_class.plans.block_order import (
 HEADS = re.compile(r"heads$")
 """Names of arguments that are numbers of heads."""
 WIDTHS = re.compile(r"dim|size|width|channels|features")
-"""Names of arguments that may be widths, if they are at least WIDE."""
+"""Names of arguments that are widths if their value is at least WIDE."""
 WIDE = 512
 FEWEST = 2
-"""Heads that are left."""
+"""Minimum number of heads of a narrower class."""
 MOST = 8
-"""Times fewer heads, or narrower."""
+"""Largest factor by which a class is made narrower."""
 CHANNELS = {"model_channels": 64}
-"""Argument of UNets: channels of the first block. Other blocks have multiples of it."""
+"""Argument of UNets -> its value in a trial: channels of the first block. Other blocks have multiples of it."""
 
 
 def narrowed(own: OwnClass, call: Call, tensor: int) -> Iterator[tuple[OwnClass, Call, int]]:
-    """(narrower class, call for it, how many times fewer heads). Nothing for classes without heads among their arguments.
+    """(narrower class, call for it, factor by which heads are fewer). Nothing if the class has no numbers of heads.
 
-    Sizes of heads stay, and as many heads as `tensor` ranks can share: evenly if they so share all. Heads whose number the
-    most of them do not go with, such as those of layers for text alone, stay, and then not. Widths that go with the heads
-    are as many times narrower. First others are narrower too, which need not have anything to do with them, and last the
-    text's stay.
+    Head sizes stay. There are at least as many heads as `tensor` ranks need, and they split evenly if all of the class's do.
+    Numbers of heads that do not fit the largest one, such as those of text layers, are first kept, then reduced too. Widths
+    that are multiples of the factor are reduced by it. The first choice also narrows other widths; the last keeps those of
+    the text.
     """
     given = numbers_of_class(own)
     heads = {name: value for name, value in given.items() if HEADS.search(name) and value > 0}  # -1: UNets' "not set"
@@ -85,7 +84,8 @@ def narrowed(own: OwnClass, call: Call, tensor: int) -> Iterator[tuple[OwnClass,
 
 
 def _factors(heads: Mapping[str, int], tensor: int) -> list[int]:
-    """The largest one for the most heads and those that go with them, such as heads of keys; and for all."""
+    """Factors to try: the largest for the highest number of heads and its divisors, such as key heads; and the largest for
+    all."""
     most = max(heads.values(), default=1)
     found = []
     for together in ([value for value in heads.values() if most % value == 0], list(heads.values())):
@@ -95,19 +95,20 @@ def _factors(heads: Mapping[str, int], tensor: int) -> list[int]:
 
 
 def _fits(heads: int, factor: int, tensor: int) -> bool:
-    """Whether so many heads can be so many times fewer, and are shared evenly if all are."""
+    """Whether this number of heads can be divided by `factor` and still be split over `tensor` ranks as evenly as before."""
     fewer, rest = divmod(heads, factor)
     return not rest and fewer >= max(FEWEST, tensor) and bool(fewer % tensor) == bool(heads % tensor)
 
 
 def narrow_unet(unet: OwnClass) -> OwnClass:
-    """The class with few channels: a UNet is tried with all of its blocks, and single entries do not depend on its width."""
+    """Return the class with few channels. A UNet is tried with all of its blocks; whether entries are independent does not
+    depend on its width."""
     arguments = json.loads(unet.arguments)
     return dataclasses.replace(unet, arguments=json.dumps(arguments | (CHANNELS if set(CHANNELS) <= set(arguments) else {})))
 
 
 def widened(blocks: Sequence[OwnBlock], factor: int | Fraction) -> list[OwnBlock]:
-    """The blocks with `factor` times as many heads in their calls of attention: those of a class so many times wider."""
+    """Return the blocks with `factor` times as many heads in their attention calls."""
     found = []
     for block in blocks:
         attention = (dataclasses.replace(each, heads=int(each.heads * factor)) for each in block.attention)
@@ -116,16 +117,14 @@ def widened(blocks: Sequence[OwnBlock], factor: int | Fraction) -> list[OwnBlock
 
 
 def numbers_of_class(own: OwnClass) -> dict[str, int]:
-    """The class's whole numbers among its arguments, also those that it has by default."""
+    """Return the class's integer arguments, including defaults, by name."""
     defaults = {name: each.default for name, each in inspect.signature(class_of(own)).parameters.items()}
     return {name: value for name, value in (defaults | json.loads(own.arguments)).items() if type(value) is int}
 
 
 def _narrow(call: Call, widths: Mapping[int, int]) -> Call:
-    """The call, whose tensors of these widths, of a sum of two or a multiple of one, have the first of their features.
-
-    `widths`: how many, by width.
-    """
+    """Return the call with narrower tensors. `widths`: width -> new width; applied to tensors whose last axis has that size,
+    a multiple of it, or the sum of two of them. The first features are kept."""
     sums = {one + other: widths[one] + widths[other] for one, other in itertools.combinations(widths, 2)}
 
     def cut(value: torch.Tensor) -> torch.Tensor:
@@ -146,11 +145,11 @@ class Short:
 
     model: nn.Module
     another: Callable[[], nn.Module]
-    """Builds a model like it without weights."""
+    """Builds another model like it, without weights."""
     lists: Mapping[str, Sequence[str]]
-    """Names of all blocks of the class, by list."""
+    """List -> names of all blocks of the class."""
     kept: Mapping[str, Sequence[str]]
-    """Names of the blocks that the model has, by list."""
+    """List -> names of the blocks that the model has."""
     like: Representatives
     actual: Call
     call: Call
@@ -164,8 +163,8 @@ def _built_short(own: OwnClass, lists: Mapping[str, Sequence[str]], like: Repres
 
 
 def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short:
-    """A model of the class with few blocks that runs with calls like `actual`. `poll` is called before each run of it or a
-    block. ValueError if the class does not run."""
+    """Return a model of the class with few blocks that runs with calls like `actual`. Raises ValueError if the class does
+    not run. `poll` is called before each run of the model or of a block."""
     in_full = build(own)
     lists = {} if own.unet else block_lists(in_full)
     for like in _tried_representatives(in_full, lists):
@@ -183,7 +182,7 @@ def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short
 
 
 def _with_all_running(own: OwnClass, short: Short, poll: Callable[..., None]) -> Short:
-    """The same model. If only some blocks of a list run in it, one with fewer blocks by the class's own arguments."""
+    """Return the same model; or, if some blocks of a list do not run, a shallower one built by the class's own arguments."""
     lists = _left_out(short.model, short.kept, short.call)
     for fewer, left in shallower(own, {name: short.lists[name] for name in lists}) if any(lists.values()) else ():
         model = build(fewer)
@@ -198,7 +197,7 @@ def _with_all_running(own: OwnClass, short: Short, poll: Callable[..., None]) ->
 
 
 def _left_out(model: nn.Module, kept: Mapping[str, Sequence[str]], call: Call) -> dict[str, int]:
-    """List -> number of its blocks that do not run in the call. Lists without a block that runs are left out."""
+    """Return list -> number of its blocks that do not run in the call. Lists in which no block runs are left out."""
     (ran,), _ = recorded_blocks(model, kept, [drawn(call, 1)])
     return {
         name: len(kept[name]) - sum(list_of(block) == name for block in ran) for name in dict.fromkeys(map(list_of, ran))
@@ -206,7 +205,8 @@ def _left_out(model: nn.Module, kept: Mapping[str, Sequence[str]], call: Call) -
 
 
 def give_weights(own: OwnClass, model: nn.Module, poll: Callable[..., None], idle: Sequence[str] = ()) -> None:
-    """Weights for a model that has none, if host memory has room for them twice. Modules in `idle` get none."""
+    """Give a model random weights, except modules in `idle`. Raises ValueError if host memory is short of twice their
+    size."""
     free = host_memory()[0]
     of_idle = sum(_values(model.get_submodule(name)) for name in idle)
     nbytes = 4 * (_values(model) - of_idle)
@@ -226,8 +226,8 @@ def _values(module: nn.Module) -> int:
 
 
 def _tried_representatives(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> Iterator[Representatives]:
-    """Choices of blocks to try, until the class runs with one: a few of each list, another few, all of one list (the
-    smallest first), and all of all lists. A class may count on all blocks of a list."""
+    """Choices of blocks to keep, tried until the class runs with one, because a class may need all blocks of a list. A few
+    of each list, another few, all of one list (the smallest first), and all of all lists."""
     few = representatives(model, lists)
     yield few
     if lists and (of_ends := representatives_of_two_kinds(model, lists)) is not None:
@@ -246,7 +246,7 @@ def runs(model: nn.Module, call: Call) -> bool:
 
 
 def _error_of(model: nn.Module, call: Call) -> Exception | None:
-    """The exception that the class raises for the call. Any kind, since its code is unknown. None: it raises none."""
+    """Return the exception that the class raises for the call, of any kind. None: it runs."""
     try:
         drawn(call, 1).run(model)
     except Exception as error:
@@ -255,12 +255,12 @@ def _error_of(model: nn.Module, call: Call) -> Exception | None:
 
 
 MOST_BLOCKS = 16
-"""Maximum number of blocks of all lists that are kept."""
+"""Maximum number of blocks that are kept of all lists together."""
 
 
 def shallower(own: OwnClass, lists: Mapping[str, Sequence[str]]) -> Iterator[tuple[OwnClass, dict[str, int]]]:
-    """The class with these lists shorter, the shortest first, and how long they are then, if the class takes its arguments
-    so: the shortest list has FEWEST_BLOCKS, and others twice as many, or each is as many times shorter."""
+    """(class with shorter lists, list -> its length), the shortest first, as far as the class's arguments allow it. The
+    shortest list has FEWEST_BLOCKS and others twice as many, or all lists are shorter by the same factor."""
     lengths = {name: len(blocks) for name, blocks in lists.items()}
     numbers = numbers_of_class(own)
     depths = {name: value for name, value in numbers.items() if value in lengths.values() and DEPTH.search(name)}
@@ -280,7 +280,7 @@ def shallower(own: OwnClass, lists: Mapping[str, Sequence[str]]) -> Iterator[tup
 def representatives_of_shallower(
     lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]]
 ) -> dict[str, Sequence[int]]:
-    """block_order.Representatives of a model with the lists `kept`, of a class with `lists`."""
+    """block_order.Representatives for a model with the lists `kept`, if the class has `lists`."""
     return {
         name: [*(min(number, len(kept[name]) - 2) for number in range(len(blocks) - 1)), len(kept[name]) - 1]
         for name, blocks in lists.items()

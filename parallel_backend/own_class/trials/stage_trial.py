@@ -1,6 +1,5 @@
-"""Tries whether stages of one block each, and entries of the batch on their own, give what the whole model gives.
-
-Also whether calls of a class depend on each other, or on options that ranks do not get."""
+"""Tries whether stages of one block each, and single batch entries, give the same as the uncut model. Also whether a class's
+calls depend on each other, or on options that ranks do not get."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from parallel_backend.own_class.cuts.token_cut import TokenCut
 from parallel_backend.own_class.trials.comparison import as_unproven, check_equal
 
 WholeOutputs = Sequence[tuple[Call, Any]]
-"""Calls, and the whole model's output for each."""
+"""Calls, each with the uncut model's output."""
 
 
 class Mailbox:
@@ -49,7 +48,7 @@ class Mailbox:
 
 
 def check_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: WholeOutputs) -> None:
-    """Unproven unless stages of one block each give the whole model's outputs."""
+    """Raise Unproven if stages of one block each give other outputs than the uncut model."""
     for call, whole in wholes:
         mailbox, out = Mailbox(), None
         with as_unproven("a stage does not run"):
@@ -62,7 +61,7 @@ def check_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: WholeOutp
 
 
 def check_by_entry(model: nn.Module, wholes: WholeOutputs) -> None:
-    """Unproven unless entries of the batch on their own give the whole model's outputs."""
+    """Raise Unproven if single batch entries give other outputs than the whole batch."""
     for call, whole in wholes:
         for entry in range(len(call.x)):
             with as_unproven("a single entry of a batch does not run"):
@@ -73,19 +72,19 @@ def check_by_entry(model: nn.Module, wholes: WholeOutputs) -> None:
 def run_in_one(
     model: nn.Module, blocks: Sequence[OwnBlock], call: Call, cut: TokenCut | None = None, add_up: Sum = own_sums
 ) -> Any:
-    """The output of one stage with all blocks, without ComfyUI's transformer_options. `cut`: of its tokens. `add_up`: of
-    guided attention."""
+    """Return the output of one stage with all blocks, without ComfyUI's transformer_options. `cut`: how tokens are cut.
+    `add_up`: sums over tensor ranks for guided attention."""
     with closing(StageBlocks(model, blocks, Span(0, len(blocks)), None, cut)) as stage:
         stage.add_up = add_up
         return call.run(stage.call, options=False)
 
 
 MOST_DEPTH = 4
-"""Maximum levels of containers in a module's attribute that are compared."""
+"""Maximum depth of containers in a module's attribute that are compared."""
 
 
 def check_without_options(model: nn.Module, wholes: WholeOutputs) -> None:
-    """Unproven if the class needs entries of transformer_options that ranks do not get."""
+    """Raise Unproven if the class needs entries of transformer_options that ranks do not get."""
     without = "without ComfyUI's transformer_options"
     for call, whole in wholes:
         with as_unproven(f"it does not run {without}"):
@@ -93,7 +92,7 @@ def check_without_options(model: nn.Module, wholes: WholeOutputs) -> None:
 
 
 def check_calls_apart(model: nn.Module, fresh: nn.Module, calls: Sequence[Call]) -> None:
-    """Unproven if calls of the class depend on each other. The model's weights are changed. `fresh`: another model of the
+    """Raise Unproven if calls of the class depend on each other. Changes the model's weights. `fresh`: another model of the
     class, without weights."""
     outputs = []
     rewritten: set[str] = set()
@@ -123,8 +122,8 @@ def check_calls_apart(model: nn.Module, fresh: nn.Module, calls: Sequence[Call])
 
 
 def _stay_alike(model: nn.Module, calls: Sequence[Call]) -> bool:
-    """Whether outputs stay the same although calls have written into tensors among their arguments. They do if a class
-    writes the same padding in each call."""
+    """Whether outputs stay the same although calls have written into their tensor arguments, as when a class writes the same
+    padding in each call."""
     given = [copied(call.named) for call in calls]
     for call in (*calls, *reversed(calls)):
         for first, written in zip(calls, given, strict=True):
@@ -136,8 +135,8 @@ def _stay_alike(model: nn.Module, calls: Sequence[Call]) -> bool:
 
 
 def module_state(model: nn.Module) -> dict[str, Any]:
-    """Values of the modules' attributes, to compare before and after a call. Tensors are left out: their effect on later
-    calls is tried. A number may count calls, and have an effect only after many."""
+    """Return the values of the modules' attributes, to be compared before and after a call. Tensors are left out, because
+    later calls show their effect. Numbers are included: one that counts calls may only matter after many."""
 
     def seen(value: Any, depth: int = 0) -> Any:
         if isinstance(value, torch.Tensor):
@@ -157,8 +156,8 @@ def module_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _written(call: Call) -> dict[str, Any]:
-    """Values and versions of a call's arguments, to compare before and after it. A class may add numbers and strings to the
-    options."""
+    """Return the values and versions of a call's arguments, to be compared before and after it. Numbers and strings in the
+    options are left out, because a class may add some."""
     options = {key: value for key, value in call.options.items() if not isinstance(value, int | float | str | None)}
     found = {}
     for name, value in ({"x": call.x} | dict(call.named) | options).items():

@@ -1,8 +1,8 @@
-"""Finds out how a class's tokens can be cut over sequence ranks, and whether each rank then computes what the whole does.
+"""Finds how a class's tokens can be split over sequence ranks, and whether each rank then computes what the uncut model
+does.
 
-One run of the whole model is noted: what its blocks get, attend to and return. A rank's run is held against it, one rank
-after the other in one process: its queries, keys and values have to be rows of the whole's, and so has what its last block
-returns.
+The uncut run records the arguments, attention calls and outputs of its blocks. Then ranks run one after the other in one
+process. A rank's queries, keys and values must be rows of the recorded ones, and so must the last block's outputs.
 """
 
 import itertools
@@ -35,11 +35,11 @@ from parallel_backend.own_class.trials.comparison import (
 from parallel_backend.own_class.trials.stage_trial import run_in_one
 
 HIDDEN = -1e4
-"""What a mask adds at most where a key may not be seen."""
+"""A mask adds at most this where a key is hidden."""
 
 
 def without_token_cut(blocks: Sequence[OwnBlock]) -> list[OwnBlock]:
-    """The blocks without the cut of their tokens."""
+    """Return the blocks without the cut of their tokens."""
     return [replace(block, slices=(), attention=(), leaving=(), placed=()) for block in blocks]
 
 
@@ -49,10 +49,11 @@ def are_cut(blocks: Sequence[OwnBlock]) -> bool:
 
 
 class Learning(ComparedRank):
-    """The last rank's run, from which the cut is learnt: `blocks` have it afterwards.
+    """The run of the last rank, which finds the cut of the tokens. Afterwards `blocks` have it.
 
-    `another`: a run of the whole with other numbers of tokens. `order`: the streams as tables of all tokens have them.
-    `local`: see OwnBlock. `ends`: numbers of blocks behind which tokens leave. `placed`: see OwnBlock, behind all others.
+    `another`: an uncut run with other numbers of tokens. `order`: the streams' order in tables of all tokens. `ends`:
+    numbers of the blocks after which tokens are gathered. `placed`: whether all other blocks have OwnBlock.placed. `local`:
+    see OwnBlock.
     """
 
     def __init__(
@@ -109,7 +110,8 @@ class Learning(ComparedRank):
         return super().enter(number, args, kwargs)
 
     def _table(self, at: int, shape: torch.Size, other: torch.Size, known: Mapping[int, int]) -> OwnSlice | None:
-        """The cut of a tensor that has a row for each token of a stream, or of all in order. None: it has not."""
+        """Return the cut of a tensor with a row for each token of one stream, or of all streams in order. None: it has no
+        such rows."""
         if (like := self._entered.get((shape, other))) is not None:
             return replace(like, tensor=at, enters=False)
         whole = tuple(stream for order in self._order if (stream := self._gone + order) in known)
@@ -139,9 +141,9 @@ class Learning(ComparedRank):
             self._check_values(call.mask)
             self.mask_of_all(call.key_mask, k)
         if q and not k and call.rule is not None:
-            raise Unproven(f"{self.block.name} attends by rows to keys that are not cut, with queries that are")
+            raise Unproven(f"{self.block.name} attends differently for each row, and cuts its queries but not its keys")
         if k and not q:
-            raise Unproven(f"{self.block.name} attends to tokens that are cut, with queries that are not")
+            raise Unproven(f"{self.block.name} has attention in which the keys are cut, but the queries are not")
         heads, head_size = call.q_BQHD.shape[2:]
         sharing = next(each for each in range(heads, 0, -1) if shares_keys(*whole.tensors[1:], each)) if k else 1
         spec = OwnAttention(q, k, heads, head_size, sharing)
@@ -153,8 +155,8 @@ class Learning(ComparedRank):
             raise Unproven(f"{self.block.name} attends with a mask whose values are neither zero nor very negative")
 
     def _streams(self, own: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...] | None:
-        """The streams whose tokens these rows of the whole are, in order. Empty: all rows. None: they are not a part of
-        it."""
+        """Return the streams whose tokens this rank's rows `own` are, in order. Empty: all rows. None: they are not rows of
+        `whole`."""
         present = self._present
         counts = range(len(present) + 1)
         for streams in itertools.chain.from_iterable(itertools.permutations(present, count) for count in counts):
@@ -165,7 +167,7 @@ class Learning(ComparedRank):
 
     @property
     def _present(self) -> dict[int, int]:
-        """Tokens of each stream that has entered and not left."""
+        """Number of tokens of each stream that is in the blocks at present."""
         return {stream: tokens for stream, tokens in self.tokens.items() if stream >= self._gone}
 
     def leaves(self, number: int) -> bool:
@@ -192,13 +194,13 @@ class Learning(ComparedRank):
 
 ENDS = 0, RANKS - 1
 SIDES, WORDS = (8, 16, 32, 64, 128, 256), 20
-"""Maximum rows, columns and frames of a call: the first with which there are enough tokens. Maximum tokens of text."""
+"""Limits of rows, columns and frames of a call: the first limit that gives enough tokens. Limit of text tokens."""
 Size = tuple[int, int]
-"""Size of a call: see SIDES and WORDS."""
+"""Size of a call: (limit of SIDES, limit of text tokens)."""
 
 
 def runs_of_ranks(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call) -> Iterator[Callable[[TensorRank], Any]]:
-    """Each sequence rank's runs of calls like `actual`, for tensor ranks to be tried in. They give the model's output."""
+    """For each sequence rank, its runs of calls like `actual`, which TensorSharing tries. They return the model's output."""
     runs = Runs(model, blocks)
     for number, size in enumerate(runs.sizes(actual), 1):
         call = drawn(smaller(actual, *size), number)
@@ -212,7 +214,8 @@ def _of_rank(runs: "Runs", call: Call, rank: int, whole: WholeRun, tensor_rank: 
 
 
 def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock]:
-    """`blocks` with the cut of their tokens. Unproven if none is right for calls like `actual`, at these times too."""
+    """`blocks` with the cut of their tokens. Raises Unproven if no cut is right for calls like `actual` at all of
+    `times`."""
     runs = Runs(model, blocks)
     call, another = (smaller(actual, *size) for size in runs.sizes(actual))
     first, second = runs.noted(drawn(call, 1)), runs.noted(drawn(another, 1))
@@ -240,7 +243,7 @@ def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times
 
 
 def list_ends(blocks: Sequence[OwnBlock]) -> list[int]:
-    """Numbers of the last block of each list."""
+    """Return the numbers of the last block of each list."""
     lists = [block.name.rpartition(".")[0] for block in blocks]
     return [number for number, name in enumerate(lists) if name not in lists[number + 1 :]]
 
@@ -253,7 +256,8 @@ class Runs:
         self._counted: dict[tuple[torch.Size, int], int] = {}
 
     def sizes(self, actual: Call) -> tuple[Size, Size]:
-        """Sizes of calls like `actual`: one with few tokens that ranks still share, and one with other numbers of tokens."""
+        """Return two sizes of calls like `actual`: one with few tokens, but enough for all ranks, and one with other numbers
+        of tokens."""
         words = words_of(actual)
         for side in SIDES:
             call = smaller(actual, side, WORDS)
@@ -265,8 +269,7 @@ class Runs:
         return (side, WORDS), another
 
     def _another(self, call: Call, side: int, words: int) -> Size:
-        """A size with other numbers of tokens than the call's, of text and image if possible. The call's own if there is
-        none."""
+        """A size with other numbers of text and image tokens than the call, if possible. Otherwise the call's own size."""
         words = min(words, WORDS)
         # At least a word for each rank: classes may not run without any.
         fewer, less = max(min(words, RANKS), words - 3), call.longest * 3 // 4
@@ -276,7 +279,7 @@ class Runs:
         return next(iter(told_apart or itertools.compress(sizes, counts)), (side, WORDS))
 
     def _most_tokens(self, call: Call) -> int:
-        """Maximum number of tokens of a tensor that the first block gets. 0 if the class does not run with the call."""
+        """Maximum number of tokens in a tensor that the first block gets. 0 if the class does not run with the call."""
         size = call.x.shape, words_of(call)
         if size not in self._counted:
             try:
@@ -288,23 +291,23 @@ class Runs:
         return self._counted[size]
 
     def run(self, call: Call, cut: TokenCut, add_up: Sum = own_sums) -> Any:
-        """The model's output, with tokens cut by `cut`. `add_up`: see run_in_one."""
+        """Return the model's output with tokens cut by `cut`. `add_up`: see run_in_one."""
         return run_in_one(self.model, self.blocks, call, cut, add_up)
 
     def noted(self, call: Call) -> WholeRun:
-        """The whole model's run. Unproven if it fails."""
+        """Return the uncut model's run. Raises Unproven if it fails."""
         whole = WholeRun(self.blocks)
         with as_unproven("it does not run in a trial of cut tokens"):
             whole.result = self.run(call, whole)
         return whole
 
     def check(self, cut: TokenCut, call: Call, whole: WholeRun) -> None:
-        """Unproven if a rank's run of the call is wrong."""
+        """Raise Unproven if a rank's run of the call gives a wrong result."""
         with as_unproven("it does not run if its tokens are cut"):
             check_equal("cut tokens give a different result", self.run(call, cut), whole.result)
 
     def check_cut(self, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: Sequence[int] = range(RANKS)) -> None:
-        """Unproven if these blocks' cut is wrong on one of these ranks in one of the calls."""
+        """Raise Unproven if these blocks' cut gives a wrong result on one of these ranks in one of the calls."""
         for call in calls:
             whole = self.noted(call)  # of one call at a time: it has the queries, keys and values of all blocks
             for rank in ranks:

@@ -1,7 +1,7 @@
-"""Tries a class with the arguments of an actual call: whether stages and split batch give what the whole model gives.
+"""Tries a class with the arguments of a user's call: whether stages and split batch give the same as the uncut model.
 
-The tried model (short_model.py) has the class's own widths or narrower ones, random weights without zeros, and few blocks
-of each list. Tensors are drawn with the shapes of the call; numbers, words and whole numbers are the call's.
+The tried model (short_model.py) has few blocks of each list, random weights without zeros, and the class's widths or
+narrower ones. Float tensors get random values with the call's shapes; numbers, strings and integers are the call's.
 """
 
 import contextlib
@@ -71,12 +71,13 @@ from parallel_backend.own_class.trials.token_trial import WORDS, Runs, Size, are
 FEW = 4, WORDS
 """As SIZES, for the one call that is tried at the class's own width."""
 RUNS, AT_WIDTH = 600, 80
-"""Expected runs of models and blocks in a trial, and in its second part at the class's own width, which takes the HALF of
-the time."""
+"""Expected runs of models and blocks in a trial, and in its second part at the class's own width, which takes the fraction
+HALF of the time."""
 HALF = 0.5
 LONG_SKIPS = "its blocks read other blocks' outputs, and it needs all tokens between them"
 LEAST_SHARE = 0.75
-"""Of the blocks' parameters: fewer are not shared out for the sake of bands, since the others run whole on every stage."""
+"""Lists of blocks with a smaller fraction of the parameters are not chosen to make bands possible, because all other blocks
+run whole on every stage."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,11 @@ class Found:
     short: Short
     """The tried model."""
     tried: Sequence[OwnBlock] = ()
-    """Blocks of the tried model, with the cut of their tokens if they can be cut. Empty: nothing is proven."""
+    """Blocks of the tried model, with the cut of their tokens if tokens can be cut. Empty: nothing is proven."""
     sizes: tuple[Size, ...] = ()
-    """Sizes of calls with which tokens were cut. Empty: tokens cannot be cut."""
+    """Sizes of the calls with which tokens were cut. Empty: tokens cannot be cut."""
     idle: tuple[str, ...] = ()
-    """Lists of blocks that no call runs, such as layers that only text passes, before the model is called."""
+    """Lists whose blocks no call runs, such as layers for text that run before the model is called."""
 
 
 def trial(
@@ -103,11 +104,12 @@ def trial(
     bands: bool = False,
     tensor: int = 1,
 ) -> Proof:
-    """The proof for calls like `call`, of its batch, at these times too. ValueError if the class does not run.
+    """Return the proof for calls like `call` with its batch size, at these timesteps too. Raises ValueError if the class
+    does not run or host memory is too small.
 
-    `sequence`: try tokens cut over sequence ranks; `bands`: and into bands, of the lists of blocks that stages share out.
-    `tensor`: try layers shared by so many ranks, of more than one. `poll` is called before each run of the model or a block,
-    with the share that is done, about. It raises to give up. ValueError also if host memory is too small.
+    `sequence`: try tokens split over sequence ranks. `bands`: also try bands. `tensor`: try layers shared by this many
+    ranks, if more than one. `poll` is called before each run of the model or a block, with the approximate fraction done. It
+    may raise an error to stop the trial.
     """
     with conditions_of_trial(poll) as polled:
         of_class = _Trial(times, polled, sequence, bands, tensor)
@@ -128,7 +130,7 @@ class _Trial:
         self._times, self._poll, self._sequence, self._bands, self._tensor = times, poll, sequence, bands, tensor
 
     def found(self, own: OwnClass, call: Call) -> Found:
-        """The result with a model of the class that has few blocks."""
+        """Return the result for a model of the class with few blocks."""
         short = short_model(own, call, self._poll)
         model, call = short.model, short.call
         calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in self._times)]
@@ -157,7 +159,7 @@ class _Trial:
         return Found(dataclasses.replace(proof, numbers=numbers, options=options), short, tried, sizes, idle)
 
     def _best(self, own: OwnClass, short: Short, wholes: WholeOutputs, recorded: Recorded) -> Tried:
-        """The best proof over choices of lists to share out, see `choices`, without tensor parallelism."""
+        """Return the best proof over the choices of lists to share (see `choices`), without tensor parallelism."""
         model = short.model
         batch = why_not(partial(check_by_entry, model, wholes))
         proofs: list[Tried] = []
@@ -190,12 +192,12 @@ class _Trial:
         return max([*proofs, *others], key=lambda each: self._worth(each[0]), default=none)
 
     def _worth(self, proof: Proof) -> tuple[bool, ...]:
-        """Key for sorting proofs, the most important fact first."""
+        """Return the key for sorting proofs, the most important fact first."""
         is_cut = not (self._sequence and proof.sequence)
         return bool(proof.blocks), not proof.stages, is_cut, proof.latent is not None
 
     def _cut(self, short: Short, blocks: list[OwnBlock]) -> tuple[list[OwnBlock], str]:
-        """The blocks with the cut of their tokens, or as they are and why they cannot be cut."""
+        """Return (the blocks with the cut of their tokens, ""), or (the given blocks, why their tokens cannot be cut)."""
         if not (self._sequence or self._bands):
             return blocks, NOT_TRIED
         cut, why = found_or_why(partial(cut_tokens, short.model, blocks, short.actual, self._times))
@@ -209,7 +211,7 @@ class _Trial:
     def _with_tensor(
         self, proof: Proof, short: Short, tried: Sequence[OwnBlock], wholes: WholeOutputs
     ) -> tuple[Proof, TensorSharing | None]:
-        """The proof with layers that tensor ranks share, alone and together with sequence ranks and bands."""
+        """Return the proof with layers that tensor ranks share, alone and combined with sequence ranks and bands."""
         sharing, why = found_or_why(partial(self._sharing, short, tried, wholes))
         if sharing is None:
             return dataclasses.replace(proof, tensor=why), None
@@ -226,8 +228,8 @@ class _Trial:
     def _of_all_blocks(
         self, own: OwnClass, short: Short, order: Sequence[OwnBlock], stages: str, call: Call
     ) -> tuple[tuple[OwnBlock, ...], str]:
-        """All blocks of the class in the order of a call, with OwnBlock.until; and why stages of all are not proven. The
-        tried blocks do not show which of all blocks read others' output, unless lists are mixed."""
+        """Return (all blocks of the class in the order of a call, with OwnBlock.until; why stages of all of them are not
+        proven). Unless lists are mixed, the tried blocks do not show which of all blocks read others' outputs."""
         model = build(own)
         give_weights(own, model, self._poll)
         by_name = {block.name: block for block in order}
@@ -239,8 +241,8 @@ class _Trial:
         return tuple(blocks), why_not(partial(check_staged, model, blocks, [(call, call.run(model))]))
 
     def at_width(self, own: OwnClass, found: Found, factor: int, call: Call) -> Proof:
-        """What was found with `factor` times narrower blocks. Unproven unless something was found, and the class's own width
-        gives it, too, in a call at the last time."""
+        """Return the proof of a `factor` times narrower model, at the class's own width. Raises Unproven if nothing was
+        proven, or if a call at the last timestep gives a wrong result at the own width."""
         short, options = found.short, found.proof.options
         if not found.proof.blocks:
             raise Unproven(found.proof.stages)
@@ -279,7 +281,7 @@ class _Trial:
 
 
 def _staged(model: nn.Module, blocks: list[OwnBlock], wholes: WholeOutputs) -> tuple[list[OwnBlock], str]:
-    """The blocks, and why stages are not proven. Mixed blocks get OwnBlock.until if stages need it."""
+    """Return (the blocks, why stages are not proven). Mixed blocks get OwnBlock.until if stages need it."""
     stages = why_not(partial(check_staged, model, blocks, wholes))
     if stages and are_mixed(blocks):
         lists = dict.fromkeys(map(list_of, blocks))
@@ -291,7 +293,7 @@ def _staged(model: nn.Module, blocks: list[OwnBlock], wholes: WholeOutputs) -> t
 
 
 def _of_another_size(model: nn.Module, call: Call) -> Call:
-    """The call with less text or a smaller latent, since text and image may have equally many tokens in `call`."""
+    """Return the call with less text or a smaller latent: in `call` text and image may have equally many tokens."""
     words = words_of(call)
     side, fewer = call.longest, max(1, words - 3)
     others = (smaller(call, *sizes) for sizes in ((side // 2, fewer), (side // 2, words), (side, fewer)))
@@ -300,8 +302,8 @@ def _of_another_size(model: nn.Module, call: Call) -> Call:
 
 @contextlib.contextmanager
 def conditions_of_trial(poll: Callable[[float], None]) -> Iterator["Poll"]:
-    """Context of a trial, from which errors of `poll` come out. Torch computes with one thread: operations are so short that
-    more threads wait for each other, two of them on shared cores for 4 times the CPU seconds."""
+    """Context of a trial. It raises the errors of `poll`. Torch computes with one thread, because the operations are so
+    short: on shared cores two threads took 4 times the CPU seconds."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -316,18 +318,18 @@ def conditions_of_trial(poll: Callable[[float], None]) -> Iterator["Poll"]:
 
 
 class TrialAborted(BaseException):
-    """Because of the error that caused it. No error of the class: those are caught, whatever they are."""
+    """Ends a trial because `poll` raised an error, its cause. A BaseException, since all errors of the class are caught."""
 
 
 class Poll:
-    """Tells `poll` how far a trial is, by the runs so far and those that most models take."""
+    """Calls `poll` with the fraction done, estimated from the number of runs so far and the number that most models need."""
 
     def __init__(self, poll: Callable[[float], None]):
         self._poll = poll
         self.begin(0, 1)
 
     def begin(self, start: float, end: float, runs: int = RUNS) -> None:
-        """What runs from here on takes the trial from one share to the other."""
+        """The following runs, `runs` of them expected, take the trial from the fraction `start` to `end`."""
         self._start, self._end, self._expected, self._runs = start, end, runs, 0
 
     def __call__(self, *_: Any) -> None:

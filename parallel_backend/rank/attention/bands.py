@@ -1,4 +1,4 @@
-"""Attention of bands, which are at different steps: to the keys in the run's K/V buffer, or behind kept keys of words."""
+"""Attention of bands, which are at different steps: to the keys in the run's K/V buffer, or to stored keys of the text."""
 
 from typing import Protocol
 
@@ -14,14 +14,15 @@ from .kv_buffer import Arriving, Piece
 
 
 class Places(Protocol):
-    """Places in the buffer of the present call's tokens."""
+    """The positions of the present call's tokens in the K/V buffer."""
 
     def in_buffer(self, streams: tuple[int, ...], ranks: range) -> tuple[list[Piece], int, bool]:
-        """See BandTokens.pieces and BandTokens.words, and whether some of the streams' tokens are the latent's."""
+        """Return (BandTokens.pieces, BandTokens.words, whether some of the streams' tokens are the latent's), for keys of
+        these ranks."""
 
 
 class Bands:
-    """The form of a run with a K/V buffer. `inner`: attends to all keys that are known."""
+    """Attention in a run with a K/V buffer. `inner`: attends to all keys that are known."""
 
     def __init__(self, inner: Form, context: AttentionContext, places: Places):
         self._inner, self._context, self._places = inner, context, places
@@ -33,7 +34,8 @@ class Bands:
     def _update(
         self, at: LayerCall, k_BshD: torch.Tensor, v_BshD: torch.Tensor, ranks: range
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values that are known, once those of `ranks` are in the buffer."""
+        """Write the keys and values of `ranks` into the buffer. Returns all keys and values that are known, of these
+        entries."""
         assert at.step.buffer is not None
         pieces, words, has_latent = self._places.in_buffer(at.spec.keys, ranks)
         known = at.step.buffer.update(at.layer, k_BshD, v_BshD, pieces, at.step.entries, words, has_latent)
@@ -43,8 +45,8 @@ class Bands:
 
 
 class DisplacedPatches(Bands):
-    """Bands on several ranks at a time (DistriFusion, arXiv 2402.19481). A stale micro-step goes on with the other patches'
-    keys and values of the call before, and gets this call's for the next one."""
+    """Bands on several ranks at a time (DistriFusion, arXiv 2402.19481). A stale micro-step uses the other patches' keys and
+    values of the previous call, and receives the present ones for the next call."""
 
     def attend(self, at: LayerCall, q_BQhD: torch.Tensor, k_BshD: torch.Tensor, v_BshD: torch.Tensor) -> torch.Tensor:
         buffer, patches = at.step.buffer, self._context.of_patches
@@ -66,10 +68,8 @@ class DisplacedPatches(Bands):
         return self._inner.attend(at, q_BQhD, *known)
 
     def _start(self, at: LayerCall, kv_2BshD: torch.Tensor, lengths: list[int]) -> Gathering | ChangeGathering:
-        """Start to gather keys and values over the patch ranks, which have `lengths` tokens each.
-
-        Stale micro-steps send only changes, if there is a codec for them and the ranks hold values of an exact call.
-        """
+        """Start to gather keys and values over the patch ranks, which have `lengths` tokens each. Stale micro-steps send
+        only changes, if there is a codec for changes and the ranks hold values of an exact call."""
         patch, traffic = self._context.patch, self._context.traffic
         assert at.step.buffer is not None
         held = at.step.buffer.held.get((at.layer, at.step.entries)) if at.step.stale else None
@@ -79,7 +79,8 @@ class DisplacedPatches(Bands):
 
 
 class WordsOnce:
-    """The form of calls outside of runs whose words run once. `inner`: attends to the words and the other keys."""
+    """Attention outside of runs if the text is computed only once. `inner`: attends to the stored text and the other
+    keys."""
 
     def __init__(self, inner: Form, context: AttentionContext, places: Places):
         self._inner, self._axis, self._places = inner, context.ulysses, places

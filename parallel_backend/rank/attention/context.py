@@ -1,5 +1,5 @@
-"""What attention on a rank reads: AttentionContext of the loaded model, AttentionStep of the micro-step that runs, and
-LayerCall, a call on its way through the forms of attention (rank_tokens.py)."""
+"""The data that attention on a rank reads: AttentionContext of the loaded model, AttentionStep of the present micro-step,
+and LayerCall, one call as it passes through the forms of attention (rank_tokens.py)."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from .sparse import SparseStep
 from .words import WordKeys
 
 WHOLE = OwnAttention((), (), 0, 0)
-"""A call that is over all tokens on every rank."""
+"""The OwnAttention of a call in which every rank has all tokens."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class AttentionContext:
     naive: bool
     traffic: Traffic
     codec: Codec | None
-    """Packs what Ulysses sends."""
+    """Packs what Ulysses sends. None: nothing is packed."""
     changes: ChangeCodec | None
-    """Packs what displaced patches send."""
+    """Packs what displaced patches send. None: nothing is packed."""
 
     @staticmethod
     def of(degrees: Degrees, axes: dict[str, Axis], traffic: Traffic, transfer_dtype: str) -> "AttentionContext":
@@ -50,19 +50,19 @@ class AttentionContext:
 
     @functools.cached_property
     def of_patches(self) -> tuple[range, ...]:
-        """By index on the patch axis: its sequence ranks, which count up by ulysses, ring, patch."""
+        """For each index on the patch axis, its sequence ranks. They are numbered by ulysses, then ring, then patch."""
         size = self.ring.size * self.ulysses.size
         return tuple(range(index * size, (index + 1) * size) for index in range(self.patch.size))
 
     @functools.cached_property
     def of_ring(self) -> tuple[range, ...]:
-        """By index on the ring axis: its sequence ranks in this rank's patch."""
+        """For each index on the ring axis, its sequence ranks in this rank's patch."""
         first, size = self.of_patches[self.patch.index].start, self.ulysses.size
         return tuple(range(first + index * size, first + (index + 1) * size) for index in range(self.ring.size))
 
     @functools.cached_property
     def of_ulysses(self) -> range:
-        """Sequence ranks of this rank's Ulysses axis."""
+        """The sequence ranks of this rank's Ulysses axis."""
         return self.of_ring[self.ring.index]
 
 
@@ -76,49 +76,49 @@ class AttentionStep:
     buffer: KVBuffer | None
     """The run's K/V buffer. None outside of runs."""
     stale: bool = False
-    """Displaced patches: keys of other bands are those of the call before."""
+    """Whether keys of other patches are those of the previous call (displaced patches)."""
     overlap: bool = True
-    """Transfers run during compute where possible."""
+    """Whether transfers run during computation if possible."""
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Residuals of a control, [entries, n, hidden] each, by the control's names."""
+    """Residuals of a ControlNet, [entries, n, hidden] each, by the names that residuals.by_name gives them."""
     sparse: SparseStep | None = None
-    """Block-sparse attention. None: in full."""
+    """Block-sparse attention. None: attention is dense."""
     kept: dict[Any, Any] = field(default_factory=dict)
     """See RankConditioning.kept."""
     known: dict[Any, Any] = field(default_factory=dict)
     """See TokenCut.known."""
     words: WordKeys | None = None
-    """Keys of words outside of runs, if they are kept."""
+    """Stored keys of the text, outside of runs. None: they are not stored."""
     words_have_run: bool = False
-    """In an earlier micro-step."""
+    """Whether the text was computed in an earlier micro-step."""
     gate: torch.Tensor | None = None
-    """VSA's gate [B, s, H x D] of the layer that runs, made of this rank's tokens."""
+    """VSA's gate [B, s, H x D] of the layer that runs, computed from this rank's tokens."""
 
     @property
     def in_bands(self) -> bool:
-        """Keys are in the order of the K/V buffer."""
+        """Whether keys are in the order of the K/V buffer."""
         return self.buffer is not None or self.words is not None
 
     def take_gate(self, q_BQHD: torch.Tensor) -> torch.Tensor | None:
-        """`gate`, as these queries have their heads, for their layer alone. None: it has none."""
+        """`gate` in the shape of these queries; it is cleared, since it is for one layer only. None: there is no gate."""
         gate, self.gate = self.gate, None
         return None if gate is None else gate.reshape(q_BQHD.shape)
 
 
 class TokenNumbers(Protocol):
-    """Which tokens the rows of a call are, among all that the class has."""
+    """The numbers of a call's rows among all tokens that the class has."""
 
     def numbers(self, at: "LayerCall", queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[Q], [K] int64 in host memory: numbers of so many queries and keys, in the order in which they are attended to.
-        The same tensors in all calls that are alike."""
+        """Return the numbers of the queries [Q] and keys [K], int64 in host memory, in the order in which the kernel gets
+        them. Calls with the same tokens get the same tensors."""
 
     def places(self, streams: tuple[int, ...]) -> Callable[[], torch.Tensor] | None:
-        """See SparseStep.of_class."""
+        """Return the argument `place_of_rows` of SparseStep.of_class."""
 
 
 @dataclass(slots=True)
 class LayerCall:
-    """A call of attention. Forms change `heads`, `mask_bK` and `gate_BQhD` as they change the tensors."""
+    """One attention call. Forms change `heads`, `mask_bK` and `gate_BQhD` when they change the tensors."""
 
     call: AttentionCall
     step: AttentionStep
@@ -127,20 +127,20 @@ class LayerCall:
     rows: TokenNumbers
     gate_BQhD: torch.Tensor | None
     heads: Span
-    """The tensors' heads, among the call's heads."""
+    """The heads that the tensors have, among the call's heads."""
     mask_bK: torch.Tensor | None = None
-    """bool, keys that are seen. None: all."""
+    """bool, True for keys that are seen. None: all are."""
     spec: OwnAttention = WHOLE
     layer: int = 0
-    """Number of the call among all of the class."""
+    """Number of the call among all attention calls of the class."""
     queries: Sequence[int] = ()
-    """Query tokens of each sequence rank."""
+    """Number of query tokens, by sequence rank."""
     keys: Sequence[int] = ()
-    """Key tokens of each sequence rank."""
+    """Number of key tokens, by sequence rank."""
 
 
 class Form(Protocol):
-    """A form of attention. One that changes the tensors alone hands them to another."""
+    """A step on the way of an attention call. Most forms change the tensors and call another form."""
 
     def attend(self, at: LayerCall, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor) -> torch.Tensor:
-        """[B, Q, h, D] of these queries, over the keys of all ranks. A rank may have no token, and no head."""
+        """Return attention [B, Q, h, D] of these queries to the keys of all ranks. A rank may have no tokens or no heads."""

@@ -1,10 +1,8 @@
-"""Corrects stale keys and values by the fresh ones that a micro-step has just computed.
+"""Corrects stale keys and values, using the fresh ones that a micro-step has just computed.
 
-Until they are overwritten, the buffer has the extrapolated old rows that the micro-step computes again. In the call after
-the warm-up, which has no line to extrapolate along, much of the difference from the fresh rows is common to all tokens,
-since the timestep causes it. That common part is applied to the rows that are not computed yet.
-
-Nothing here makes the host wait for the device.
+Before they are overwritten, the buffer has extrapolated old rows for the tokens of this micro-step. In the call after the
+warm-up, which cannot be extrapolated, much of their difference from the fresh rows is common to all tokens, because the
+timestep causes it. That common part is applied to rows that are not computed yet. The host never waits for the device here.
 """
 
 import functools
@@ -14,16 +12,14 @@ from typing import Any
 import torch
 
 LEAST = 1e-6
-"""Added to sums of squares: rows that are all zero stay as they are."""
+"""Added to sums of squares, so that rows of zeros stay as they are."""
 TOKENS_AT_ONCE = 1024
-"""Number of tokens that have float32 copies at a time."""
+"""Number of tokens that are copied to float32 at a time."""
 
 
 def key_scale(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The factor that takes `expected_bshD` closest to `fresh_bshD` by least squares: [b, 1, h, 1] float32.
-
-    Both are parts of the same tokens, in order.
-    """
+    """Return the factor by which `expected_bshD` is closest to `fresh_bshD` (least squares), [b, 1, h, 1] float32. Both are
+    parts of the same tokens, in order."""
     # Rotary embedding rotates pairs of a key's channels, by an angle that depends on the position. A factor of the whole
     # head commutes with every such rotation. A shift would be right at one position only.
     products: Any = LEAST
@@ -36,7 +32,7 @@ def key_scale(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.
 
 
 def value_shift(expected_bshD: Sequence[torch.Tensor], fresh_bshD: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The mean over tokens of fresh less expected values: [b, 1, h, D] float32."""
+    """Return the mean over tokens of fresh minus expected values, [b, 1, h, D] float32."""
     sums = [(new_bshD.float() - old_bshD).sum(1, keepdim=True) for old_bshD, new_bshD in _pairs(expected_bshD, fresh_bshD)]
     return functools.reduce(torch.add, sums) / sum(part.shape[1] for part in fresh_bshD)
 

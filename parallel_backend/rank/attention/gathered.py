@@ -1,4 +1,4 @@
-"""Keys and values of all ranks of an axis, gathered before attention."""
+"""Forms of attention in which a rank gets all keys and values before the kernel runs."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,8 @@ from .context import Form, LayerCall
 
 
 class Gathered:
-    """The form. `inner`: attends to all of them. `ranks`: by index on the axis, its sequence ranks."""
+    """Gathers the keys and values of all ranks of an axis. `inner`: attends to them. `ranks`: sequence ranks by index on the
+    axis."""
 
     def __init__(self, inner: Form, axis: Axis, ranks: Sequence[range], traffic: Traffic):
         self._inner, self._axis, self._ranks, self._traffic = inner, axis, ranks, traffic
@@ -24,7 +25,8 @@ class Gathered:
 
 
 class SharedKeys:
-    """Each head of keys once if several heads of queries share it: less is sent and kept. `inner`: attends to them."""
+    """Removes repeated key heads if several query heads share one, so that less is sent and stored. `inner`: attends to the
+    rest."""
 
     def __init__(self, inner: Form):
         self._inner = inner
@@ -37,7 +39,7 @@ class SharedKeys:
 
 
 class Together:
-    """The last form that knows of other ranks: the call's kernel computes, with the keys of every head."""
+    """The last form that knows about other ranks: repeats shared key heads, and calls the call's kernel."""
 
     def attend(self, at: LayerCall, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor) -> torch.Tensor:
         if not q_BQhD.shape[1] or not q_BQhD.shape[2]:
@@ -48,5 +50,5 @@ class Together:
 
 
 def of_axis(lengths: Sequence[int], ranks: Sequence[range]) -> list[int]:
-    """Tokens by index on an axis. `lengths`: by sequence rank."""
+    """Number of tokens for each index on an axis. `lengths`: by sequence rank. `ranks`: sequence ranks by index."""
     return [sum(lengths[some.start : some.stop]) for some in ranks]

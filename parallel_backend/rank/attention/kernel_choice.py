@@ -18,24 +18,24 @@ from .kernels import sdpa
 log = logging.getLogger(__name__)
 
 TRIAL_QUERIES, TRIAL_KEYS, TRIAL_HEADS = 45, 77, 3
-"""No multiples of any kernel's tile, and no two alike."""
+"""They are not multiples of any kernel's tile size, and all differ."""
 TRIAL_SEEN = (20, TRIAL_KEYS)
-"""Keys that the mask leaves to each of the trial's two entries."""
+"""Number of keys that the mask leaves to each of the trial's two batch entries."""
 TOLERANCE = 0.05
-"""Between a half-precision or quantising kernel and the formula in fp32, on values within 1."""
+"""Largest allowed difference between a half-precision or quantizing kernel and SDPA in fp32, for values within 1."""
 LONGEST_REASON = 200
-"""Characters."""
+"""Maximum characters of a reason."""
 
 
 class RankKernel:
-    """A rank's attention: by one kernel, and by SDPA for calls that the kernel does not support.
+    """A rank's attention: one kernel, and SDPA for calls that the kernel does not support.
 
-    The kernel is tried once for each head size and dtype, with and without the log-sum-exp. `attend` and `attend_lse`: see
-    kernels/interface.py; in addition several query heads in a row may share a head of keys and values.
+    The kernel is tried once for each head size and dtype, with and without the log-sum-exp. `attend` and `attend_lse` are
+    those of kernels/interface.py, but several neighbouring query heads may share one head of keys and values.
     """
 
     def __init__(self, kernel: AttentionKernel, device: torch.device, refused: str = "", variant: str = ""):
-        """`refused`: why this is not the kernel that the user asked for, in words of the report. `variant`: a key of
+        """`refused`: why this is not the kernel that the user asked for, as text for the report. `variant`: a key of
         SAGE_VARIANTS, or empty."""
         self.kernel, self._device, self._refused, self._variant = kernel, device, refused, variant
         self._module = _module(kernel, variant)
@@ -53,13 +53,14 @@ class RankKernel:
         return module.attend_lse(q_BQHD, *_for_each_head(q_BQHD, k_BKhD, v_BKhD), mask_BK, scale)
 
     def leave(self, dtype: torch.dtype, calls: str) -> None:
-        """Note a call with queries of `dtype` that torch's kernel computes. `calls`: its kind, in words of the report."""
+        """Record a call with queries of `dtype` that torch's kernel computes instead. `calls`: its kind, as text for the
+        report."""
         self._dtypes.add(dtype)
         if self.kernel.name != SDPA:
             self._lacked.add(calls)
 
     def failure(self, head_size: int, dtype: torch.dtype, lse: bool = False) -> str | None:
-        """Why the kernel does not support such calls; None if it does."""
+        """Return why the kernel does not support calls with this head size and dtype. None: it does."""
         if lse and not self.kernel.lse:
             return "it returns no log-sum-exp"
         key = head_size, dtype, lse
@@ -72,11 +73,11 @@ class RankKernel:
 
     @property
     def used(self) -> bool:
-        """A call has come since the last report."""
+        """Whether a call has come since the last report."""
         return bool(self._dtypes)
 
     def report(self) -> str:
-        """The kernels that computed since the last report, for the user. Empty on CPUs, which have one kernel."""
+        """The kernels that ran since the last report, as text for the user. Empty on CPUs, which have only one kernel."""
         dtypes, lacked, took = sorted(map(_name, self._dtypes)), sorted(self._lacked), self._took_calls
         self._dtypes, self._lacked, self._took_calls = set(), set(), False
         if self._device.type != "cuda":
@@ -90,7 +91,7 @@ class RankKernel:
         return text + (", on ROCm, where Parallel DiT has never been tried" if torch.version.hip else "")
 
     def _for(self, q_BQHD: torch.Tensor, k_BKhD: torch.Tensor, mask_BK: torch.Tensor | None, lse: bool) -> Any:
-        """The module of the kernel that computes this call."""
+        """Return the kernel's module, or SDPA's if the kernel does not support this call."""
         if not q_BQHD.numel() or not k_BKhD.numel():
             return sdpa
         self._dtypes.add(q_BQHD.dtype)
@@ -102,7 +103,7 @@ class RankKernel:
         return self._module
 
     def _lacks(self, q_BQHD: torch.Tensor, mask_BK: torch.Tensor | None, lse: bool) -> str:
-        """The kind of call that the kernel does not support and this call is, in words of the report. Empty: none."""
+        """Return why the kernel does not support this call, as text for the report. Empty: it does."""
         if self.kernel.name == SDPA:
             return ""
         size, dtype = q_BQHD.shape[-1], q_BQHD.dtype
@@ -114,10 +115,10 @@ class RankKernel:
 
 
 def choose_kernel(attention: str, device: torch.device, dtype: str, head_size: int = 64, ring: bool = False) -> RankKernel:
-    """The kernel for the setting `attention` (core/attention_kernels.py), for weights of dtype `dtype`.
+    """Return the kernel for the setting `attention` (core/attention_kernels.py), for weights of dtype `dtype`.
 
-    A preferred kernel that does not run here is replaced by SDPA. ValueError for a demanded kernel that does not run here,
-    and for a `ring` without a kernel that returns the log-sum-exp.
+    If a preferred kernel does not run here, SDPA is chosen. Raises ValueError if a demanded kernel does not run here, or if
+    `ring` is true and no kernel returns the log-sum-exp.
     """
     kernel, demanded = wanted(attention)
     compute = compute_dtype(dtype, device)
@@ -146,10 +147,8 @@ def choose_kernel(attention: str, device: torch.device, dtype: str, head_size: i
 def trial(
     kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_size: int, lse: bool, variant: str = ""
 ) -> str | None:
-    """Why a kernel cannot be used for heads of this size; None if its results are those of SDPA on the CPU in fp32.
-
-    Queries, keys and values are strided as Ulysses' all-to-all leaves them. Also with a mask, if the kernel takes masks.
-    """
+    """Why a kernel cannot be used for heads of this size. None: its results equal those of SDPA on the CPU in fp32. Queries,
+    keys and values have the strides that Ulysses' all-to-all leaves. Masks are tried too, if the kernel takes masks."""
     count = TRIAL_KEYS * 3 * len(TRIAL_SEEN) * TRIAL_HEADS * head_size
     rows_K3BHD = torch.arange(count).sin().view(TRIAL_KEYS, 3, len(TRIAL_SEEN), TRIAL_HEADS, head_size)
     seen_BK = torch.arange(TRIAL_KEYS)[None] < torch.tensor(TRIAL_SEEN)[:, None]
@@ -173,13 +172,13 @@ def trial(
 
 
 def _queries_keys_values(rows_K3BHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of it: queries [B, Q, H, D], keys and values [B, K, H, D]."""
+    """Return views of `rows_K3BHD`: queries [B, Q, H, D], keys and values [B, K, H, D]."""
     q_BKHD, k_BKHD, v_BKHD = (rows_K3BHD[:, index].transpose(0, 1) for index in range(3))
     return q_BKHD[:, :TRIAL_QUERIES], k_BKHD, v_BKHD
 
 
 def _module(kernel: AttentionKernel, variant: str) -> Any:
-    """The object with `attend`, and with `attend_lse` if the kernel returns the log-sum-exp."""
+    """Return the object with the kernel's `attend`, and with `attend_lse` if the kernel returns the log-sum-exp."""
     module = importlib.import_module(f".kernels.{kernel.name}", __package__)
     return module.Variant(variant) if variant else module
 
@@ -189,6 +188,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _for_each_head(q_BQHD: torch.Tensor, *shared_BKhD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Keys and values [B, K, H, D]: each of their h heads repeated for the query heads that share it."""
+    """Return keys and values [B, K, H, D], with each of their h heads repeated for the query heads that share it."""
     times = q_BQHD.shape[2] // shared_BKhD[0].shape[2]
     return shared_BKhD if times == 1 else tuple(x.repeat_interleave(times, dim=2) for x in shared_BKhD)

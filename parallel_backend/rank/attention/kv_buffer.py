@@ -1,8 +1,8 @@
-"""K/V buffers: keys and values of the whole sequence, kept from call to call of a run, for bands at different steps.
+"""K/V buffers: keys and values of the whole sequence, kept between the calls of a run, for bands at different steps.
 
 A band reads keys and values of bands that have not run in this call yet (PipeFusion), or that run on another rank (displaced
-patches). Those are one call old. The buffer extrapolates them along the line through the last two calls, since they change
-nearly in proportion to the timestep, and corrects them by the fresh ones of the call's first micro-step (correction.py).
+patches). These are one call old. The buffer extrapolates them linearly from the last two calls, since they change nearly in
+proportion to the timestep, and corrects them by the fresh ones of the call's first micro-step (correction.py).
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -23,35 +23,35 @@ Piece = tuple[Span, Span]
 
 @dataclass
 class Arriving:
-    """Keys and values of other ranks' tokens whose transfer is in progress."""
+    """Other ranks' keys and values whose transfer is in progress."""
 
     gathering: Gathering | ChangeGathering
-    """Gathers [2, b, s, h, D] of each rank."""
+    """Gathers [2, b, s, h, D] from each rank."""
     pieces: list[list[Piece]]
-    """For each rank: the places of its part."""
+    """For each rank, the positions of its rows."""
     entries: Span
     """The b batch entries."""
 
 
 @dataclass
 class LayerBuffer:
-    """One layer's keys and values, after norm and rotary embedding. S: text, then image tokens of the sequence."""
+    """One layer's keys and values, after norm and rotary embedding. S: text tokens, then image tokens of the sequence."""
 
     k_BShD: torch.Tensor
     v_BShD: torch.Tensor
     call: int
-    """Number of the call that keys and values were last written or extrapolated for."""
+    """Number of the call for which keys and values were last written or extrapolated."""
     last: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Keys and values of the call before, kept only for extrapolation."""
+    """Keys and values of the previous call. None unless `extrapolate`."""
     arriving: list[Arriving] = field(default_factory=list)
-    """Keys and values that other ranks computed in this call. Read in the next one."""
+    """Keys and values that other ranks computed in this call. The next call reads them."""
 
     @property
     def nbytes(self) -> int:
         return (self.k_BShD.nbytes + self.v_BShD.nbytes) * (1 if self.last is None else 2)
 
     def extrapolate(self, weight: torch.Tensor) -> None:
-        """Estimate this call's keys and values from those of the last two. `weight`: see KVBuffer.weights."""
+        """Extrapolate this call's keys and values from those of the last two. `weight`: see KVBuffer.weights."""
         if self.last is None:
             self.last = (self.k_BShD.clone(), self.v_BShD.clone())
             return
@@ -61,12 +61,12 @@ class LayerBuffer:
         self.swap()
 
     def swap(self) -> None:
-        """`last`, where this call's estimate was written, becomes the present; the present becomes `last`."""
+        """Exchange the present keys and values with `last`, where this call's estimate was written."""
         assert self.last is not None
         (self.k_BShD, self.v_BShD), self.last = self.last, (self.k_BShD, self.v_BShD)
 
     def write(self, k_bshD: torch.Tensor, v_bshD: torch.Tensor, pieces: list[Piece], entries: Span) -> None:
-        """Copy rows to their positions."""
+        """Copy rows to their positions, for these batch entries."""
         for rows, positions in pieces:
             self.k_BShD[entries.slice, positions.slice] = k_bshD[:, rows.slice]
             self.v_BShD[entries.slice, positions.slice] = v_bshD[:, rows.slice]
@@ -95,30 +95,28 @@ class LayerBuffer:
 
 @dataclass
 class KVBuffer:
-    """Buffers of all layers of a stage, for one run and conditioning.
-
-    A layer's buffer is made when it is first written, since heads and dtype are not known before.
-    """
+    """Buffers of all layers of a stage, for one run and conditioning. A layer's buffer is created when it is first written,
+    because its heads and dtype are not known before."""
 
     image_tokens: int
     batch: int
     extrapolate: bool
-    """See sampling.OpenRun."""
+    """See wire.sampling.OpenRun."""
     correct: bool = True
-    """Stale image tokens are corrected by fresh ones. False if some of them are tokens of references, which do not change
-    as the image's tokens do."""
+    """Whether stale image tokens are corrected by fresh ones. False if some belong to references, which change
+    differently."""
     filled: int = 0
     """Image tokens [0, filled) have been written. Without warm-up the first calls read only these."""
     layers: dict[int, LayerBuffer] = field(default_factory=dict)
     masks: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By layer, [batch, S] bool: which keys may be seen, if each band has the mask of its own tokens alone."""
+    """Layer -> [batch, S] bool: which keys are seen. Used if each band only has the mask of its own tokens."""
     held: dict[tuple[int, Span], Held] = field(default_factory=dict)
-    """By layer and batch entries: the values that changes are sent relative to (ChangeCodec)."""
+    """(layer, batch entries) -> the values relative to which changes are sent (ChangeCodec)."""
     weights: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
-    """By dtype of keys and values, the point of this call on the line through the last two calls: 0 the older, 1 the newer.
+    """dtype of keys and values -> this call's position on the line through the last two calls: 0 is the older, 1 the newer.
 
-    A tensor on the device, since a CUDA graph would repeat a number of the host at each replay. bf16 rounds it, by up to
-    1/256 (1/128 from 2 on)."""
+    A tensor on the device, because a CUDA graph would repeat a number from the host. bf16 rounds it by up to 1/256, or 1/128
+    from 2 on."""
     _call: int = 0
     _times: tuple[float, ...] = ()  # timesteps of the last two calls and of the present one
 
@@ -133,10 +131,8 @@ class KVBuffer:
                 arrival.gathering.wait_pending()
 
     def begin_call(self, time: float) -> None:
-        """A call begins at timestep `time`.
-
-        Two calls in a row at one timestep count as one, such as the second call of heun and the next step's first.
-        """
+        """Begin a call at timestep `time`. Two consecutive calls at the same timestep count as one, such as the second call
+        of heun and the first of the next step."""
         if self._times and time == self._times[-1]:
             return
         self._call += 1
@@ -146,30 +142,31 @@ class KVBuffer:
 
     @property
     def _weight(self) -> float:
-        """See `weights`."""
+        """The value for `weights` in this call."""
         return 1.0 if len(self._times) < 3 else 1.0 + step_ratio(*self._times)
 
     def pattern(self) -> tuple[Hashable, ...]:
-        """All that `update` decides by on the host: tokens filled, and which layers see this call for the first time."""
+        """Everything by which `update` decides on the host: tokens filled, and the layers that this call has not reached
+        yet."""
         return self.filled, *((layer.call == self._call, layer.last is None) for layer in self.layers.values())
 
     def addresses(self) -> tuple[int, ...]:
-        """Where keys and values are in memory now. LayerBuffer.swap exchanges two places at each call."""
+        """Return the memory addresses of keys and values at present. LayerBuffer.swap exchanges two of them at each call."""
         return tuple(x_BShD.data_ptr() for layer in self.layers.values() for x_BShD in (layer.k_BShD, layer.v_BShD))
 
     def slots(self) -> dict[int, LayerBuffer]:
-        """Layer -> the state that `restore` goes back to."""
+        """Return layer -> a copy of its host state, for `restore`."""
         return {number: replace(layer) for number, layer in self.layers.items()}
 
     def follow(self, layers: Iterable[int]) -> None:
-        """A replayed CUDA graph began a call in these layers on the device: do the host's part of `update`."""
+        """Do the host's part of `update` for layers in which a replayed CUDA graph began a call on the device."""
         for number in layers:
             self.layers[number].call = self._call
             if self.extrapolate:
                 self.layers[number].swap()
 
     def restore(self, slots: Mapping[int, LayerBuffer]) -> None:
-        """Undo the host's part of `update` since `slots` was read, for a failed capture: the device has done nothing."""
+        """Undo the host's part of `update` since `slots` was read. For a failed capture, in which the device did nothing."""
         self.layers = dict(slots)
 
     def update(
@@ -182,9 +179,9 @@ class KVBuffer:
         text_tokens: int,
         image: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write fresh keys and values of batch entries `entries`. Returns views of these entries' tokens filled so far.
+        """Write fresh keys and values of these batch entries. Returns views of all their tokens that are filled.
 
-        `text_tokens`: text tokens before the image's, 0 in layers without text. `image`: the layer has keys of image tokens.
+        `text_tokens`: text tokens before the image's, 0 in layers without text. `image`: whether the layer has image tokens.
         """
         image_tokens, filled = (self.image_tokens, self.filled) if image else (0, 0)
         if layer not in self.layers:
@@ -207,5 +204,5 @@ class KVBuffer:
         return buffer.k_BShD[entries.slice, :stop], buffer.v_BShD[entries.slice, :stop]
 
     def add_pending(self, layer: int, arriving: Arriving) -> None:
-        """Have the layer write `arriving` at its next call."""
+        """Have the layer write these keys and values at its next call."""
         self.layers[layer].arriving.append(arriving)

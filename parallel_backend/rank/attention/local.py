@@ -1,4 +1,4 @@
-"""Attention of queries to keys that this rank has: in full, block-sparse, or by a rule. The last of the forms of a call."""
+"""Attention of queries to keys that this rank has: dense, block-sparse, or by a rule. These are the last forms of a call."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -14,14 +14,14 @@ from .context import AttentionContext, AttentionStep, Form, LayerCall
 from .sparse import Layout, SparseCalls, SparseStep
 
 QUANTISES = "low_precision_attention"
-"""Argument of ComfyUI's functions. False: this call is to be computed without quantised queries and keys."""
+"""Argument of ComfyUI's functions. False: this call must not quantize queries and keys."""
 
 ROWS = "rows"
-"""Beginning of the keys of AttentionStep.kept under which numbers of rows are."""
+"""First item of the keys of AttentionStep.kept for numbers of rows."""
 
 
 class InFull:
-    """By the kernel that the user or a node has chosen. That is torch's by the function which the class calls."""
+    """Dense attention by the kernel that the user or a node has chosen. For SDPA that is the class's own function."""
 
     def attend(self, at: LayerCall, q_BQhD: torch.Tensor, k_BKhD: torch.Tensor, v_BKhD: torch.Tensor) -> torch.Tensor:
         call, kernel, mask_bK = at.call, at.step.kernel, at.mask_bK
@@ -37,7 +37,7 @@ class InFull:
 
 
 class ByRows:
-    """By the call's rule, which goes by the numbers of rows. Block-sparse attention takes no such call."""
+    """Attention by the call's rule, which needs the numbers of rows. Block-sparse attention does not support such calls."""
 
     def __init__(self, in_full: Form, sparse_calls: SparseCalls):
         self._in_full, self._sparse_calls = in_full, sparse_calls
@@ -52,7 +52,8 @@ class ByRows:
 
 
 class Sparse:
-    """Block-sparse, if ComfyUI's node would make the call so, and else in full. `running()`: name of the block that runs."""
+    """Block-sparse attention of the calls that ComfyUI's node would make sparse, dense attention of others. `running()`:
+    name of the block that runs."""
 
     def __init__(self, in_full: Form, sparse_calls: SparseCalls, running: Callable[[], str]):
         self._in_full, self._sparse_calls, self._running = in_full, sparse_calls, running
@@ -66,7 +67,7 @@ class Sparse:
         return sparse.attend(layout, q_BQhD, k_BKhD, v_BKhD, at.gate_BQhD, at.call.arguments.get("scale"))
 
     def _layout(self, at: LayerCall, sparse: SparseStep, q_BShD: torch.Tensor, k_BShD: torch.Tensor) -> Layout | None:
-        """The blocks. None: in full."""
+        """Return the blocks for sparse attention. None: the call is dense."""
         # A call for full precision is natively one with a mask, which LTX-2's factors stand for.
         whole = at.call.arguments.get(QUANTISES) is False or at.mask_bK is not None
         if whole or self._running() in sparse.settings.full:
@@ -83,28 +84,27 @@ class Sparse:
 
 
 class StageAttention:
-    """Attention of a loaded stage: calls that are over all tokens on this rank, and the kernels of others.
-
-    `running()`: name of the block that runs; empty outside of blocks.
-    """
+    """Attention of a loaded stage: calls with all tokens on this rank, and the last form of other calls. `running()`: name
+    of the block that runs; empty between blocks."""
 
     def __init__(self, context: AttentionContext, running: Callable[[], str]):
         self.context = context
         self.step: AttentionStep | None = None
-        """The micro-step that runs."""
+        """The present micro-step."""
         self.sparse_calls = SparseCalls()
         self._in_full = InFull()
         self._by_rows = ByRows(self._in_full, self.sparse_calls)
         self._sparse = Sparse(self._in_full, self.sparse_calls, running)
 
     def kernel_of(self, call: AttentionCall, step: AttentionStep) -> Form:
-        """The form in which a call is computed, once this rank has its queries and keys."""
+        """Return the form that computes a call, once this rank has its queries and keys."""
         if call.rule is not None:
             return self._by_rows
         return self._in_full if step.sparse is None else self._sparse
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A call of `function` with all tokens that it is over. Returns what the function would."""
+        """Return the result of `function` for a call whose tokens are all on this rank, computed by the chosen kernel if
+        possible."""
         step, by_rows = self.step, kwargs.get("rule") is not None
         if step is None or (step.kernel.kernel.name == SDPA and step.sparse is None and not by_rows):
             return function(*args, **kwargs)
@@ -120,18 +120,18 @@ class StageAttention:
         return call.result(at.kernel.attend(at, call.q_BQHD, call.k_BKHD, call.v_BKHD))
 
     def numbers(self, at: LayerCall, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See TokenNumbers: all tokens, in the class's order."""
+        """See TokenNumbers.numbers: all tokens, in the class's order."""
         of_queries, of_keys = (
             kept_numbers(at.step, ("all", length), functools.partial(torch.arange, length)) for length in (queries, keys)
         )
         return of_queries, of_keys
 
     def places(self, streams: tuple[int, ...]) -> None:
-        """See TokenNumbers: the tokens are in the class's order."""
+        """See TokenNumbers.places. None, because the tokens are in the class's order."""
 
 
 def kept_numbers(step: AttentionStep, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """[n] int64 in host memory: numbers of rows for a rule, the same tensor for each key in all calls that are alike."""
+    """Numbers of rows for a rule, [n] int64 in host memory. Calls with the same tokens get the same tensor for a key."""
     key = ROWS, key
     if key not in step.kept:
         step.kept[key] = make()

@@ -1,7 +1,7 @@
-"""Tokens of ComfyUI's own class that are cut over sequence ranks, or into bands (own_class/cuts/token_cut.py).
+"""The tokens of ComfyUI's own class on one rank: split over sequence ranks, or into bands (own_class/cuts/token_cut.py).
 
-A form of attention is a class with one method, which hands the call on (`_chain`): Ulysses, SharedKeys, then Ring or what
-makes all keys known (Gathered, Bands, DisplacedPatches, WordsOnce), and last Together, which has the call's kernel compute
+An attention call passes through a chain of forms (`_chain`), each a class with one method: Ulysses, SharedKeys, then Ring or
+a form that makes all keys known (Gathered, Bands, DisplacedPatches, WordsOnce). The last one, Together, calls the kernel
 (local.py).
 """
 
@@ -29,11 +29,11 @@ from .ring import Ring
 from .ulysses import Ulysses
 
 IN_BUFFER = "in buffer"
-"""Beginning of keys of TokenCut.known."""
+"""First item of keys of TokenCut.known."""
 
 
 class RankTokens(TokenCut):
-    """This rank's tokens, of those of `ranks`. `attention`: of the stage."""
+    """This rank's tokens, split over `ranks`. `attention`: the stage's."""
 
     def __init__(self, blocks: Sequence[OwnBlock], attention: StageAttention, ranks: SequenceCut):
         self._attention, self._context = attention, attention.context
@@ -46,7 +46,8 @@ class RankTokens(TokenCut):
         self._form: Form = self._whole  # of this call
 
     def _chain(self, in_run: bool = False, words_once: bool = False) -> Form:
-        """The form of all calls of attention. `in_run`: with a K/V buffer. `words_once`: words have run, or are kept."""
+        """Return the chain of forms for attention calls. `in_run`: with a K/V buffer. `words_once`: with stored keys of the
+        text."""
         context = self._context
         patch, ring, traffic = context.patch, context.ring, context.traffic
         form: Form = Together()
@@ -89,7 +90,7 @@ class RankTokens(TokenCut):
 
     @property
     def _layer(self) -> int:
-        """Number of the call of attention among all of the class."""
+        """Number of the present call among all attention calls of the class."""
         return self._layers[self.number] + self.attended - 1
 
     def exchange(self, spec: OwnAttention, call: AttentionCall, mask_bK: torch.Tensor | None) -> torch.Tensor:
@@ -100,7 +101,7 @@ class RankTokens(TokenCut):
         return self._form.attend(at, q_BQHD, call.k_BKHD, call.v_BKHD)
 
     def numbers(self, at: LayerCall, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See context.TokenNumbers: once Ulysses has gathered them, and as far as keys are known."""
+        """See context.TokenNumbers. Queries are those after Ulysses' gather, keys are those known so far."""
         of_queries, of_keys, in_bands = at.spec.queries, at.spec.keys, at.step.in_bands
 
         def query_numbers() -> torch.Tensor:
@@ -124,7 +125,7 @@ class RankTokens(TokenCut):
         return functools.partial(self.all_rows, streams, HOST)
 
     def mask_of_all(self, mask_bK: torch.Tensor, streams: tuple[int, ...]) -> torch.Tensor:
-        """In the order of the K/V buffer, in a run of bands: a mask of this band's keys is kept for the others."""
+        """The mask in the order of keys. In a run of bands, masks of this band's keys are stored for the other bands."""
         step, band = self._step, self.band
         buffer = step.buffer
         if not step.in_bands or band is None:

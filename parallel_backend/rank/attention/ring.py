@@ -49,12 +49,12 @@ class Ring:
 def merge(
     one: tuple[torch.Tensor, torch.Tensor], two: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over two sets of keys, each (out [B, Q, H, D], log-sum-exp [B, Q, H]), to the same in float32."""
+    """Merge attention over two sets of keys, each (out [B, Q, H, D], log-sum-exp [B, Q, H]). Returns the same in float32."""
     return mix(one, two), torch.logaddexp(one[1], two[1])
 
 
 def mix(one: tuple[torch.Tensor, torch.Tensor], two: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The output of `merge`."""
+    """Return the merged output of two sets of keys, without the log-sum-exp."""
     # A set's weight is exp(lse) over the sum of both, which is a sigmoid of the difference: neither exponential overflows.
     # Where neither set has a key the difference is -inf + inf, and both outputs are zeros.
     weight_BQH1 = torch.sigmoid(two[1] - one[1]).nan_to_num_(0.0).unsqueeze(-1)

@@ -1,8 +1,8 @@
-"""Block-sparse attention on a rank: whole sequences of the rank's heads, in ComfyUI's order of tokens.
+"""Block-sparse attention on a rank: the whole sequence for the rank's heads, in ComfyUI's order of tokens.
 
-Which keys a query block sees depends on how tokens lie in blocks of 64. So the rows of all ranks are brought into the order
-of ComfyUI's sequence first. Heads do not depend on each other: under Ulysses and tensor parallelism each rank computes what
-one device computes for the same heads.
+The keys that a query block sees depend on how tokens fall into blocks of 64. So the rows of all ranks are first brought into
+the order of ComfyUI's sequence. Heads are independent: under Ulysses and tensor parallelism each rank computes what one
+device computes for the same heads.
 """
 
 import itertools
@@ -19,11 +19,11 @@ from parallel_backend.core.sparse_attention import HEAD_SIZE, KEYS_AND_ROWS, SOU
 BLOCK = 64
 """Tokens of a block of queries or keys."""
 CUBE = (4, 4, 4)
-"""Frames, rows and columns of a block of VSA, whose tokens are in this order."""
+"""Frames, rows and columns of one block of VSA, whose tokens are in this order."""
 
 
 def refusal(device: torch.device, dtype: torch.dtype, head_size: int, cubes: bool) -> str:
-    """Why ComfyUI would attend in full with such tensors, in words of the report. Empty: it would not."""
+    """Return why ComfyUI would use dense attention for such tensors, as text for the report. Empty: it would not."""
     try:
         import comfy_kitchen
 
@@ -40,35 +40,35 @@ def refusal(device: torch.device, dtype: torch.dtype, head_size: int, cubes: boo
 
 
 Places = Callable[[], torch.Tensor]
-"""Gives [S]: by row its number among the tokens as the class has them."""
+"""Returns [S] int64: for each row, the number of its token in the class's order."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Places to which the rows of all ranks go. Rows are those of Ulysses' result, in rank order."""
+    """Where the rows of all ranks go in the order of blocks. Rows are those after Ulysses' gather, in rank order."""
 
     source_N: torch.Tensor | None
-    """int64: row of each place of the blocks; -1: an empty place. None: the rows are in order."""
+    """[N] int64: row at each position of the blocks; -1: an empty position. None: the rows are in order."""
     place_S: torch.Tensor | None
-    """int64: place of each row, the inverse."""
+    """[S] int64: position of each row, the inverse of `source_N`."""
     lengths_n: torch.Tensor | None
-    """int32: tokens of each block, which are its first. None: all blocks are full but the last."""
+    """int32: number of tokens in each block, which come first in it. None: all blocks but the last are full."""
     keys: tuple[int, int] = (0, 0)
-    """First block of keys that all queries see exactly, and the one behind the last."""
+    """(first, last + 1) of the blocks of keys that all queries see exactly."""
     rows: tuple[int, int] = (0, 0)
-    """Blocks of queries that see all keys."""
+    """(first, last + 1) of the blocks of queries that see all keys."""
 
 
 @dataclass
 class SparseCalls:
-    """Which layers' calls have been sparse since the last report."""
+    """Counts the calls that have been sparse since the last report."""
 
     title: str = ""
     sparse: int = 0
     lacked: set[str] = field(default_factory=set)
 
     def report(self) -> str:
-        """In words for the user. Empty: nothing was to be sparse."""
+        """Return text for the user. Empty: no call was to be sparse."""
         lacked = sorted(self.lacked)
         if not self.sparse and not lacked:
             return ""
@@ -79,15 +79,15 @@ class SparseCalls:
 
 
 class SparseStep:
-    """Block-sparse attention of a micro-step that computes a whole call on Ulysses ranks alone."""
+    """Block-sparse attention of a micro-step that computes a whole call, on no other sequence ranks than Ulysses'."""
 
     def __init__(self, settings: SparseAttention, device: torch.device):
         self.settings, self._device = settings, device
         self._of_class: dict[tuple[tuple[int, ...], int], Layout | None] = {}
 
     def of_class(self, streams: tuple[int, ...], place_of_rows: Places | None, tokens: int) -> Layout | None:
-        """For a layer of ComfyUI's own class that mixes so many tokens, of these streams. `place_of_rows`: None if the rows
-        are in the class's order. Returns None for VSA if the kinds of these tokens are unknown."""
+        """Return the layout for a layer with this many tokens of these streams. `place_of_rows`: None if rows are in the
+        class's order. None for VSA if the kinds of these tokens are unknown."""
         if (key := (streams, tokens)) not in self._of_class:
             self._of_class[key] = self._layout_of_class(place_of_rows, tokens)
         return self._of_class[key]
@@ -105,7 +105,8 @@ class SparseStep:
         return self._in_order(order, *(self._sinks(kinds, lengths) if is_known else ((0, 0), (0, 0))))
 
     def _in_order(self, order: torch.Tensor, keys: tuple[int, int], rows: tuple[int, int]) -> Layout:
-        """`order`: [S], row of each token in the sequence's order. `keys`, `rows`: see Layout."""
+        """Return the layout for a sequence in one piece. `order`: [S], row of each token in the sequence. `keys`, `rows`:
+        see Layout."""
         start = len(order)
         if torch.equal(order, torch.arange(start)):
             return Layout(None, None, None, keys, rows)
@@ -114,7 +115,7 @@ class SparseStep:
         return Layout(to_device(order, self._device), to_device(place, self._device), None, keys, rows)
 
     def _sinks(self, kinds: Sequence[str], lengths: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Blocks of the tokens in front of the video: `Layout.keys` and `rows`, as ComfyUI counts them."""
+        """`Layout.keys` and `rows` as ComfyUI counts them: the blocks of the tokens before the video."""
         starts = dict(zip(kinds, itertools.accumulate(lengths, initial=0), strict=False))
         if not self.settings.sinks or not starts.get(VIDEO):
             return (0, 0), (0, 0)
@@ -124,8 +125,8 @@ class SparseStep:
         return keys, (starts.get(SOUND, 0) // BLOCK, keys[1])
 
     def _in_cubes(self, kinds: Sequence[str], runs: Sequence[torch.Tensor], rows: int) -> Layout:
-        """Every segment in front of the video in blocks of its own, then the video's cubes. Each block begins with its
-        tokens, and the rest of it is empty."""
+        """Return the layout for VSA: each segment before the video in blocks of its own, then the video's cubes. A block
+        begins with its tokens, and the rest of it is empty."""
         blocks, before = [], 0
         for kind, run in zip(kinds, runs, strict=True):
             if kind == VIDEO:
@@ -145,13 +146,14 @@ class SparseStep:
         return Layout(source, place, lengths, (0, before), (0, before))
 
     def lacks(self, q_BShD: torch.Tensor) -> str:
-        """As `refusal`, of these queries."""
+        """As `refusal`, for these queries."""
         return refusal(q_BShD.device, q_BShD.dtype, q_BShD.shape[-1], self.settings.cubes)
 
     def attend(
         self, layout: Layout, q_BShD, k_BShD, v_BShD, gate_BShD: torch.Tensor | None, scale: float | None
     ) -> torch.Tensor:
-        """[B, S, h, D] in rank order. `gate_BShD`: of VSA's summaries, for each token and head. None: it adds none."""
+        """Return attention [B, S, h, D] in rank order. `gate_BShD`: VSA's factor of summaries, for each token and head.
+        None: without."""
         import comfy_kitchen
 
         settings, dtype = self.settings, q_BShD.dtype
@@ -177,7 +179,7 @@ class SparseStep:
 
 
 def _placed(x_BShD: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """[B, N, h, D] in the blocks' order, with zeros in empty places."""
+    """Return the tensor [B, N, h, D] in the order of blocks, with zeros at empty positions."""
     if layout.source_N is None:
         return x_BShD  # the kernel takes strides
     placed_BNhD = x_BShD[:, layout.source_N.clamp_min(0)]
@@ -187,7 +189,7 @@ def _placed(x_BShD: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def _cubes(run: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-    """[n, BLOCK]: rows of the video's tokens by cube, those that lie outside of the video last, as -1."""
+    """[n, BLOCK]: rows of the video's tokens, cube by cube. Positions outside of the video come last, as -1."""
     assert len(run) == math.prod(grid), "cubes are of the whole video"
     sides = [-(-side // edge) * edge for side, edge in zip(grid, CUBE, strict=True)]
     padded = run.new_full(sides, -1)

@@ -1,7 +1,5 @@
-"""Ulysses: each rank attends with its heads over the tokens of all ranks. An all-to-all before and behind attention.
-
-Ranks may have different numbers of tokens and heads.
-"""
+"""Ulysses: each rank attends to the tokens of all ranks with some heads. An all-to-all runs before and after attention.
+Ranks may have different numbers of tokens and heads."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,28 +16,28 @@ from parallel_backend.rank.comm.transfers import Traffic
 from .context import AttentionContext, Form, LayerCall
 
 HEAD_GROUPS = {"cuda": 2, "cpu": 1}
-"""Head groups per Ulysses rank, by device. One group's all-to-all overlaps another group's attention.
-
-One on a CPU: the cores that would compute also move the data, so nothing overlaps.
-"""
+"""Device -> number of head groups for each Ulysses rank. One group's all-to-all overlaps another group's attention. One on a
+CPU: the cores that would compute also move the data, so nothing overlaps."""
 
 LEAST_WORK = 1 << 14
-"""Minimum batch entries x query tokens x heads of a head group, to fill a large GPU: 128 multiprocessors, tiles of 128."""
+"""Minimum of batch entries x query tokens x heads in a head group: enough for a GPU with 128 multiprocessors, tiles of
+128."""
 
 
 class HeadGroup(NamedTuple):
-    """Heads that ranks attend with at a time. No rank's part is empty if each has as many heads as there are groups."""
+    """The heads that ranks attend with at one time. If each rank has at least as many heads as groups, no rank's part is
+    empty."""
 
     spans: tuple[Span, ...]
-    """By rank."""
+    """Each rank's heads."""
     heads: tuple[int, ...]
-    """Number of each rank's."""
+    """Each rank's number of heads."""
     are_even: bool
-    """The spans are equally long and heads / ranks apart. `_of_ranks` then is a view of them all."""
+    """Whether the spans have equal lengths and distances. Then `_of_ranks` is one view of them all."""
 
 
 class Ulysses:
-    """The form (arXiv 2309.14509). `inner`: attends with some heads. `in_one`: all heads of a rank in one go."""
+    """Ulysses attention (arXiv 2309.14509). `inner`: attends with some of the heads. `in_one`: use one head group."""
 
     def __init__(self, inner: Form, context: AttentionContext, in_one: bool):
         self._inner, self._axis, self._in_one = inner, context.ulysses, in_one
@@ -79,10 +77,10 @@ def start_sequence_to_heads(
     traffic: Traffic,
     codec: Codec | None = None,
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Before attention: starts the all-to-all from tokens to heads.
+    """Start the all-to-all before attention, from tokens to heads. The returned function waits for it.
 
-    Returns a function that waits for it and returns each tensor as [B, S, h, D], tokens in rank order. `tensors_BsHD`:
-    queries, keys and values, or some of them. `tokens[i][j]`: tokens of tensor i on rank j.
+    That function returns each tensor as [B, S, h, D], with tokens in rank order. `tensors_BsHD`: queries, keys and values,
+    or some of them. `tokens[i][j]`: number of tokens of tensor i on rank j.
     """
     if not group.are_even or any(of_tensor != tokens[0] for of_tensor in tokens):
         return _start_apart(tensors_BsHD, tokens, group, axis, traffic, codec)
@@ -110,7 +108,8 @@ def _start_apart(
     traffic: Traffic,
     codec: Codec | None,
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """As `start_sequence_to_heads`, if ranks differ in heads or tensors in tokens: a rank's parts are sent in a row."""
+    """As `start_sequence_to_heads`, if ranks differ in heads or tensors in tokens: each rank gets its parts one after
+    another."""
     batch, _, _, size = tensors_BsHD[0].shape
     heads = group.heads[axis.index]
     parts = [torch.cat([x[:, :, span.slice].transpose(0, 1).reshape(-1) for x in tensors_BsHD]) for span in group.spans]
@@ -137,10 +136,8 @@ def start_heads_to_sequence(
     traffic: Traffic,
     codec: Codec | None = None,
 ) -> Callable[[], None]:
-    """After attention, the inverse. Starts the transfer. Call the result to fill the group's heads of `out_BsHD`.
-
-    `lengths[j]`: query tokens of rank j.
-    """
+    """Start the all-to-all after attention, from heads to tokens. The returned function fills the group's heads of
+    `out_BsHD`. `lengths[j]`: query tokens of rank j."""
     batch, _, heads, size = part_BShD.shape
     values = batch * size
     send = [values * heads * rank_tokens for rank_tokens in lengths]
@@ -159,7 +156,7 @@ def start_heads_to_sequence(
 
 
 def _of_ranks(x_BsHD: torch.Tensor, group: HeadGroup) -> torch.Tensor:
-    """View [rank, s, B, h, D] of even spans of heads. Made in one go: with fast devices the host's time is what counts."""
+    """View [rank, s, B, h, D] of equal spans of heads. Made in one call: with fast devices the host's time counts."""
     (batch, tokens, heads, size), (by_entry, by_token, by_head, by_channel) = x_BsHD.shape, x_BsHD.stride()
     ranks = len(group.spans)
     return x_BsHD.as_strided(
@@ -178,10 +175,7 @@ def _start(
 
 
 def groups_of(q_BQHD: torch.Tensor, tokens: int, heads: int) -> int:
-    """Into how many groups Ulysses ranks divide their heads.
-
-    `heads`: of the rank that has the fewest. `tokens`: query tokens of all Ulysses ranks.
-    """
+    """Number of head groups. `heads`: of the rank with the fewest. `tokens`: query tokens of all Ulysses ranks."""
     groups = HEAD_GROUPS[q_BQHD.device.type]
     work = len(q_BQHD) * tokens * (heads // groups)
     return 1 if heads < groups or (q_BQHD.is_cuda and work < LEAST_WORK) else groups
@@ -189,7 +183,7 @@ def groups_of(q_BQHD: torch.Tensor, tokens: int, heads: int) -> int:
 
 @functools.lru_cache
 def head_groups(heads: int, ranks: int, groups: int) -> tuple[HeadGroup, ...]:
-    """The `heads` of Ulysses ranks, in groups."""
+    """Return the `heads` of all Ulysses ranks, as `groups` groups."""
     apart, rest = divmod(heads, ranks)
     found = []
     for spans in zip(*(split(of_rank, groups) for of_rank in split(Span(0, heads), ranks)), strict=True):

@@ -1,4 +1,4 @@
-"""Keys and values of steady words (OwnLatent.steady), which later calls outside of runs read again."""
+"""Stored keys and values of steady text (OwnLatent.steady), which later calls outside of runs read again."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,8 @@ from .kv_buffer import Piece
 
 @dataclass(frozen=True)
 class WordKeys:
-    """Those of a conditioning with `batch` entries on this rank, by layer. In one tensor each, which a graph reads."""
+    """Layer -> keys and values of the text, for one conditioning with `batch` entries on this rank. The tensors never move,
+    so a CUDA graph can read them."""
 
     batch: int
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -32,9 +33,10 @@ class WordKeys:
         heads: Span,
         of_rank: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the `words` of these rows if they have run, or put those in front that are kept. Returns all keys and values,
-        words first, [b, words + n, h, D] each. `pieces`: (rows, their positions). `heads`: those of the rank's `of_rank`
-        that the tensors have."""
+        """Store the text's keys if they are among these rows; otherwise put the stored ones in front.
+
+        Returns all keys and values, text first, [b, words + n, h, D] each. `pieces`: (rows, their positions). `words`:
+        number of text tokens. `heads`: which of the rank's `of_rank` heads the tensors have."""
         if layer not in self.layers:
             shape = (self.batch, words, of_rank, k_bshD.shape[-1])
             self.layers[layer] = k_bshD.new_empty(shape), v_bshD.new_empty(shape)

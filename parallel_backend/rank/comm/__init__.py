@@ -1,1 +1,1 @@
-"""Transfers between ranks: process group, mesh, collectives, and accounts of bytes and times."""
+"""Transfers between ranks: process group, mesh, collectives, and counts of bytes and times."""

@@ -1,9 +1,9 @@
-"""Packs the changes of keys and values since the last call, in a few bits a value, for displaced patches to send.
+"""Packs the changes of keys and values since the last call into a few bits a value, for displaced patches.
 
 After CompactFusion (arXiv 2507.17511). Sender and receivers hold the same reconstruction of the sender's values. A call
-sends the rounded difference of the present values from the reconstruction, and all ranks add what was sent. The rounding
-error is then part of the next call's difference (error feedback), so errors do not add up. Every group of up to 32
-neighbouring values of a head has a step of its own. Letters of shapes: rank/attention.
+sends the rounded difference between the present values and the reconstruction, and all ranks add it. The rounding error is
+then part of the next call's difference (error feedback), so errors do not add up. Every group of up to 32 neighbouring
+values of a head has its own step size. Letters of shapes: rank/attention.
 """
 
 from collections.abc import Sequence
@@ -19,26 +19,26 @@ from .transfer_codec import SCALE, SMALLEST, UP
 from .transfers import Traffic
 
 PIECES = {"cpu": 1 << 17, "cuda": 1 << 22}
-"""Values that are packed at once: as many as fit a CPU's cache; on a GPU, so many that temporary tensors take 50 MB."""
+"""Values packed at once, by device: as many as fit a CPU's cache; on a GPU, as many as need 50 MB of temporary tensors."""
 
 
 @dataclass(frozen=True)
 class ChangeCodec:
-    """Packs a part as the steps of its groups, then its values, the first in the lowest bits of a byte.
+    """Packs a part as the step sizes of its groups, followed by its values, the first in the lowest bits of a byte.
 
-    All devices compute the same bits, since reconstructions of different ranks must never differ: every multiplication and
-    addition is an operation of its own, so that no device fuses two into one with one rounding.
+    All devices must compute the same bits, because reconstructions of different ranks must never differ. So every
+    multiplication and addition is an operation of its own: no device can fuse two into one with a single rounding.
     """
 
     bits: int
-    """Bits of a value. A byte has a whole number of values."""
+    """Bits of a value; a divisor of 8."""
 
     def nbytes(self, values: int, size: int) -> int:
-        """Packed bytes of `values` elements. `size`: elements of a head."""
+        """Return the bytes of `values` packed values. `size`: values of a head."""
         return change_bytes(values, size, self.bits)
 
     def encode(self, values_N: torch.Tensor, held_N: torch.Tensor, size: int) -> torch.Tensor:
-        """Difference of `values_N` from `held_N`, both floating, of heads of `size` -> [Y] uint8."""
+        """Return the packed difference of `values_N` from `held_N`, [Y] uint8. Both are floats. `size`: values of a head."""
         group, count = group_size(size), len(values_N)
         packed_Y = torch.empty(self.nbytes(count, size), dtype=torch.uint8, device=values_N.device)
         steps_G, codes_y = self._views(packed_Y, count // group)
@@ -53,7 +53,7 @@ class ChangeCodec:
         return packed_Y
 
     def add(self, packed_Y: torch.Tensor, held_N: torch.Tensor, size: int) -> None:
-        """Add the changes that `packed_Y`, uint8, contains to `held_N`."""
+        """Add the changes in `packed_Y`, uint8, to `held_N`."""
         group = group_size(size)
         steps_G, codes_y = self._views(packed_Y, held_N.numel() // group)
         held_Gg = held_N.view(-1, group)
@@ -63,13 +63,13 @@ class ChangeCodec:
             part_Gg.add_(levels_Gg.float().sub_((2**self.bits - 1) / 2).mul_(steps_G[rows].float()[:, None]))
 
     def _steps(self, change_Gg: torch.Tensor) -> torch.Tensor:
-        """Distances between neighbouring levels, [G]."""
+        """Return the distance between neighbouring levels for each group, [G]."""
         # The largest change is half a step from a level, so nothing is cut off: receivers would extrapolate keys that lack
         # the rest before the next call sends it.
         return change_Gg.abs().amax(1).mul_(UP * 2 / 2**self.bits)
 
     def _pieces(self, values_Gg: torch.Tensor) -> list[slice]:
-        """Groups that are packed at once. A multiple of 8 groups, so that a piece ends with a whole byte."""
+        """Return slices of groups that are packed at once, in multiples of 8 groups, so that each ends with a whole byte."""
         groups, group = values_Gg.shape
         count = PIECES[values_Gg.device.type] // group // 8 * 8
         return [slice(start, min(start + count, groups)) for start in range(0, groups, count)]
@@ -85,7 +85,7 @@ class ChangeCodec:
             codes_y.bitwise_or_(levels_ye[:, index] << index * self.bits)
 
     def _unpack(self, codes_y: torch.Tensor, count: int) -> torch.Tensor:
-        """The first `count` levels, [n]."""
+        """Return the first `count` levels, [n]."""
         each, largest = 8 // self.bits, 2**self.bits - 1
         codes_y = codes_y[: -(-count // each)]
         return torch.stack([codes_y >> index * self.bits & largest for index in range(each)], dim=1).view(-1)[:count]
@@ -97,16 +97,14 @@ class ChangeCodec:
 
 @dataclass
 class Held:
-    """Reconstructions of the values of all ranks of an axis, the same on every rank bit for bit. They start exact.
-
-    `parts`: by index on the axis, each [..., D] and contiguous. They change with every gather.
-    """
+    """The reconstructions of all ranks' values on an axis, bitwise the same on every rank. They start exact. `parts`: by
+    index on the axis, each [..., D] and contiguous. Each gather changes them."""
 
     codec: ChangeCodec
     parts: list[torch.Tensor]
 
     def fits(self, shapes: Sequence[tuple[int, ...]]) -> bool:
-        """Whether the parts have these shapes. All ranks of the axis come to the same answer."""
+        """Whether the parts have these shapes. All ranks of the axis get the same answer."""
         return [tuple(part.shape) for part in self.parts] == list(shapes)
 
     def start_gather(self, values: torch.Tensor, axis: Axis, traffic: Traffic) -> "ChangeGathering":
@@ -121,7 +119,7 @@ class Held:
 
 @dataclass
 class ChangeGathering:
-    """As collectives.Gathering. Gatherings are waited for once each, in the order in which they were started."""
+    """As collectives.Gathering. Each must be waited for once, in the order in which gatherings were started."""
 
     held: Held
     gathering: Gathering
@@ -129,11 +127,11 @@ class ChangeGathering:
     """This rank's index on the axis."""
 
     def wait_pending(self) -> None:
-        """Wait until no transfer is in progress any more."""
+        """Wait until the transfer is over."""
         self.gathering.wait_pending()
 
     def wait(self) -> list[torch.Tensor]:
-        """Every rank's part after this gather. This rank's part also has the changes of gathers started since."""
+        """Return every rank's part after this gather. This rank's own part also has the changes of later gathers."""
         for index, packed_y in enumerate(self.gathering.wait()):
             if index != self.index and len(packed_y):
                 part = self.held.parts[index]
@@ -142,6 +140,6 @@ class ChangeGathering:
 
 
 def changes_for(transfer_dtype: str) -> ChangeCodec | None:
-    """None for all but 'residual'."""
+    """Return the codec for 'residual'. None for other settings."""
     bits = change_bits(transfer_dtype)
     return ChangeCodec(bits) if bits else None

@@ -1,7 +1,7 @@
-"""The transfers between ranks of one mesh axis. Every byte is counted (transfers.py).
+"""Transfers between the ranks of one mesh axis. All bytes are counted (transfers.py).
 
-All ranks of the axis call each function, and all functions in the same order: NCCL and Gloo pair transfers of two ranks by
-the order of issue. Letters of shapes: rank/attention; tensors without a suffix may have any shape.
+All ranks of the axis call each function, and all functions in the same order: NCCL and Gloo pair the transfers of two ranks
+by the order in which they are issued. Letters of shapes: rank/attention; tensors without a suffix may have any shape.
 """
 
 import math
@@ -20,7 +20,7 @@ Parts = Iterable[tuple[int, torch.Tensor]]
 
 
 def _start_swap(receives: Parts, sends: Parts, axis: Axis, traffic: Traffic) -> Transfer | None:
-    """Start sending and receiving tensors, except empty ones; None where all are empty. Counts bytes sent."""
+    """Start sending and receiving the tensors that are not empty, and count the bytes sent. None if all are empty."""
     # Both ends know every length, so both leave out the same empty tensors.
     sends = [(index, part) for index, part in sends if part.numel()]
     # Receives first. Gloo tells a sender that its receiver is ready on the connection that carries tensors the other way:
@@ -33,7 +33,7 @@ def _start_swap(receives: Parts, sends: Parts, axis: Axis, traffic: Traffic) -> 
 
 @dataclass
 class Exchange:
-    """A transfer in progress to this rank's `target`. `wait` returns it on `device`."""
+    """A transfer in progress into this rank's `target`. `wait` returns the received tensor on `device`."""
 
     source: torch.Tensor  # kept alive: the transfer reads it until `wait`
     target: torch.Tensor
@@ -47,7 +47,8 @@ class Exchange:
 
 
 def start_all_to_all(x_N: torch.Tensor, send: list[int], receive: list[int], axis: Axis, traffic: Traffic) -> Exchange:
-    """[sum(send)] -> [sum(receive)]: send[i] values go to rank i of the axis, receive[i] values come from it."""
+    """Start an all-to-all, [sum(send)] -> [sum(receive)]: send[i] values go to rank i of the axis, receive[i] come from
+    it."""
     source, target = sendable(x_N, axis.group), receivable((sum(receive),), x_N, axis.group)
     # Gloo's all-to-all issues sends before receives: over a slow link it takes nearly twice as long as _start_swap, but
     # within a machine it takes less of the cores.
@@ -67,10 +68,8 @@ def start_all_to_all(x_N: torch.Tensor, send: list[int], receive: list[int], axi
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:
-    """Sum over the axis, of the same shape on every rank. In place if `x` is contiguous.
-
-    Bytes are those of the ring algorithm: each of R ranks sends 2 (R - 1) / R of the tensor.
-    """
+    """Return the sum over the axis, in place if `x` is contiguous. `x` has the same shape on every rank. Counts the bytes of
+    the ring algorithm: each of R ranks sends 2 (R - 1) / R of the tensor."""
     traffic.bytes_sent[axis.name] += 2 * (axis.size - 1) * x.nbytes // axis.size
     x = x.contiguous()
     target = sendable(x, axis.group)
@@ -80,7 +79,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:
 
 @dataclass
 class Gathering:
-    """An all-gather in progress: `wait` returns every rank's part, by index on the axis."""
+    """An all-gather in progress. `wait` returns every rank's part, by index on the axis."""
 
     parts: list[torch.Tensor]
     source: torch.Tensor  # kept alive: the transfer reads it until `wait`
@@ -88,7 +87,7 @@ class Gathering:
     transfer: Transfer | None
 
     def wait_pending(self) -> None:
-        """Wait until no transfer is in progress any more."""
+        """Wait until the transfer is over."""
         if self.transfer is not None:
             self.transfer.wait()
             self.transfer = None
@@ -115,7 +114,7 @@ def start_gather(part: torch.Tensor, lengths: Sequence[int], dim: int, axis: Axi
 
 
 def start_shift(x: torch.Tensor, length: int, dim: int, axis: Axis, traffic: Traffic) -> Exchange:
-    """Start sending `x` to the next rank of the axis, and receiving the previous rank's, which has `length` along `dim`."""
+    """Start sending `x` to the next rank of the axis and receiving the previous one's, which has `length` along `dim`."""
     # As an all-to-all of which other parts are empty: one call of torch.distributed in place of three.
     shape, send, receive = _resized(x, dim, length), [0] * axis.size, [0] * axis.size
     send[(axis.index + 1) % axis.size], receive[axis.index - 1] = x.numel(), math.prod(shape)
@@ -125,5 +124,5 @@ def start_shift(x: torch.Tensor, length: int, dim: int, axis: Axis, traffic: Tra
 
 
 def _resized(x: torch.Tensor, dim: int, length: int) -> list[int]:
-    """Shape of `x` with `length` along `dim`."""
+    """Return the shape of `x` with `length` along `dim`."""
     return [*x.shape[:dim], length, *x.shape[dim + 1 :]]

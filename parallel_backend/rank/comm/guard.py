@@ -8,21 +8,22 @@ from collections.abc import Callable, Iterator
 from parallel_backend.wire.heartbeat import Heartbeat
 
 LOOK_SECONDS = 0.5
-"""Between two looks at the store."""
+"""Interval between two checks of the store."""
 
 
 class Guard:
-    """`check` raises when the rendezvous is gone. `end(error)` reports the error and ends the process."""
+    """Ends the rank if its peers are gone. `check` raises if the rendezvous is gone. `end(error)` reports and ends the
+    process."""
 
     def __init__(self, heartbeat: Heartbeat, check: Callable[[], None], end: Callable[[BaseException], None]):
         self.heartbeat, self._check, self._end = heartbeat, check, end
 
     @contextlib.contextmanager
     def waiting(self, seconds: float | None = None, late: Callable[[], BaseException] = TimeoutError) -> Iterator[None]:
-        """Around code that waits for other ranks: the client's watchdog does not take this rank for one that hangs.
+        """Context for code that waits for other ranks. The client's watchdog does not count this rank as hanging.
 
-        The rank ends with `check`'s error as soon as `check` raises, also while the entering thread is blocked, and with
-        `late()` after `seconds`. None: no limit.
+        If `check` raises, the rank ends with that error, even while the waiting thread is blocked. After `seconds` it ends
+        with `late()`. None: no limit.
         """
         done = threading.Event()
         threading.Thread(target=self._watch, args=(done, seconds, late), name="guard", daemon=True).start()

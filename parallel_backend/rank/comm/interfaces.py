@@ -1,4 +1,4 @@
-"""Names of network interfaces by address, since Gloo and NCCL take the name of the one to listen on."""
+"""Finds the names of network interfaces, because Gloo and NCCL take the name of the interface to listen on."""
 
 import socket
 
@@ -8,7 +8,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def interface_with(address: str) -> str | None:
-    """The interface that has this IPv4 address; None where there is none."""
+    """Return the interface that has this IPv4 address. None: no interface has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.family == socket.AF_INET and one.address == address for one in addresses):
             return name
@@ -16,7 +16,7 @@ def interface_with(address: str) -> str | None:
 
 
 def check_named(variable: str, value: str) -> None:
-    """RuntimeError if an environment variable names an interface that is not there. Commas separate names."""
+    """Raise RuntimeError if an environment variable names an interface that does not exist. Commas separate names."""
     known = psutil.net_if_addrs()
     if missing := [name for name in value.split(",") if name not in known]:
         raise RuntimeError(
@@ -26,18 +26,18 @@ def check_named(variable: str, value: str) -> None:
 
 
 def interface_towards(address: tuple[str, int]) -> str | None:
-    """The interface by which this machine reaches an IPv4 address; None where there is no single one."""
+    """Return the interface by which this machine reaches an IPv4 address. None if it cannot be told."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # a datagram socket sends nothing here, it only picks its route
         return interface_with(probe.getsockname()[0])
 
 
 def loopback_interface() -> str:
-    """The interface that only this machine reaches, such as lo, or "Loopback Pseudo-Interface 1" on Windows.
+    """Return the interface that only this machine reaches, such as lo, or "Loopback Pseudo-Interface 1" on Windows.
 
-    RuntimeError where there is none, since without a name the ranks could be reached from outside: Gloo would listen on the
-    address that the host name resolves to, NCCL on the first interface that is not loopback. RuntimeError where it is
-    switched off too: it keeps its address, and ranks would wait for each other for minutes.
+    Raises RuntimeError if there is none. Without a name, other machines could reach the ranks: Gloo would listen on the
+    address of the host name, NCCL on the first interface that is not loopback. Raises RuntimeError also if the interface is
+    switched off: it keeps its address, and ranks would wait for each other for minutes.
     """
     name = interface_with(LOOPBACK)
     if name is not None and not psutil.net_if_stats()[name].isup:

@@ -16,10 +16,8 @@ WARM_UP, ROUND_TRIPS = 2, 5
 
 
 def probe_links(rank: int, devices: tuple[str, ...], sizes: tuple[int, ...]) -> LinksProbed:
-    """This rank's measurements. Collective over all ranks; no model may be loaded.
-
-    Tensors are on the ranks' devices: under Gloo those of a CUDA device go through host memory, as a model's do.
-    """
+    """Return this rank's measurements. Collective over all ranks; no model may be loaded. Tensors are on the ranks' devices.
+    Under Gloo, those on a CUDA device go through host memory, as in a run."""
     device = torch.device(in_its_process(devices[rank]))
     links: dict[int, tuple[tuple[int, float], ...]] = {}
     for one in range(len(devices)):
@@ -45,7 +43,8 @@ def probe_links(rank: int, devices: tuple[str, ...], sizes: tuple[int, ...]) -> 
 
 
 def _to_and_fro(size: int, peer: int, first: bool, device: torch.device) -> tuple[int, float]:
-    """(bytes, seconds one way): half the fastest round trip of a tensor of `size` bytes."""
+    """Return (bytes, seconds in one direction): half of the fastest round trip of `size` bytes to rank `peer`. `first`: this
+    rank begins."""
     sent_Y = torch.zeros(size, dtype=torch.uint8, device=device)
     received_Y = receivable(sent_Y.shape, sent_Y, None)
 
@@ -68,7 +67,7 @@ def _transfer(operation: Callable[..., dist.Work | None], tensor: torch.Tensor, 
 
 
 def _all_at_once(size: int, rank: int, world: int, device: torch.device) -> float:
-    """Seconds of the fastest exchange in which every rank sends `size` bytes to every other one."""
+    """Return the seconds of the fastest exchange in which every rank sends `size` bytes to every other rank."""
     if world == 1:
         return 0.0
     others = [other for other in range(world) if other != rank]
@@ -90,7 +89,7 @@ def _all_at_once(size: int, rank: int, world: int, device: torch.device) -> floa
 
 
 def _fastest(exchange: Callable[[], None], device: torch.device) -> float:
-    """Seconds of the fastest of ROUND_TRIPS calls, after WARM_UP others."""
+    """Return the seconds of the fastest of ROUND_TRIPS calls, after WARM_UP calls that do not count."""
     seconds = []
     for _ in range(WARM_UP + ROUND_TRIPS):
         started = _now(device)

@@ -13,7 +13,7 @@ from parallel_backend.core.degrees import AXES, Degrees
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's view of one mesh axis. `group` is None where the axis has one rank or no collectives."""
+    """This rank's view of one mesh axis. `group` is None if the axis has one rank or no collectives."""
 
     name: str
     size: int
@@ -21,15 +21,13 @@ class Axis:
     ranks: tuple[int, ...]  # global ranks along the axis, in order
     group: dist.ProcessGroup | None
     far: bool = False
-    """Ranks reach each other over a network, by Gloo. The same on all ranks, since it decides which calls they make."""
+    """Whether ranks are connected by Gloo over a network. Equal on all ranks, because it decides which calls they make."""
 
 
 @dataclass(frozen=True)
 class LinkEnd:
     """One end of the link from a stage to the next. `peer`: global rank at the other end. `sends`: this end is the sender.
-
-    `group` has these two ranks and no collectives, so that under NCCL it is one communicator, made at its first transfer.
-    """
+    `group` has only these two ranks and no collectives. Under NCCL it is one communicator, created at its first transfer."""
 
     peer: int
     sends: bool
@@ -38,29 +36,29 @@ class LinkEnd:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place on the mesh of one model. `links`: to the neighbouring stages, in the order of pipe_links."""
+    """This rank's position on the mesh of one model. `links`: to the neighbouring stages, in the order of pipe_links."""
 
     axes: dict[str, Axis]
     links: tuple[LinkEnd, ...]
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """All groups of the rank except the world's, in the order in which they were made."""
+        """All groups of the rank except the world's, in order of creation."""
         of_axes = [axis.group for axis in self.axes.values() if axis.group is not None]
         return of_axes + [link.group for link in self.links]
 
     def link(self, sends: bool) -> LinkEnd | None:
-        """The link to the next stage, or from the previous one; None at the pipeline's ends."""
+        """Return the link to the next stage if `sends`, otherwise from the previous stage. None at the pipeline's ends."""
         return next((link for link in self.links if link.sends == sends), None)
 
 
 def make_mesh(
     degrees: Degrees, rank: int | None, timeout: timedelta, far: bool = False, ranks: tuple[int, ...] | None = None
 ) -> Mesh:
-    """The mesh of a model. Collective over all ranks of the pool.
+    """Return the mesh of a model. Collective over all ranks of the pool.
 
-    `ranks`: the pool's ranks that have the model, ascending; None: all. `rank`: this rank's number among them; None: it is
-    not one of them, and gets an empty mesh. `timeout`: of the groups' transfers; NCCL's default would be 10 minutes.
+    `ranks`: the pool's ranks that have the model, ascending; None: all. `rank`: this rank's number among them; None: it has
+    no part of the model, and gets an empty mesh. `timeout`: for the groups' transfers; NCCL's default would be 10 minutes.
     `far`: see Axis.
     """
     ranks = tuple(range(degrees.world)) if ranks is None else ranks
@@ -93,9 +91,10 @@ def make_mesh(
 
 
 def close_mesh(mesh: Mesh, meet: Callable[[], None] | None = None) -> None:
-    """End the mesh's groups, once every rank has finished using them. Collective over the mesh's ranks.
+    """Destroy the mesh's groups once every rank has stopped using them. Collective over the mesh's ranks.
 
-    `meet`: waits for ranks that are not all of the pool, which have no communicator of their own. None: they are all.
+    `meet`: waits for all of the mesh's ranks if they are only a part of the pool, because a part has no communicator. None:
+    the mesh has the whole pool.
     """
     if mesh.groups and meet is not None:  # on every rank or on none
         if dist.get_backend() == "nccl":  # transfers are over on the device, too

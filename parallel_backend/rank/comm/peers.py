@@ -1,4 +1,4 @@
-"""A rank's connection to the other ranks of its pool: joins them, and makes and tests process groups."""
+"""A rank's connection to the other ranks of its pool. It joins them, and creates and tests process groups."""
 
 import contextlib
 from collections import Counter
@@ -29,14 +29,15 @@ from .transfers import PeerErrors, is_out_of_memory
 
 
 class Peers:
-    """All methods but `check`, `blocked` and `part` are collective over the pool's ranks. StoreError if the rendezvous is
-    gone, PeerError if another rank is: the client then looks for the rank that is at fault.
+    """The other ranks of a pool or of a part of it. All methods but `check`, `blocked` and `part` are collective over the
+    pool.
 
-    In all of them the client's watchdog takes this rank for one that waits.
+    They raise StoreError if the rendezvous is gone, PeerError if another rank is; the client then looks for the rank at
+    fault. During all of them the client's watchdog sees this rank as waiting.
     """
 
     def __init__(self, settings: RankSettings, rendezvous: Rendezvous, guard: Guard, ranks: tuple[int, ...] | None = None):
-        """`ranks`: see `part`. None: all of the pool."""
+        """`ranks`: see `part`. None: the whole pool."""
         self.ranks = tuple(range(len(settings.devices))) if ranks is None else ranks
         self.place = self.ranks.index(settings.rank) if settings.rank in self.ranks else None
         """This rank's number among `ranks`. None: it is not one of them."""
@@ -50,10 +51,8 @@ class Peers:
         self._far = False  # see Axis.far
 
     def part(self, ranks: tuple[int, ...]) -> "Peers":
-        """The peers of models on these ranks of the pool, ascending. Empty: on all.
-
-        Its meshes are made by all ranks of the pool, and ended by all; what else is collective is so over `ranks`.
-        """
+        """Return the peers for models on these ranks of the pool, ascending. Empty: on all ranks. All ranks of the pool
+        create and end its meshes. Other collective methods are collective over `ranks`."""
         if ranks in ((), self.ranks):
             return self
         if ranks not in self._parts:
@@ -63,11 +62,11 @@ class Peers:
         return self._parts[ranks]
 
     def check(self) -> None:
-        """StoreError if the rendezvous is gone. Call before the ranks need it."""
+        """Raise StoreError if the rendezvous is gone. To be called before ranks need it."""
         self._rendezvous.check()
 
     def join(self) -> None:
-        """Join the process group of all ranks, and try it. A single rank has none."""
+        """Join the process group of all ranks, and test it. A single rank has none."""
         settings, world = self._settings, len(self._settings.devices)
         if world == 1:
             return
@@ -79,21 +78,21 @@ class Peers:
         self._try_axis(everyone, "all ranks", SHORT_SUMS[self._device.type])
 
     def enter_mesh(self, degrees: Degrees) -> Mesh:
-        """The mesh of a model. Models of equal degrees share one, since each group of NCCL takes memory on the device."""
+        """The mesh of a model. Models of equal degrees share one, because each NCCL group takes memory on the device."""
         if degrees not in self._meshes:
             self._meshes[degrees] = self._make_mesh(degrees)
         self._users[degrees] += 1
         return self._meshes[degrees]
 
     def leave_mesh(self, degrees: Degrees) -> None:
-        """A model of these degrees is unloaded. The last one ends the mesh's groups."""
+        """A model of these degrees is unloaded. If it was the last one, the mesh's groups are destroyed."""
         self._users[degrees] -= 1
         if not self._users[degrees]:
             with self._guard.waiting(), PeerErrors():
                 close_mesh(self._meshes.pop(degrees), self._rendezvous.meet if self._is_part else None)
 
     def _make_mesh(self, degrees: Degrees) -> Mesh:
-        """The mesh, its groups made and tried."""
+        """Return a new mesh whose groups are tested."""
         with self._guard.waiting():
             self._rendezvous.check()
             with PeerErrors():
@@ -115,7 +114,8 @@ class Peers:
         return mesh
 
     def _try_axis(self, axis: Axis, name: str, sums: Sequence[int]) -> None:
-        """Open all that the axis uses. Collective over all ranks, each on its own line of the axis. `sums`: see try_sum."""
+        """Test all transfers that the axis uses. Collective over all ranks, each on its own part of the axis. `sums`: sizes
+        for try_sum."""
         with self._trial(f"the communicator of {name}"):
             open_communicator(axis, self._device)
         for pairs in rounds(axis.size):
@@ -133,25 +133,25 @@ class Peers:
                 try_sum(axis, values, self._device)
 
     def _meet(self) -> None:
-        """Wait for all ranks by the store, without a limit: a rank that went on to its next trial would take a rank that is
-        blocked in this one for a broken link of its own."""
+        """Wait for all ranks by the store, without a limit. Otherwise a rank in its next trial would take a rank that is
+        still blocked in this one for a broken link."""
         with self._guard.waiting():
             self._rendezvous.check()
             self._rendezvous.meet()
 
     def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of each of `ranks`, in their order. Through the store: a part has no communicator of its own."""
+        """The numbers that each of `ranks` passes, in their order. Uses the store, because a part has no communicator."""
         assert self.place is not None
         with self._guard.waiting():
             return self._rendezvous.tell_all(self.place, numbers)
 
     def blocked(self) -> AbstractContextManager[None]:
-        """Around waiting for ranks without a transfer. If one of them is gone, the client ends this rank."""
+        """Context for waiting for ranks without a transfer. If one of them is gone, the client ends this rank."""
         return self._guard.heartbeat.blocked()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a collective that may be the ranks' first since they were idle: checks the rendezvous before."""
+        """Context for a collective that may be the first since the ranks were idle. Checks the rendezvous first."""
         with self._guard.waiting():
             self._rendezvous.check()
             with PeerErrors():
@@ -159,7 +159,8 @@ class Peers:
 
     @contextlib.contextmanager
     def _trial(self, what: str) -> Iterator[None]:
-        """LinkError if it fails or takes longer than the limit."""
+        """Context of one test: raises LinkError if it fails or takes longer than the limit. `what`: the transfer, for the
+        message."""
         limits = self._settings.self_test
         error: Callable[[str], LinkError] = lambda how: LinkError(what, how, self._backend, limits.p2p)  # noqa: E731
         with self._guard.waiting(limits.seconds, lambda: error(f"did not end within {limits.seconds:g} s")):

@@ -14,15 +14,15 @@ from .interfaces import LOOPBACK, check_named, interface_towards, interface_with
 from .rendezvous import Rendezvous
 
 GLOO_INTERFACE, NCCL_INTERFACE = INTERFACE_VARIABLES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables: the interface that each library listens on. A user's setting stays."""
+"""Environment variables with the interface that each library listens on. A user's setting is kept."""
 
 HIGH_PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
-"""torch's environment variable (ProcessGroupNCCL.hpp), as is_high_priority_stream in the options of every group."""
+"""torch's environment variable (ProcessGroupNCCL.hpp) for is_high_priority_stream in the options of every group."""
 NEW_NCCL = "TORCH_DIST_USE_NCCL2"
-"""torch's environment variable since 2.15: "0" makes the older class of NCCL groups. See `DEFAULTS`."""
+"""torch's environment variable since 2.15. "0" selects the older class of NCCL groups. See `DEFAULTS`."""
 RECORDER, OLD_RECORDER = RECORDER_VARIABLES = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
-"""torch's environment variables: the number of transfers whose Python stacks its flight recorder keeps. Versions that know
-the old name only have it off unless it is set."""
+"""torch's environment variables: the number of transfers whose Python stacks its flight recorder keeps. In versions that
+only know the old name the recorder is off by default."""
 
 DEFAULTS = {
     "NCCL_DEBUG": "WARN",  # goes to standard output, and with it into the rank's log
@@ -35,18 +35,18 @@ DEFAULTS = {
     # The recorder gathers a Python stack at each transfer: 7 of 29 microseconds of a short sum on a CPU.
     RECORDER: "0",
 }
-"""Environment variables of a rank, set before its process group is made. A user's setting stays."""
+"""Environment variables of a rank, set before its process group is created. A user's setting is kept."""
 
 NO_GLOO_DEVICE = "unsupported gloo device"
-"""In torch's error where its Gloo was built without a transport for this system."""
+"""Part of torch's error if its Gloo was built without a transport for this system."""
 
 
 class GlooError(RuntimeError):
-    """This torch's Gloo cannot run here."""
+    """Raised if this torch's Gloo cannot run here."""
 
 
 def backend_for(devices: tuple[str, ...]) -> str:
-    """NCCL if no two ranks share a CUDA device and torch has NCCL; Gloo otherwise (CPU, shared GPUs, Windows)."""
+    """NCCL if no two ranks share a CUDA device and torch has NCCL. Otherwise Gloo (CPU, shared GPUs, Windows)."""
     local = [name for name in devices if not on_ray(name)]  # Ray gives each rank a GPU that no other has
     distinct = len(set(local)) == len(local) and all(device_kind(name) == "cuda" for name in devices)
     return "nccl" if distinct and dist.is_nccl_available() else "gloo"
@@ -60,7 +60,7 @@ def join(
     p2p: bool = True,
     gloo: bool = False,
 ) -> None:
-    """Join the process group of all ranks, two at least. `timeout`: of its transfers. `p2p`, `gloo`: see SelfTest."""
+    """Join the process group of all ranks, at least two. `timeout`: for its transfers. `p2p`, `gloo`: see SelfTest."""
     if rendezvous.address:
         interface = interface_towards(rendezvous.address)
     else:
@@ -99,16 +99,13 @@ def set_defaults() -> None:
 
 
 def is_far() -> bool:
-    """Whether Gloo's transfers may leave this machine: its interface is another than the loopback one."""
+    """Whether Gloo's transfers may leave this machine, because its interface is not the loopback one."""
     return os.environ.get(GLOO_INTERFACE, "") not in ("", interface_with(LOOPBACK))
 
 
 def gloo_advice(error: str) -> str:
-    """Advice to the user where Gloo cannot run. `error`: torch's message.
-
-    Windows wheels of torch 2.8 and 2.9 have a Gloo without a transport (pytorch issue 150381, OneTrainer issue 1122); pull
-    request 170491 of December 2025 mends it.
-    """
+    """Return advice to the user if Gloo cannot run. `error`: torch's message. Windows wheels of torch 2.8 and 2.9 have a
+    Gloo without a transport (pytorch issue 150381, OneTrainer issue 1122); pull request 170491 of December 2025 fixes it."""
     return (
         f"several ranks without NCCL need Gloo, and that of torch {torch.__version__} cannot run here ({error}). On "
         "Windows torch 2.8 and 2.9 lack it. Install torch 2.11 or newer, or run ComfyUI in WSL2, which has NCCL. One "
@@ -117,7 +114,7 @@ def gloo_advice(error: str) -> str:
 
 
 def leave() -> None:
-    """Destroy the process group, if there is one. The failure where a peer is gone is ignored: no group is left then."""
+    """Destroy the process group if there is one. Ignores the failure if a peer is gone, because no group is left then."""
     with contextlib.suppress(RuntimeError):
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,7 +1,5 @@
-"""A rank's timeline: spans of its micro-steps, transfers and waits since the last run began, and their sums.
-
-A run's report needs the sums, and Parallel Trace the spans of a run that is over, so they are recorded in every run.
-"""
+"""A rank's timeline: spans of its micro-steps, transfers and waits since the last run began, and their sums. A run's report
+needs the sums, and Parallel Trace the spans of a past run, so they are recorded in every run."""
 
 import time
 from collections import defaultdict, deque
@@ -14,11 +12,11 @@ from parallel_backend.wire.timeline_kinds import OUTSIDE, StepLabel
 
 
 class Recorder:
-    """Spans in the order of their ends, the newest CAPACITY of them. Sums are of all spans, by kind.
+    """Records spans, the newest CAPACITY of them, in the order in which they ended. Sums by kind cover all spans.
 
-    Times are seconds of `time.perf_counter`, which is one clock for all processes of a machine. On CUDA `event` records an
-    event in the stream, and points in time are such events. They are read a BATCH at a time, when UNREAD newer spans have
-    been added: by then the device has passed them, and the host does not wait.
+    Times are seconds of `time.perf_counter`, which is one clock for all processes of a machine. On CUDA, `event` records an
+    event in the stream, and events stand for times. They are read BATCH at a time, after UNREAD newer spans have been added:
+    by then the device has passed them, and the host does not wait.
     """
 
     CAPACITY = 1 << 16
@@ -33,8 +31,8 @@ class Recorder:
         self.restart()
 
     def restart(self) -> None:
-        """A run begins: forget earlier spans, but not their sums. On CUDA this waits for the stream, to relate its time to
-        the host's clock."""
+        """Begin a run: drop earlier spans, but not their sums. On CUDA this waits for the stream, to relate its time to the
+        host's clock."""
         self._read_events(len(self._unread))
         self._spans.clear()
         self._recorded = 0
@@ -45,7 +43,7 @@ class Recorder:
             self._anchored = time.perf_counter()
 
     def add(self, kind: int, step: StepLabel, start: Any, stop: Any) -> None:
-        """`step`: the micro-step in which the span began."""
+        """Add a span. `step`: the micro-step in which it began."""
         self._recorded += 1
         if self._event is None:
             self._spans.append((kind, step, start, stop))
@@ -56,7 +54,7 @@ class Recorder:
             self._read_events(self.BATCH)
 
     def drain(self, kind: int) -> float:
-        """`seconds`, which start again at zero."""
+        """As `seconds`, but the sum starts again at zero."""
         seconds = self.seconds(kind)
         self._seconds.pop(kind, None)
         return seconds
@@ -67,14 +65,15 @@ class Recorder:
         return self._seconds.get(kind, 0.0)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Starts and stops, float64 [N, 2]; kinds and StepLabels, int64 [N, 5]; number of older spans that were not kept."""
+        """Return (starts and stops, float64 [N, 2]; kinds and StepLabels, int64 [N, 5]; number of older spans that were
+        dropped)."""
         self._read_events(len(self._unread))
         times_N2 = torch.tensor([span[2:] for span in self._spans], dtype=torch.float64).reshape(-1, 2)
         labels_N5 = torch.tensor([(kind, *step) for kind, step, _, _ in self._spans], dtype=torch.int64).reshape(-1, 5)
         return times_N2, labels_N5, self._recorded - len(self._spans)
 
     def _read_events(self, count: int) -> None:
-        """Read the `count` oldest spans' events."""
+        """Read the events of the `count` oldest unread spans."""
         oldest = [self._unread.popleft() for _ in range(count)]
         if not oldest:
             return

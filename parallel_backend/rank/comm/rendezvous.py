@@ -1,4 +1,4 @@
-"""The store through which the ranks of a pool find each other, at their start and for every group made later: a file on one
+"""The store by which the ranks of a pool find each other, at their start and for every group created later: a file on one
 machine, a server on several."""
 
 import copy
@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 
 class StoreError(RuntimeError):
-    """The file was removed, replaced or shortened."""
+    """Raised if the store's file was removed, replaced or shortened."""
 
 
 class StoreFile:
-    """The file of torch's FileStore. The client makes it, empty, in a directory that only this user can read.
+    """The file of torch's FileStore. The client creates it, empty, in a directory that only this user can read.
 
-    FileStore opens the file by name for each access, and makes an empty file if it is gone. So if a program cleans up
-    temporary files, ranks that make their next group would wait for each other until a watchdog ends them.
+    FileStore opens the file by name for each access, and creates an empty file if it is gone. If a program cleaned up
+    temporary files, ranks that create their next group would wait for each other until a watchdog ends them.
     """
 
     def __init__(self, path: Path):
@@ -30,7 +30,7 @@ class StoreFile:
             raise self._error("removed") from error
 
     def check(self) -> None:
-        """Raises StoreError if the file was removed, replaced or shortened. May be called from any thread."""
+        """Raise StoreError if the file was removed, replaced or shortened. May be called from any thread."""
         known = self._size  # first: another thread's check may see more of the file than this one, and before this one ends
         held = os.fstat(self._held)
         try:
@@ -51,10 +51,8 @@ class StoreFile:
 
 
 class Rendezvous:
-    """The store of `world` ranks: `place` is its file (see StoreFile), or the address of its server. One rank has none.
-
-    `timeout`: how long the store waits for a key that another rank has yet to write.
-    """
+    """The store of `world` ranks. `place`: its file (see StoreFile), or the address of its server. A single rank has no
+    store. `timeout`: how long the store waits for a key that another rank has yet to write."""
 
     def __init__(self, place: Path | tuple[str, int], world: int, timeout: timedelta):
         self.address = None if isinstance(place, Path) else place
@@ -73,12 +71,12 @@ class Rendezvous:
         self.store.set_timeout(timeout)
 
     def check(self) -> None:
-        """StoreError if the file was removed, replaced or cut. From any thread."""
+        """Raise StoreError if the file was removed, replaced or shortened. May be called from any thread."""
         if self._file is not None:
             self._file.check()
 
     def is_any(self, key: str, here: bool) -> bool:
-        """Whether `here` is True on any rank. Collective over all ranks, once for each `key`."""
+        """Whether `here` is true on any rank. Collective over all ranks, once for each `key`."""
         if self.store is None:
             return here
         self.store.add(key, int(here))
@@ -86,7 +84,7 @@ class Rendezvous:
         return self.store.add(key, 0) > 0
 
     def part(self, ranks: tuple[int, ...]) -> "Rendezvous":
-        """The store of these ranks alone, for a rank among them."""
+        """Return the store for these ranks only. This rank must be one of them."""
         part = copy.copy(self)
         part._world, part._meetings = len(ranks), 0
         if self.store is not None:
@@ -94,7 +92,7 @@ class Rendezvous:
         return part
 
     def tell_all(self, rank: int, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers, in rank order. Collective over all ranks."""
+        """Return every rank's numbers, in rank order. Collective over all ranks."""
         if self.store is None:
             return [list(numbers)]
         key = f"numbers {self._meetings}"

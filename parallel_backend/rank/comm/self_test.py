@@ -1,13 +1,12 @@
-"""The self-test of the links between ranks, on the real transport: all that a run will use, opened before weights are read.
+"""Tests the links between ranks with every kind of transfer that a run uses, before weights are read.
 
 Direct access between consumer GPUs may be reported as working and still hang, or transfer wrong values, if an IOMMU or PCIe
 ACS is switched on (nccl-tests #117). So received values are checked, and the first transfer has a shorter time limit.
 
-NCCL makes a group's communicator at the group's first transfer, connects two ranks at their first send to each other (nccl
-src/enqueue.cc), and connects for a sum once it takes an algorithm, which is by size. Each connection takes memory of the
-device, and /dev/shm where there is no direct access: here, before weights take it. So each kind of transfer of each group
-comes first in here, with every pair that a run uses. torch also forbids a batch among only some ranks of a group
-(batch_isend_irecv) as the group's first transfer.
+NCCL creates a group's communicator at the group's first transfer, connects two ranks at their first send (nccl
+src/enqueue.cc), and connects for a sum once it takes an algorithm, which depends on the size. Each connection takes device
+memory, and /dev/shm without direct access. So each kind of transfer between each pair comes first here, before weights need
+the memory. torch also forbids a batch among only some ranks of a group (batch_isend_irecv) as the group's first transfer.
 """
 
 import itertools
@@ -24,16 +23,17 @@ from parallel_backend.wire.rank_settings import P2P_DISABLE
 from .mesh import Axis, LinkEnd
 
 VALUES = {"cuda": 1 << 18, "cpu": 1 << 10}
-"""int32 values from each rank to each, by device. 1 MB is too much for NCCL's protocol for short messages."""
+"""Device -> number of int32 values from each rank to each. 1 MB is too large for NCCL's protocol for short messages."""
 SHORT_SUMS = {"cuda": (1 << 4, 1 << 10), "cpu": (1 << 4,)}
-"""float32 values of sums, by device, as the world's are: of counters, and of barriers."""
+"""Device -> float32 values of the sums that the world's group computes: counters and barriers."""
 SUMS = {"cuda": (1 << 4, 1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24), "cpu": (1 << 4, 1 << 11)}
-"""As those of tensor parallelism are, from 64 bytes to 64 MB: NCCL changes algorithm and protocol in between."""
+"""Device -> float32 values of the sums of tensor parallelism. NCCL changes algorithm and protocol between 64 bytes and 64
+MB."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
 class LinkError(RuntimeError):
-    """A transfer of the self-test failed. `what` and `how` make a sentence; the text ends with advice."""
+    """A transfer of the self-test failed. `what` and `how` make a sentence. The message ends with advice."""
 
     def __init__(self, what: str, how: str, backend: str, p2p: bool):
         super().__init__(f"the self-test of the links between ranks failed: {what} {how}. {advice(backend, p2p)}")
@@ -41,7 +41,7 @@ class LinkError(RuntimeError):
 
 
 def advice(backend: str, p2p: bool) -> str:
-    """Advice to the user. `p2p`: NCCL was free to use direct access from GPU to GPU."""
+    """Return advice to the user. `p2p`: whether NCCL was free to use direct access from GPU to GPU."""
     if backend != "nccl":
         return (
             "Try: a firewall that lets this machine reach itself (or the machines each other); GLOO_SOCKET_IFNAME, set to "
@@ -57,27 +57,25 @@ def advice(backend: str, p2p: bool) -> str:
 
 
 def rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Every pair of the indices 0 to size - 1 once, in rounds: an index is in one pair of a round at most."""
+    """Return all pairs of the indices 0 to size - 1, in rounds. An index is in at most one pair of a round."""
     pairs = list(itertools.combinations(range(size), 2))
     by_sum = ([pair for pair in pairs if sum(pair) % size == number] for number in range(size))
     return [together for together in by_sum if together]
 
 
 def open_communicator(axis: Axis, device: torch.device) -> None:
-    """Every rank sends to itself alone, which needs the group's communicator and no connection: a link that does not work
-    is then met in `try_pair`, where it has a name.
+    """Have every rank send only to itself. That needs the group's communicator but no connection, so that a broken link
+    shows in `try_pair`, which names it.
 
-    Collective over the axis, or over the world if it has no group. ValueError for wrong values. `device`, here and below: a
-    device that the backend transfers from directly.
+    Collective over the axis, or over the world if it has no group. Raises ValueError for wrong values. `device`, here and
+    below: a device from which the backend transfers directly.
     """
     _turn(axis, [axis.index], device)
 
 
 def try_pair(axis: Axis, other: int, device: torch.device) -> None:
-    """Send to the rank with the index `other` on the axis, and receive from it, in the calls of gathers, shifts and halos.
-
-    Collective over the two. ValueError for wrong values.
-    """
+    """Send to the rank with index `other` on the axis and receive from it, by the calls of gathers, shifts and halos.
+    Collective over the two. Raises ValueError for wrong values."""
     here, there, values = axis.ranks[axis.index], axis.ranks[other], VALUES[device.type]
     sent_N = _pattern(here, there, values).to(device)
     received_N = torch.zeros_like(sent_N)
@@ -88,19 +86,20 @@ def try_pair(axis: Axis, other: int, device: torch.device) -> None:
 
 
 def try_all_to_all(axis: Axis, device: torch.device) -> None:
-    """Every rank sends to every one at once. Collective over the axis. ValueError for wrong values, with the sender."""
+    """Have every rank send to every rank at once. Collective over the axis. Raises ValueError with the sender of wrong
+    values."""
     _turn(axis, range(axis.size), device)
 
 
 def try_sum(axis: Axis, values: int, device: torch.device) -> None:
-    """A sum over the axis, of so many float32 values. Collective over it. ValueError if the sum is wrong."""
+    """Sum `values` float32 values over the axis. Collective over it. Raises ValueError if the sum is wrong."""
     values_N = torch.full((values,), axis.index + 1.0, device=device)
     dist.all_reduce(values_N, group=axis.group)
     _check(values_N, torch.full((values,), axis.size * (axis.size + 1) / 2))
 
 
 def try_link(link: LinkEnd, device: torch.device) -> None:
-    """A transfer over the link, in the calls of StageLink. Collective over both ends. ValueError for wrong values."""
+    """Send over the link by the calls of StageLink. Collective over both ends. Raises ValueError for wrong values."""
     pattern_N = torch.arange(VALUES[device.type], dtype=torch.int32)
     sent_or_received_N = pattern_N.to(device) if link.sends else torch.zeros_like(pattern_N, device=device)
     work = (dist.isend if link.sends else dist.irecv)(sent_or_received_N, link.peer, group=link.group)
@@ -113,7 +112,7 @@ def try_link(link: LinkEnd, device: torch.device) -> None:
 
 
 def _turn(axis: Axis, others: Sequence[int], device: torch.device) -> None:
-    """An all-to-all in which each rank sends to, and receives from, these indices of the axis alone."""
+    """An all-to-all in which each rank sends to, and receives from, only these indices of the axis."""
     values, here = VALUES[device.type], axis.ranks[axis.index]
     splits = [values if index in others else 0 for index in range(axis.size)]
     sent_N = torch.cat([_pattern(here, axis.ranks[index], values) for index in others]).to(device)
@@ -124,12 +123,13 @@ def _turn(axis: Axis, others: Sequence[int], device: torch.device) -> None:
 
 
 def _pattern(sender: int, receiver: int, values: int) -> torch.Tensor:
-    """[values] int32 for one direction of a pair: no two agree at any place, and none has a zero."""
+    """[values] int32 for one direction of a pair. Patterns of different pairs differ at every position, and none has a
+    zero."""
     return torch.arange(1, values + 1, dtype=torch.int32) + (sender << 12) + receiver
 
 
 def _check(received_N: torch.Tensor, expected_N: torch.Tensor, sender: int | None = None) -> None:
-    """On the host, which waits for the device. `sender`: the rank that the values are of, if they are one rank's."""
+    """Compare values on the host, which waits for the device. `sender`: the rank that sent them, if it is only one."""
     wrong = int((received_N.cpu() != expected_N).sum())
     if wrong:
         of = "" if sender is None else f" from rank {sender}"

@@ -1,4 +1,4 @@
-"""The pipe axis: hidden states come from the previous stage and go to the next one, in micro-step order."""
+"""Transfers on the pipe axis: hidden states come from the previous stage and go to the next one, in micro-step order."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,12 @@ from .staging import from_staging, receivable, sendable
 from .transfers import Traffic, Transfer
 
 PIPE = "pipe"
-"""The mesh axis of the counted bytes."""
+"""The mesh axis under which the bytes are counted."""
 
 
 class StageLink:
-    """Receives can be posted ahead of their use. Every send is kept, with its tensor, until it has been waited for.
-
-    `before`, `after`: the links to the neighbouring stages, None at the pipeline's ends.
-    """
+    """A stage's links to its neighbours. Receives can be posted ahead. Sent tensors are kept until their transfer is over.
+    `before`, `after`: the links to the previous and next stage, None at the pipeline's ends."""
 
     def __init__(self, before: LinkEnd | None, after: LinkEnd | None, device: torch.device, traffic: Traffic):
         self.before, self.after, self.device, self.traffic = before, after, device, traffic
@@ -25,7 +23,7 @@ class StageLink:
         self._sent: list[tuple[torch.Tensor, Transfer]] = []
 
     def post_receive(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Start receiving the next tensor. No handshake: the micro-step determines the shape on both ends."""
+        """Start receiving the next tensor. There is no handshake, because both ends know the shape from the micro-step."""
         link = self.before
         assert link is not None
         buffer = receivable(shape, torch.empty(0, dtype=dtype, device=self.device), link.group)
@@ -33,7 +31,7 @@ class StageLink:
         self._posted.append((buffer, transfer))
 
     def receive(self) -> torch.Tensor:
-        """Wait for the oldest posted receive."""
+        """Wait for the oldest posted receive, and return its tensor."""
         # Oldest first: both ends issue transfers in micro-step order, and the n-th receive gets the n-th send.
         buffer, transfer = self._posted.pop(0)
         transfer.wait()

@@ -1,7 +1,7 @@
-"""Copies in host memory, on both sides, for transfers of CUDA tensors by Gloo, which reads and writes host memory only.
+"""Copies through host memory for Gloo transfers of CUDA tensors, because Gloo only reads and writes host memory.
 
-Copies are page-locked where that is safe, which makes them several times as fast. torch keeps page-locked memory for the
-next copy of about the same size, so the memory taken is that of the most transfers ever in progress at once.
+Copies are page-locked if that is safe, which makes them several times faster. torch keeps page-locked memory for the next
+copy of about the same size, so it takes as much memory as the largest set of transfers that was ever in progress.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ def staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
 
 
 def to_staging(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host. Complete at the return, since Gloo reads it without waiting for the device."""
+    """A copy of the tensor on the host. It is complete on return, because Gloo reads it without waiting for the device."""
     return host_buffer(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
 
 def sendable(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The tensor for `group` to send in place of `tensor`: `tensor` itself, or a copy on the host."""
+    """Return the tensor that `group` sends: `tensor` itself, or a copy on the host."""
     return to_staging(tensor) if staged(tensor, group) else tensor
 
 
 def receivable(shape: Sequence[int], like: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """An uninitialised tensor that `group` can receive into, for the device and dtype of `like`."""
+    """Return an uninitialised tensor that `group` can receive into, for the device and dtype of `like`."""
     return host_buffer(shape, like.dtype, like.device) if staged(like, group) else like.new_empty(shape)
 
 
 def from_staging(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A received tensor, on `device`."""
+    """Return the received tensor on `device`."""
     if tensor.device == device:
         return tensor
     # The host does not wait for a copy from page-locked memory. torch reuses that memory only after the copy.

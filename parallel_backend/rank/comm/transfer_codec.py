@@ -1,8 +1,8 @@
-"""Packs the values that Ulysses sends over slow links, in one byte each.
+"""Packs values that Ulysses sends over slow links into one byte each.
 
-Every group of up to 32 neighbouring values of a head is divided by a scale of its own. SageAttention (arXiv 2410.02367)
-subtracts the mean of the keys over the tokens first. This codec does not: keys of the mini model were no closer with it.
-Letters of shapes: rank/attention.
+Every group of up to 32 neighbouring values of a head is divided by its own scale. SageAttention (arXiv 2410.02367) first
+subtracts the mean of the keys over the tokens. This codec does not: keys of the mini model were no closer with it. Letters
+of shapes: rank/attention.
 """
 
 from collections.abc import Callable
@@ -17,32 +17,31 @@ from .mesh import Axis
 from .transfers import Traffic
 
 KINDS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-"""dtype of a packed value, and the largest value."""
+"""Setting -> (dtype of a packed value, its largest value)."""
 
 SCALE = torch.bfloat16
 UP = 1 + 2**-8
-"""Factor on scales: more than rounding to SCALE can take off them, so that no packed value is beyond the largest."""
+"""Factor on scales, more than rounding to SCALE takes off them, so that no packed value exceeds the largest."""
 
 SMALLEST = 1e-30
 """Scale of a group of zeros."""
 
 PIECE = 1 << 17
-"""Values that a CPU packs at once, as many as fit its cache. Allocating for all at once took longer than the arithmetic."""
+"""Number of values that a CPU packs at once: as many as fit its cache. Memory for all at once took longer than the
+arithmetic."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Packs a part as its scales, then its values. `kind`: one of KINDS."""
+    """Packs a part as its scales, followed by its values. `kind`: one of KINDS."""
 
     kind: str
 
     def start_all_to_all(
         self, size: int, x_N: torch.Tensor, send: list[int], receive: list[int], axis: Axis, traffic: Traffic
     ) -> Callable[[], torch.Tensor]:
-        """As collectives.start_all_to_all, for values of heads of `size`. Call the result to wait for [sum(receive)].
-
-        A rank's part for itself is not packed.
-        """
+        """As collectives.start_all_to_all, with packed values. The returned function waits for [sum(receive)]. `size`:
+        values of a head. A rank's part for itself is not packed."""
         sent, received = ([self.nbytes(n, size) for n in counts] for counts in (send, receive))
         sent[axis.index] = received[axis.index] = 0
         packed_Y = torch.empty(sum(sent), dtype=torch.uint8, device=x_N.device)
@@ -65,12 +64,12 @@ class Codec:
         return finish
 
     def nbytes(self, values: int, size: int) -> int:
-        """Bytes of `values` values, packed. Even, since the next part begins with a scale of two bytes."""
+        """Return the bytes of `values` packed values. It is even, because the next part begins with a scale of two bytes."""
         count = values + values // group_size(size) * SCALE.itemsize
         return count + count % 2
 
     def encode(self, values_n: torch.Tensor, size: int, packed_y: torch.Tensor) -> None:
-        """Pack floating values of heads of `size` into `packed_y`, uint8."""
+        """Pack floats, with heads of `size` values, into `packed_y`, uint8."""
         kind, largest = KINDS[self.kind]
         values_Gg = values_n.view(-1, group_size(size))
         scales_G, codes_n = self._views(packed_y, len(values_n), len(values_Gg))
@@ -98,7 +97,7 @@ class Codec:
 
 
 def codec_for(transfer_dtype: str) -> Codec | None:
-    """None for 'full'. int8 for 'residual': receivers of Ulysses hold no earlier values, so changes cannot be sent."""
+    """The codec for a setting; None for 'full'. 'residual' gets int8, because Ulysses' receivers hold no earlier values."""
     if transfer_dtype == "full":
         return None
     return Codec("int8" if transfer_dtype == "residual" else transfer_dtype)

@@ -1,4 +1,4 @@
-"""Accounts of a rank's transfers: bytes, time in progress, and time that the rank waited."""
+"""Counts a rank's transfers: bytes, time in progress, and time that the rank waited."""
 
 import functools
 import re
@@ -17,16 +17,16 @@ from .event_query import has_passed
 from .recorder import Recorder
 
 CUDA_FAILED = re.compile(r"CUDA error|Cuda failure", re.IGNORECASE)
-"""In the text of errors of the device. NCCL's "unhandled cuda error" ends with CUDA's name of the error."""
+"""Matches errors of the device. NCCL's "unhandled cuda error" ends with CUDA's name of the error."""
 OUT_OF_MEMORY = re.compile(r"out of memory", re.IGNORECASE)
 
 
 class PeerError(RuntimeError):
-    """A transfer failed: the other rank, or the link to it, is gone."""
+    """Raised if a transfer failed because the other rank, or the link to it, is gone."""
 
 
 def is_of_a_transfer(error: RuntimeError) -> bool:
-    """Whether another rank may have caused the error, a RuntimeError of Gloo or a DistError of NCCL."""
+    """Whether another rank may have caused the error: a RuntimeError of Gloo or a DistError of NCCL."""
     # CUDA reports a kernel's failure at any later call, also at a transfer, and a communicator that finds no memory fails
     # like one whose peer is gone. Both are failures of this rank.
     plain = type(error) is RuntimeError or isinstance(error, dist.DistError)
@@ -34,7 +34,7 @@ def is_of_a_transfer(error: RuntimeError) -> bool:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether this rank's device had too little memory, also for a communicator."""
+    """Whether this rank's device ran out of memory, also for a communicator."""
     return isinstance(error, torch.OutOfMemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
 
 
@@ -51,10 +51,8 @@ class PeerErrors:
 
 
 class Clock:
-    """Points in time of a rank's work: of the host's clock, or on CUDA events in the stream.
-
-    On CUDA the host runs ahead of the device and NCCL's waits do not block it, so its clock would not show them.
-    """
+    """Returns points in time of a rank's work: times of the host's clock, or on CUDA events in the stream. On CUDA the host
+    runs ahead of the device and NCCL's waits do not block it, so the host's clock would not show them."""
 
     def __init__(self, device: torch.device):
         self.on_stream = device.type == "cuda"
@@ -62,10 +60,8 @@ class Clock:
 
 
 class Traffic:
-    """Counts from one report to the next. Bytes are payload that left this rank, by mesh axis.
-
-    A transfer is in progress from its start until the rank has waited for it. `heartbeat`: of the rank, told of every wait.
-    """
+    """Counts transfers from one report to the next. Bytes are the data that left this rank, by mesh axis. A transfer is in
+    progress from its start until the rank has waited for it. `heartbeat`: the rank's, which sees every wait."""
 
     def __init__(self, device: torch.device, heartbeat: Heartbeat | None = None):
         self._device, self.clock = device, Clock(device)
@@ -74,12 +70,12 @@ class Traffic:
         self.recorder = Recorder(self.clock.now if self.clock.on_stream else None)
 
     def mark(self, at: "float | torch.cuda.Event", waiting: bool = False, idle: bool = False) -> None:
-        """On CUDA, tell the heartbeat the device's state from the event `at` on: see Heartbeat.mark."""
+        """On CUDA, tell the heartbeat the device's state from the event `at` on, see Heartbeat.mark."""
         if self.clock.on_stream:
             self.heartbeat.mark(functools.partial(_passed, at, self._device), waiting, idle)
 
     def start(self, operation: Callable[[], list[dist.Work] | dist.Work | None]) -> "Transfer":
-        """`operation` starts the transfer. PeerError if it cannot be started."""
+        """Start a transfer by calling `operation`. Raises PeerError if it cannot be started."""
         started = self.clock.now()
         with PeerErrors():
             works = operation()
@@ -87,11 +83,11 @@ class Traffic:
         return Transfer(self, works if isinstance(works, list) else [works], started)
 
     def run(self, operation: Callable[[], dist.Work | None]) -> None:
-        """`start`, and at once the wait for it: on CUDA one point in time less, as nothing is launched between the two."""
+        """`start` and `wait` at once. On CUDA this records one event less, because nothing is launched in between."""
         self.start(operation).wait(at_once=True)
 
     def report(self) -> tuple[dict[str, int], float, float]:
-        """(bytes by axis, seconds in progress, seconds waited) since the last report."""
+        """Return (bytes by axis, seconds in progress, seconds waited) since the last report."""
         bytes_sent = dict(self.bytes_sent)
         self.bytes_sent.clear()
         return bytes_sent, self.recorder.drain(TRANSFER), self.recorder.drain(WAIT)
@@ -105,7 +101,7 @@ class Transfer:
         self._step = traffic.recorder.step
 
     def wait(self, at_once: bool = False) -> None:
-        """`at_once`: nothing has been computed since the start."""
+        """Wait for the operations. `at_once`: nothing has been computed since the start. Raises PeerError."""
         traffic, recorder, heartbeat = self._traffic, self._traffic.recorder, self._traffic.heartbeat
         waiting = self._started if at_once else traffic.clock.now()
         traffic.mark(waiting, waiting=True)
@@ -128,6 +124,6 @@ def _event_now() -> "torch.cuda.Event":
 
 
 def _passed(event: "torch.cuda.Event", device: torch.device) -> bool:
-    """Whether the device has passed the event. Called on the thread that asks the driver for the heartbeat."""
+    """Whether the device has passed the event. Called on the heartbeat's thread."""
     torch.cuda.set_device(device)  # a thread begins with device 0, and the query would create a context there
     return has_passed(event)

@@ -1,1 +1,1 @@
-"""Host memory for weights that are not on the rank's device: one copy for all ranks of a machine that hold the same ones."""
+"""Host memory for weights that are not on the rank's device. All ranks of a machine with the same weights share one copy."""

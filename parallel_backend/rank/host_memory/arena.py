@@ -1,8 +1,8 @@
 """Host memory for blocks, shared by ranks of one machine or private to one rank.
 
-Shared memory is an anonymous file, as large as all blocks, whose pages are reserved block by block as blocks are written. It
-begins with the layout's digest and a byte of state for each block. The first rank that claims a block writes it, so that
-ranks read about as much from disk as each other, and may need different blocks.
+Shared memory is an anonymous file as large as all blocks. Its pages are reserved block by block as blocks are written. It
+begins with the layout's digest and a byte of state for each block. The first rank that claims a block writes it. So all
+ranks read about equally much from disk, and may need different blocks.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Arena:
         self._unwritten: torch.Tensor | None = None
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The block's [nbytes] uint8. Until blocks are written, they may have the same memory."""
+        """Return the block's memory, [nbytes] uint8. Blocks that are not written yet may share memory."""
         if name in self._blocks:
             return self._blocks[name]
         if self._unwritten is None:  # parameters that are parked without a copy in memory need some address
@@ -38,11 +38,11 @@ class Arena:
         return self._unwritten[: len(self._layout.spans[name])]
 
     def state(self, name: str) -> int:
-        """EMPTY, BEING_WRITTEN or WRITTEN."""
+        """Return the block's state: EMPTY, BEING_WRITTEN or WRITTEN."""
         return WRITTEN if name in self._written else BEING_WRITTEN if name in self._blocks else EMPTY
 
     def claim(self, name: str) -> bool:
-        """True if the block was EMPTY: the caller must write it. MemoryError if there is no memory for it."""
+        """Whether the block was EMPTY; then the caller must write it. Raises MemoryError if there is no memory for it."""
         if name in self._blocks:
             return False
         try:
@@ -52,11 +52,11 @@ class Arena:
         return True
 
     def written(self, name: str) -> None:
-        """The caller has written the block that it claimed."""
+        """Mark the block, which the caller has claimed and written, as WRITTEN."""
         self._written.add(name)
 
     def close(self) -> None:
-        """Release the handle. The memory is freed with its last tensor, on any rank."""
+        """Release the handle. The memory is freed with its last tensor on any rank."""
         self._blocks, self._unwritten = {}, None
 
 
@@ -64,8 +64,8 @@ class SharedArena(Arena):
     """One rank's view of memory that ranks share. The memory is freed with the last rank's view."""
 
     def __init__(self, layout: Layout, segment: Segment, lock: int):
-        """`lock`: this rank's handle of the segment, which ranks lock to exclude each other. `close` closes the handle. If a
-        model failed to load, `close` is not called, and the handle is closed when the arena is freed."""
+        """`lock`: this rank's handle of the segment, which ranks lock to exclude each other. `close` closes it. If a model
+        fails to load, it is closed when the arena is freed."""
         super().__init__(layout)
         self._segment, self._lock = segment, lock
         self._close_lock = weakref.finalize(self, os.close, lock)
@@ -106,8 +106,8 @@ class SharedArena(Arena):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds a lock that all ranks share. It makes a block's bytes visible to other ranks before the state that says so.
-        If a rank ends while it holds the lock, the operating system releases it."""
+        """Holds a lock that all ranks share. It makes a block's bytes visible to other ranks before its state. If a rank
+        ends while it holds the lock, the operating system releases it."""
         import fcntl
 
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -118,15 +118,15 @@ class SharedArena(Arena):
 
 
 def new_file() -> int:
-    """The handle of an empty anonymous file for `shared_arena`. OSError if the system refuses one."""
+    """Return the handle of an empty anonymous file for `shared_arena`. Raises OSError if the system refuses one."""
     return os.memfd_create("parallel-dit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def shared_arena(layout: Layout, process: int, handle: int) -> SharedArena:
-    """The arena in the file that a process of this user on this machine has as `handle`.
+    """Return the arena in the file that another process of this user on this machine has open as `handle`.
 
-    The first rank makes the file as large as the layout, for good. OSError if the system does not let this process open
-    the file. ValueError if the file was made for another layout.
+    The first rank sets the file's size, for good. Raises OSError if this process may not open the file, ValueError if the
+    file was created for another layout.
     """
     import fcntl
 

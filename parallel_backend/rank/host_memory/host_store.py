@@ -1,4 +1,4 @@
-"""The host's copy of a rank's blocks: in memory if there is room, else read from the file at each use."""
+"""The host's copy of a rank's blocks: in memory if there is room, otherwise read from the file at each use."""
 
 import logging
 import time
@@ -22,13 +22,13 @@ Read = Callable[[str, torch.Tensor], None]
 """Reads a block from the checkpoint's files into [nbytes] uint8."""
 
 LOOK_SECONDS = 0.002
-"""Pause between two looks at the state of a block that another rank writes."""
+"""Pause between two checks of the state of a block that another rank writes."""
 
 
 class HostStore:
-    """Blocks as [nbytes] uint8. A block that is written stays until `close`.
+    """Blocks as [nbytes] uint8. A written block stays until `close`.
 
-    Ranks of one machine that hold the same blocks share one copy. CUDA ranks page-lock the blocks that they use, since a GPU
+    Ranks of one machine with the same blocks share one copy. CUDA ranks page-lock the blocks that they use, because a GPU
     copies asynchronously only from page-locked memory. A block without room is read from the file at each use.
     """
 
@@ -47,20 +47,20 @@ class HostStore:
         self._warned = False
 
     def allot(self, sizes: Mapping[str, int], read: Read) -> None:
-        """Call once, first. `sizes` of all blocks must be equal on ranks that share. Takes addresses, but no memory yet."""
+        """Set the blocks and their `sizes`, which must be equal on ranks that share. To be called first, once. Reserves
+        addresses, but no memory yet."""
         self._sizes, self._read = dict(sizes), read
         self._arena = self._meeting.arena(Layout.of(sizes))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of private blocks and of blocks that this rank has written, so that a shared block counts on one rank."""
+        """Bytes of private blocks and of blocks that this rank has written, so that a shared block counts on only one
+        rank."""
         return sum(self._sizes[name] for name in (*self._written, *self._private))
 
     def to_write(self, names: Iterable[str]) -> Iterator[str]:
-        """Claims blocks of `names` that no rank has. The caller must write each into `tensor`, then call `written`.
-
-        If memory is short some blocks are left out: see `source`.
-        """
+        """Claim those of the blocks `names` that no rank has. The caller must write each into `tensor`, then call `written`.
+        If memory is short, some blocks are skipped: see `source`."""
         names = list(names)
         # Ranks begin at different blocks, so that they do not race for the same one while reading from disk.
         first = len(names) * self._ranks.index(self._rank) // len(self._ranks)
@@ -69,12 +69,12 @@ class HostStore:
                 yield name
 
     def written(self, name: str) -> None:
-        """The block is in `tensor`."""
+        """Record that the block is in `tensor`."""
         self._arena.written(name)
         self._written.add(name)
 
     def fill(self, names: Iterable[str]) -> None:
-        """Read blocks that no rank has from the files, if there is memory, and wait for blocks that other ranks read."""
+        """Read blocks that no rank has from the files, if there is memory. Then wait for blocks that other ranks read."""
         names = list(names)
         for name in self.to_write(names):
             self._read_unchanged(name, self.tensor(name))
@@ -93,11 +93,11 @@ class HostStore:
                 self.page_lock(name)
 
     def page_lock(self, name: str) -> None:
-        """Page-lock the block's `tensor`, if possible: of a block that is written, or that this rank has claimed."""
+        """Page-lock the block's `tensor` if possible. The block must be written, or claimed by this rank."""
         self._page_locks.add(self.tensor(name))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The block's memory. It changes only when `private` is called."""
+        """Return the block's memory. Only `private` changes it."""
         return self._private[name] if name in self._private else self._arena.tensor(name)
 
     def holds(self, name: str) -> bool:
@@ -105,10 +105,8 @@ class HostStore:
         return name in self._private or self._arena.state(name) == WRITTEN
 
     def private(self, name: str, whole: bool = False) -> torch.Tensor:
-        """The block's bytes in memory of this rank alone, its `tensor` from now on. The caller may write to them.
-
-        `whole`: the caller writes all of them, so they are not copied. MemoryError if there is no room.
-        """
+        """Return the block's bytes in memory of this rank only, which is its `tensor` from now on. The caller may write to
+        them. `whole`: the caller will write all of them, so they are not copied. Raises MemoryError if there is no room."""
         if name not in self._private:
             if not self._room(name):
                 missing = f"{self._sizes[name] / 1e9:.2f} GB of host memory for the merged weights of {name} are not free"
@@ -123,10 +121,10 @@ class HostStore:
         return self._private[name]
 
     def source(self, name: str) -> torch.Tensor:
-        """The block's bytes, to be copied from: its `tensor`, or a buffer, into which the file was read just now.
+        """Return the block's bytes as the source of a copy: its `tensor`, or a buffer just read from the file.
 
-        The next call for a block without memory overwrites the buffer. ValueError, naming the file, if it has changed since
-        the model was loaded.
+        The next call for a block without memory overwrites the buffer. Raises ValueError, naming the file, if the file has
+        changed since the model was loaded.
         """
         if not self.holds(name):
             self.fill([name])

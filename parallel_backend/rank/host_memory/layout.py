@@ -9,12 +9,13 @@ from parallel_backend.core.spans import Span
 
 DIGEST_BYTES = 8
 PAGE = 1 << 16
-"""Bytes. Each block begins at a multiple of it, so that it can be page-locked alone on every system."""
+"""Each block begins at a multiple of this many bytes, so that it can be page-locked separately on every system."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`spans`: block -> its bytes. Before them are a digest and a byte of state for each block, by the block's number."""
+    """Where blocks are in memory. `spans`: block -> its bytes. Before them are a digest and a byte of state for each block,
+    at the position that `numbers` gives."""
 
     spans: Mapping[str, Span]
     numbers: Mapping[str, int]
@@ -22,7 +23,7 @@ class Layout:
 
     @staticmethod
     def of(sizes: Mapping[str, int]) -> "Layout":
-        """`sizes`: block -> bytes, in the same order on all ranks that are to share."""
+        """Return the layout for blocks with these `sizes` in bytes. Ranks that share need the same order."""
         steps = [-(-nbytes // PAGE) * PAGE for nbytes in (DIGEST_BYTES + len(sizes), *sizes.values())]
         starts = list(itertools.accumulate(steps))
         spans = {name: Span(start, start + size) for (name, size), start in zip(sizes.items(), starts, strict=False)}
@@ -30,11 +31,11 @@ class Layout:
 
     @property
     def digest(self) -> int:
-        """63 bits. Equal for equal blocks in an equal order."""
+        """63 bits that are equal for equal blocks in equal order."""
         text = "\n".join(f"{name} {span.start} {span.stop}" for name, span in self.spans.items())
         return digest(text)
 
 
 def digest(text: str) -> int:
-    """63 bits, which fit into an int64: equal for equal texts."""
+    """63 bits of a text's hash; they fit into an int64."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

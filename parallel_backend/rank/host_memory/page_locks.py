@@ -1,4 +1,4 @@
-"""Which of a model's blocks in host memory are page-locked for the rank's device."""
+"""Page-locks a model's blocks in host memory for the rank's device."""
 
 import logging
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from parallel_backend.core.pinned import pin
 log = logging.getLogger(__name__)
 
 RESERVE = 1 << 28
-"""Bytes that blocks leave to smaller copies, of prompts, outputs and transfers, once the driver has refused a block."""
+"""Bytes that blocks leave for smaller copies (prompts, outputs, transfers) once the driver has refused a block."""
 
 
 class PageLocks:
-    """Page-locks blocks until the driver refuses one, and then stops.
+    """Page-locks blocks until the driver refuses one, then stops.
 
-    The driver does not tell its limit, which under WSL 2 is 0.5 to 1 GiB for all blocks and copies together. Blocks that are
-    not page-locked are copied at a lower rate, during which the host may wait. To be used by the computing thread alone.
+    The driver does not tell its limit. Under WSL 2 it is 0.5 to 1 GiB for all blocks and copies together. Blocks that are
+    not page-locked are copied more slowly, and the host may wait meanwhile. To be used only by the computing thread.
     """
 
     def __init__(self, device: torch.device):
@@ -26,7 +26,7 @@ class PageLocks:
         self._refused = False
 
     def add(self, memory: torch.Tensor) -> None:
-        """Page-lock a block [n] uint8 if possible. It must stay where it is until `close`."""
+        """Page-lock a block [n] uint8 if possible. It must stay at its address until `close`."""
         if self._refused or not memory.nbytes or memory.data_ptr() in self._locked:
             return
         unlock = pin(memory, self._device)
@@ -52,7 +52,7 @@ class PageLocks:
         )
 
     def _unlock_newest(self) -> int:
-        """Bytes of the block."""
+        """Unlock the newest block. Returns its bytes."""
         _, (nbytes, unlock) = self._locked.popitem()
         unlock()
         return nbytes

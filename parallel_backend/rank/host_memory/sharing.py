@@ -1,4 +1,4 @@
-"""How ranks of one machine that hold the same weights find the host memory that they share."""
+"""Has ranks of one machine with the same weights find the host memory that they share."""
 
 import logging
 import os
@@ -15,14 +15,14 @@ from .layout import Layout, digest
 log = logging.getLogger(__name__)
 
 NOWHERE = 0
-"""Machine of a rank that cannot share."""
+"""The machine number of a rank that cannot share."""
 
 
 class Meeting:
-    """The file in memory that ranks with the same weights share: that of the first of them on this machine."""
+    """Finds the memory file that ranks with the same weights share: that of the first of them on this machine."""
 
     def __init__(self, ranks: Sequence[int], rank: int, peers: Peers):
-        """`ranks`: those with the same weights, `rank` among them. Collective over the pool's ranks if they are several."""
+        """`ranks`: those with the same weights, including `rank`. Collective over the pool if there are several."""
         self._rank = self._first = rank
         self._handle: int | None = None
         self._file: Sequence[int] = ()  # (process, handle) of the first rank
@@ -43,7 +43,7 @@ class Meeting:
             self._file = places[self._first][1:]
 
     def arena(self, layout: Layout) -> Arena:
-        """The shared memory, or memory of this rank where the system cannot share. Does not wait for other ranks."""
+        """Return the shared memory, or this rank's own if the system cannot share. Does not wait for other ranks."""
         if self._handle is None:
             return Arena(layout)
         try:
@@ -55,14 +55,14 @@ class Meeting:
         return shared_arena(layout, os.getpid(), self._handle)
 
     def close(self) -> None:
-        """Call once all of the ranks have their arena."""
+        """Close this rank's file. To be called once all of the ranks have their arena."""
         if self._handle is not None:
             self._close()
             self._handle = None
 
 
 def this_machine() -> int:
-    """63 bits that are equal for processes which see each other's handles. NOWHERE if the system does not tell."""
+    """63 bits that are equal for processes that see each other's handles. NOWHERE if the system does not tell."""
     if sys.platform != "linux":
         return NOWHERE
     try:

@@ -1,1 +1,1 @@
-"""The model on a rank: its stage's blocks, their weights, tensor shards, LoRA and compilation."""
+"""A rank's part of a model: its stage's blocks, their weights, tensor shards, LoRA and compilation."""

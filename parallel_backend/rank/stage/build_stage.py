@@ -1,4 +1,4 @@
-"""Builds a pipeline stage of ComfyUI's own class (own_class/). Every stage has its prologue and epilogue."""
+"""Builds a pipeline stage of ComfyUI's own class (own_class/). Every stage has the class's prologue and epilogue."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -42,16 +42,16 @@ class Stage:
     model: nn.Module
     blocks: StageBlocks
     plan: TensorPlan
-    """Tensor plan of the stage's blocks."""
+    """The tensor plan of the stage's blocks."""
     modules: dict[str, nn.Module]
-    """The stage's blocks by their names, in the order in which they run."""
+    """Name -> block, for the stage's blocks in the order in which they run."""
 
 
 class OwnLink:
-    """own_class.cuts.stages.Link over the pipe axis.
+    """Implements own_class.cuts.stages.Link over the pipe axis.
 
-    Only the class's forward can tell what a micro-step receives, so early receives are posted only if there was a similar
-    micro-step before. Tensors are sent after the forward, because a CUDA graph of the forward has no transfers.
+    Only the class's forward can tell the shapes that a micro-step receives, so early receives are posted only if a similar
+    micro-step ran before. Tensors are sent after the forward, because a CUDA graph of the forward has no transfers.
     """
 
     def __init__(self, link: StageLink, receives_early: bool):
@@ -65,15 +65,15 @@ class OwnLink:
         self._leaving: list[torch.Tensor] = []
 
     def begin_step(self, step: Step, upcoming: Step | None) -> None:
-        """A micro-step begins. `upcoming`: the next one, if known."""
+        """Begin a micro-step. `upcoming`: the next one, if known."""
         self._step, self._upcoming, self.given = step, upcoming, None
 
     def drop_conditioning(self, conditioning: int) -> None:
-        """Forget a conditioning, since its calls will have other arguments."""
+        """Forget the shapes for a conditioning, because its next calls will have other arguments."""
         self._known = {form: wanted for form, wanted in self._known.items() if form[0] != conditioning}
 
     def receive_known(self) -> tuple[torch.Tensor, ...] | None:
-        """Receive the tensors that the forward will read. None if there was no micro-step like this one."""
+        """Receive the tensors that the forward will read. None if there was no similar micro-step."""
         assert self._step is not None
         if self._link.before is None:
             return ()
@@ -81,7 +81,7 @@ class OwnLink:
         return None if known is None else tuple(self._received(known))
 
     def begin_forward(self, received: tuple[torch.Tensor, ...]) -> None:
-        """The forward begins, perhaps once more. `received`: what receive_known has returned, or a copy of that."""
+        """Begin the forward, perhaps for the second time. `received`: the tensors from receive_known, or a copy of them."""
         self._leaving.clear()
         if self.given is not None:
             self.given = received
@@ -114,22 +114,22 @@ class OwnLink:
         self._leaving.append(tensor)
 
     def take_leaving(self) -> list[torch.Tensor]:
-        """Returns the tensors that the forward has sent, which do not travel yet."""
+        """Return the tensors that the forward has passed to `send`. They are not sent yet."""
         leaving, self._leaving = self._leaving, []
         return leaving
 
     def send_now(self, tensors: Iterable[torch.Tensor]) -> None:
-        """To the next stage."""
+        """Start sending these tensors to the next stage."""
         assert self._step is not None
         for tensor in tensors:
             self._link.send(tensor, self._step.overlap)
 
 
 def attend_over_ranks(stage: Stage, context: AttentionContext, ranks: SequenceCut | None, gate: str = "") -> StageAttention:
-    """Attention of the stage, which its blocks compute by from now on.
+    """Return the stage's attention; its blocks attend by it from now on.
 
-    `ranks`: its blocks compute this rank's tokens, of those of all `ranks`, and in a run of bands those of the band. None:
-    all tokens. `gate`: adapters.Adapter.gate, empty if there is none.
+    `ranks`: the cut by which blocks compute this rank's tokens only, and in a run of bands those of the band. None: all
+    tokens. `gate`: adapters.Adapter.gate, empty if there is none.
     """
     blocks = stage.blocks
     attention = StageAttention(context, lambda: blocks.running)
@@ -147,8 +147,8 @@ def attend_over_ranks(stage: Stage, context: AttentionContext, ranks: SequenceCu
 
 
 def compute_gate(attention: StageAttention, block: str, layer: str, module: Any, inputs: tuple) -> None:
-    """Hook in front of an attention module: VSA's gate [B, s, heads x D] is made by the module's `layer` of the module's
-    input, if the step's attention is VSA (arXiv 2505.13389)."""
+    """Pre-forward hook of an attention module: computes VSA's gate [B, s, heads x D] by the module's `layer` from the
+    module's input, if the step's attention is VSA (arXiv 2505.13389)."""
     step = attention.step
     if step is None or step.sparse is None:
         return
@@ -166,11 +166,11 @@ def build_own_stage(
     load: Callable[[StageWeights, Sequence[str]], None],
     link: OwnLink,
 ) -> Stage:
-    """The class's model with weights of the blocks `span`, and of all that a call runs outside of them.
+    """Return the class's model with weights of the blocks `span`, and of everything that a call runs outside of blocks.
 
-    `load` gets the weights on the meta device and the names of the blocks, and reads them from the mapped file to their
-    memory. Weights of other ranks are never allocated. The rank has only its shards of `plan`, and `Stage.plan.apply` must
-    follow. Blocks of other stages keep their attributes, which the class may read, and lose their parameters.
+    `load` gets the weights on the meta device and the names of the blocks, and reads them from the mapped file. Weights of
+    other ranks are never allocated. The rank has only its shards of `plan`; `Stage.plan.apply` must follow. Blocks of other
+    stages keep attributes, which the class may read, but no parameters.
     """
     built, dtype = checkpoint.built, compute_dtype(dtype_name, device)
     model = build(built.own, dtype)
@@ -201,7 +201,7 @@ def build_own_stage(
 
 
 def own_class_to_time(built: BuiltClass, dtype: torch.dtype) -> tuple[nn.Module, dict[str, nn.Module]]:
-    """The class's model on the meta device, and by list its first block. All others return what they get."""
+    """Return (the class's model on the meta device, list -> its first block). All other blocks return their arguments."""
     model = build(built.own, dtype)
     first: dict[str, nn.Module] = {}
     for block in built.own.blocks:
@@ -212,20 +212,20 @@ def own_class_to_time(built: BuiltClass, dtype: torch.dtype) -> tuple[nn.Module,
 
 
 def own_forward(model: nn.Module, call: OwnCall, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """The class's forward of this call."""
+    """Return a function that runs the class's forward with this call."""
     tensors, structure = {name: each.to(device) for name, each in call.tensors.items()}, structure_of(call.tensors)
     x, timestep = call.x.to(device, dtype), timestep_of(call.timestep.to(device), structure)
     return lambda: run_call(model, x, timestep, {OPTIONS: {}} | from_tensors(tensors, structure))
 
 
 def leave_out(model: nn.Module, block: OwnBlock) -> None:
-    """Have a block return what it gets, and take its values away."""
+    """Have a block return its arguments, and remove its weights."""
     pass_through(model, [block])
     without_values(model.get_submodule(block.name))
 
 
 def without_values(block: nn.Module) -> None:
-    """Take the block's parameters and tables away. Attributes stay, which the class may read."""
+    """Remove the block's parameters and buffers. Attributes stay, because the class may read them."""
     for module in block.modules():
         module._parameters.clear()
         module._buffers.clear()

@@ -1,8 +1,8 @@
 """torch.compile of a stage's blocks: graphs per block class and shape, as in diffusers' `compile_repeated_blocks`.
 
-What stages and ranks exchange stays outside of a block's graphs (StageBlocks.wrap). Attention, layers with a hook, such as
-those of tensor parallelism, and packed weights run between two graphs. So all blocks of a class share their graphs, no graph
-contains a transfer or a K/V buffer, and all ranks transfer in the code's order.
+Exchanges between stages and ranks stay outside of a block's graphs (StageBlocks.wrap). Attention, packed weights, and layers
+with hooks, such as those of tensor parallelism, run between two graphs. So all blocks of a class share their graphs, no
+graph contains a transfer or a K/V buffer, and all ranks transfer in the code's order.
 """
 
 import functools
@@ -25,14 +25,14 @@ from .tensor_parallel import SharedRMSNorm
 log = logging.getLogger(__name__)
 
 VARIANTS = 128
-"""Maximum graphs of a piece of code. It has one for each height of a band, with and without text, each memory layout of its
-inputs, and each further size and prompt length. Above this limit torch runs it uncompiled."""
+"""Maximum number of graphs for one piece of code. It has one for each height of a band, with and without text, each memory
+layout of its inputs, and each further size and prompt length. Beyond this limit torch runs the code uncompiled."""
 
 WORKERS = 8
 """Maximum number of processes in which a rank compiles."""
 
 Wrap = Callable[[str, Callable[[Callable[..., Any]], Callable[..., Any]]], None]
-"""StageBlocks.wrap."""
+"""The signature of StageBlocks.wrap."""
 
 
 @functools.cache
@@ -43,21 +43,17 @@ def _between(kind: type[nn.Module]) -> type[nn.Module]:
 
 @torch.compiler.disable
 def _attend(function: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A call of a class's own function of attention, by the name of its replacement."""
+    """Call a class's attention function, given by the name of its replacement."""
     return replacement_of(function)(*args, **kwargs)
 
 
 class Compiler:
-    """Compiles a stage's blocks, each graph at the first call that needs it. `graphs` counts the graphs.
-
-    The first graph that cannot be compiled turns compilation off, with a warning that says why.
-    """
+    """Compiles a stage's blocks. Each graph is compiled at the first call that needs it. `graphs`: number of compiled
+    graphs. If a graph cannot be compiled, compilation is turned off, with a warning that says why."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], ranks: int, heartbeat: Heartbeat, wrap: Wrap):
-        """`blocks` by name in the model, with weights and tensor plan in place.
-
-        `ranks`: ranks that share the machine. `heartbeat` says while a graph is compiled.
-        """
+        """`blocks`: by name in the model, with weights and tensor plan in place. `ranks`: number of ranks on this machine.
+        `heartbeat`: told while a graph is compiled."""
         self.graphs, self._failed, self._heartbeat = 0, False, heartbeat
         trace_attention_by(_attend)
         # Settings of the process, equal for all of its models. After an error in tracing torch warns and runs the code.
@@ -72,11 +68,12 @@ class Compiler:
             wrap(name, functools.partial(torch.compile, backend=self._backend, dynamic=False))
 
     def close(self) -> None:
-        """Free all graphs of the process, since graphs keep their blocks in memory. Other models compile again when used."""
+        """Free all graphs of the process, because graphs keep their blocks in memory. Other models compile again when
+        used."""
         torch._dynamo.reset()
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        """torch.compile's backend: Inductor's code, or the graph itself once compilation is off."""
+        """torch.compile's backend: compiles with Inductor, or returns the graph itself once compilation is off."""
         from torch._inductor.compile_fx import compile_fx
 
         if not self._failed:
@@ -93,7 +90,7 @@ class Compiler:
 
 
 def _stays_outside(module: nn.Module) -> bool:
-    """Whether a module has transfers, hooks or a forward of its own, which torch would trace again for every block, or a
-    packed weight."""
+    """Whether a module has transfers, hooks, its own forward, which torch would trace again for every block, or a packed
+    weight."""
     opaque = isinstance(module, (PackedLinear, SharedRMSNorm, CachedModule)) or "forward" in vars(module)
     return opaque or bool(module._forward_hooks or module._forward_pre_hooks)

@@ -1,7 +1,5 @@
-"""Linear layers whose weights may stay packed as in the file, and to which adapters (LoRA) may be added.
-
-`nn.Linear` modules become these by a change of their class, so that all names in the module tree stay.
-"""
+"""Linear layers whose weights may stay packed as in the file, and which can have adapters (LoRA). `nn.Linear` modules are
+turned into these by changing their class, so that all names in the module tree stay."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,8 +23,8 @@ Without `down`, `up` is [out, in].
 class RankLinear(FusedLinear):
     """A rank's linear layer. `weight` [out, in] and `bias` [out] (or None) are in the compute dtype.
 
-    Under tensor parallelism both are the rank's shard, and `adapters` must be cut alike. Forward hooks add or gather over
-    the ranks, after the adapters are added.
+    Under tensor parallelism both are the rank's shard, and `adapters` must be cut in the same way. Forward hooks sum or
+    gather over the ranks after adapters are added.
     """
 
     adapters: list[Adapter]
@@ -47,7 +45,7 @@ class RankLinear(FusedLinear):
         return rows, columns
 
     def pack(self, packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> None:
-        """Replace the weight by `packed` [out, n] uint8. The layer's input is in `dtype`."""
+        """Replace the weight by `packed` [out, n] uint8. `dtype`: the dtype of the layer's input."""
         del self.weight
         self.__class__ = PackedLinear
         self.packed = nn.Parameter(packed, requires_grad=False)
@@ -55,11 +53,11 @@ class RankLinear(FusedLinear):
         self.arithmetic = Arithmetic(None, "") if packed.is_meta else arithmetic(packed, packing, dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]: without the adapters."""
+        """Return the product without adapters: [..., in] -> [..., out]."""
         return F.linear(x, self.weight, self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
+        """Return the product with adapters: [..., in] -> [..., out]."""
         out = self.multiply(input)
         for up, down in self.adapters:
             out += F.linear(input if down is None else F.linear(input, down), up)
@@ -67,13 +65,11 @@ class RankLinear(FusedLinear):
 
 
 class PackedLinear(RankLinear):
-    """A RankLinear whose weight is packed. Each reading of `weight` expands it.
-
-    The product uses the packed weight where the device can (quantised_products.py). Adapters are added without rounding.
-    """
+    """A RankLinear whose weight is packed. Each reading of `weight` expands it. The product uses the packed weight if the
+    device can (quantised_products.py). Adapters are added without rounding."""
 
     packed: nn.Parameter
-    """[out, n] uint8 for every packing."""
+    """[out, n] uint8 for every kind of packing."""
     packing: Packing
     dtype: torch.dtype
     """The compute dtype."""
@@ -85,7 +81,7 @@ class PackedLinear(RankLinear):
         return self.packed.nbytes + self.packing.nbytes
 
     def move(self, packed: torch.Tensor, scales: Mapping[str, torch.Tensor]) -> None:
-        """Put the weight into the memory of `packed` and `scales` (Packing.tensors), whatever is in it now."""
+        """Use the memory of `packed` and `scales` (Packing.tensors) for the weight, whatever it contains now."""
         if self.packed.is_meta:  # a meta tensor's data cannot be set to a device's
             self.packed = nn.Parameter(packed, requires_grad=False)
         else:
@@ -94,7 +90,7 @@ class PackedLinear(RankLinear):
         self.arithmetic = arithmetic(packed, self.packing, self.dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]: without the adapters."""
+        """Return the product without adapters: [..., in] -> [..., out]."""
         weight = self.arithmetic.weight
         return super().multiply(x) if weight is None else weight.linear(x, self.bias)
 
@@ -109,10 +105,8 @@ class PackedLinear(RankLinear):
 
 
 def multiply_plain_fp8(model: nn.Module) -> None:
-    """Have layers whose fp8 weights have no scale multiply in fp8 where the device can, not by expanding them.
-
-    To be called before the weights are read. Inputs are scaled by their largest value; ComfyUI's cuts them off at 448.
-    """
+    """Have layers with unscaled fp8 weights multiply in fp8 if the device can, instead of expanding the weights. To be
+    called before weights are read. Inputs are scaled by their largest value; ComfyUI clips them at 448 instead."""
     for module in model.modules():
         if isinstance(module, PackedLinear) and isinstance(module.packing, Fp8) and module.packing.scale is None:
             module.packing = replace(module.packing, full_precision=False)

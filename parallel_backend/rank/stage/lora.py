@@ -1,8 +1,8 @@
 """LoRA and other additions to a rank's weights, made without reading the weights again.
 
-A linear layer adds the outputs of its adapters to the product with its weight, which stays as loaded, packed or not. Other
-parameters are small: they are copied to memory of their own, and changed there. Only a value that replaces the loaded one
-(a merge of models) is written over it. To undo that, the loaded value is read from the checkpoint again.
+A linear layer adds its adapters' outputs to the product with its weight, which stays as loaded, packed or not. Other
+parameters are small, so they are copied to separate memory and changed there. Only a value that replaces the loaded one (a
+merge of models) overwrites it. To undo that, the loaded value is read from the checkpoint again.
 
 Adapters come in groups, whose strengths may change at every call. Adapters of a group with strength 0 stay on the device.
 """
@@ -24,7 +24,7 @@ from .tensor_parallel import TensorPlan
 
 
 def parameter_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the rank's parameters by the key map, packed or not."""
+    """Return the names of the rank's parameters as in the key map, packed or not."""
     names = []
     for name, module in model.named_modules():
         leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
@@ -36,7 +36,7 @@ def parameter_names(model: nn.Module) -> tuple[str, ...]:
 
 @dataclass
 class _LowRank:
-    """An adapter of `layer`. `factors` include its scale."""
+    """A low-rank adapter of `layer`. `factors` include its scale."""
 
     layer: RankLinear
     factors: Adapter
@@ -44,7 +44,7 @@ class _LowRank:
     weighed: tuple[float, torch.Tensor] | None = None  # the last strength other than 0 and 1, and `up` times it
 
     def put(self, strength: float) -> None:
-        """Add the adapter to the layer's, unless its strength is 0."""
+        """Append the adapter to the layer's list, unless its strength is 0."""
         if strength == 0.0:
             return
         up, down = self.factors
@@ -62,7 +62,7 @@ class _LowRank:
 
 @dataclass
 class _Values:
-    """Differences that are added to a parameter other than a linear layer's weight."""
+    """Differences to add to a parameter that is not a linear layer's weight."""
 
     parameter: nn.Parameter
     loaded: torch.Tensor
@@ -74,10 +74,10 @@ class _Values:
 
 
 class Adapters:
-    """The additions to the parameters of a rank's `model`. Factors are kept in the compute dtype `dtype`.
+    """The additions to the parameters of a rank's `model`. Factors are stored in the compute dtype `dtype`.
 
-    Make it after the weights are in place and `plan` is applied. The plan's hooks then add up or gather the outputs of the
-    weight's shard and of the adapters together.
+    To be created after the weights are in place and `plan` is applied. The plan's hooks then sum or gather the outputs of
+    the weight's shard and of the adapters together.
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class Adapters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device for the additions, whatever their strengths are."""
+        """Bytes of all additions on the device, whatever their strengths."""
         return sum(each.nbytes for each in self._low_rank) + sum(each.nbytes for each in self._values.values())
 
     @property
     def changed(self) -> frozenset[str]:
-        """Names of the parameters that hold additions themselves."""
+        """Names of the parameters whose own values contain additions."""
         return frozenset(self._replaced) | self._values.keys()
 
     def add(self, part: Adapt) -> None:
-        """Add to one of the rank's parameters, or replace its value. AttributeError if the rank has no such parameter."""
+        """Add to one of the rank's parameters, or replace its value. Raises AttributeError if the rank does not have it."""
         shard = self._shard(part.parameter)
         # up [out, r] @ down [r, in]: a shard of the rows cuts `up`, a shard of the columns cuts `down`.
         if part.down is None or shard is None or shard.dim == 0:
@@ -123,10 +123,8 @@ class Adapters:
         self._put(part)
 
     def rescale(self, scales: Sequence[float]) -> None:
-        """Replace the scales of all additions, in the order of `add`. All of them must have two factors.
-
-        `weigh` must follow, as after `drop`.
-        """
+        """Replace the scales of all additions, in the order of `add`. All of them must have two factors. `weigh` must
+        follow, as it must after `drop`."""
         factors = [replace(part, scale=scale) for part, scale in zip(self._factors, scales, strict=True)]
         self.drop()
         self._factors = factors
@@ -135,7 +133,7 @@ class Adapters:
 
     @torch.no_grad()
     def weigh(self, strengths: tuple[float, ...]) -> None:
-        """Set the strengths of the groups 1, 2, ... Group 0 always has the strength 1."""
+        """Set the strengths of the groups 1, 2, ... Group 0 always has strength 1."""
         self._strengths = strengths
         for low_rank in self._low_rank:
             low_rank.layer.adapters.clear()
@@ -147,7 +145,7 @@ class Adapters:
 
     @torch.no_grad()
     def drop(self) -> None:
-        """Remove all additions. Every parameter is then as loaded, bit for bit."""
+        """Remove all additions. Every parameter is then bitwise as loaded."""
         for low_rank in self._low_rank:
             low_rank.layer.adapters.clear()
         for name in self._values:
@@ -162,7 +160,7 @@ class Adapters:
         return self._strengths[group - 1] if group <= len(self._strengths) else 0.0
 
     def _shard(self, parameter: str) -> Shard | None:
-        """The rank's part of a parameter. None: the whole parameter."""
+        """Return the rank's part of a parameter. None: the whole parameter."""
         return self._plan.shards({parameter: self._checkpoint.shape(parameter)}).get(parameter)
 
     @torch.no_grad()
@@ -195,7 +193,7 @@ class Adapters:
 
     @torch.no_grad()
     def _replace(self, part: Adapt) -> None:
-        """Write the value over the loaded one. A packed weight gets an adapter with the difference instead."""
+        """Overwrite the loaded value. A packed weight gets an adapter with the difference instead."""
         name, _, leaf = part.parameter.rpartition(".")
         layer = self._model.get_submodule(name)
         if isinstance(layer, PackedLinear) and leaf == "weight":

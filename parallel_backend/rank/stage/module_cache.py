@@ -1,8 +1,8 @@
-"""A cache of module outputs that the bands of a call share: computed in the first of them, reused in the others.
+"""Caches outputs of modules that the bands of a call share: the first band computes them, the others reuse them.
 
 A band's micro-step runs the model's whole forward. Modules that depend only on the timestep and the prompt have the same
-output for all bands: modulation, whose weights (a quarter of Flux's) would be read again for each band; text refiners;
-keys of the text. Outputs are kept until the next call; those of the prompt alone for all calls with it, bands or not.
+output for all bands: modulation, whose weights (a quarter of Flux's) would be read again for each band; text refiners; keys
+of the text. Outputs are kept until the next call. Those that only depend on the prompt are kept for all of its calls.
 """
 
 import functools
@@ -23,28 +23,28 @@ ModuleCall = tuple[nn.Module, int]
 """(module, index of its call within the micro-step). Some modules are called once for the text and once for the image."""
 
 SIMPLE = (torch.Tensor, type(None), bool, int, float, str)
-"""Types that an output may consist of to be kept at a fixed address (ModuleCache, `steady`)."""
+"""Types of outputs that can be kept at a fixed address (ModuleCache, `steady`)."""
 
 
 @dataclass
 class OfPrompt:
-    """The output of a module of Adapter.of_prompt."""
+    """The output of a module that only depends on the prompt, see Adapter.of_prompt."""
 
     time: bytes
-    """Timestep for which it was computed first."""
+    """Bytes of the timestep for which it was first computed."""
     out: torch.Tensor
     is_proven: bool = False
-    """It was the same at another timestep."""
+    """Whether it was the same at another timestep."""
 
 
 class ModuleCache:
-    """Outputs that the modules of one rank's model gave in earlier micro-steps of the call."""
+    """Outputs that the modules of a rank's model returned in earlier micro-steps of the call."""
 
     def __init__(self, model: nn.Module, names: Collection[str], of_prompt: Collection[str] = (), steady: bool = False):
-        """Make the modules of these names (OwnLatent.shared) return cached outputs. `of_prompt`: see Adapter.
+        """Make the modules with these names (OwnLatent.shared) return cached outputs. `of_prompt`: see Adapter.
 
-        `steady`: outputs of a call get the same addresses as those of the call before, from which CUDA graphs of the call's
-        other bands read them (micro_step_graphs.py). Costs a copy of each output.
+        `steady`: give a call's outputs the same addresses as in the previous call, from which CUDA graphs of the call's
+        other bands read them (micro_step_graphs.py). This costs a copy of each output.
         """
         self._steady = steady
         self._places: dict[tuple[Hashable, ...], Any] = {}  # by prompt, timestep's shape, module call
@@ -52,15 +52,15 @@ class ModuleCache:
         self._elsewhere = 0  # count of outputs that `_places` could not take, since they are not SIMPLE
         self._call: tuple[Hashable, ...] | None = None  # prompt and timestep of `outputs`
         self.outputs: dict[ModuleCall, Any] = {}
-        """Outputs of the newest call."""
+        """The cached outputs of the newest call."""
         self.is_open = False
-        """A band's micro-step is in progress."""
+        """Whether a band's micro-step is in progress."""
         self.in_step = False
-        """A micro-step is in progress."""
+        """Whether a micro-step is in progress."""
         self.calls: Counter[nn.Module] = Counter()  # in the micro-step in progress
         # A graph would have to tell whether such a module was computed.
         self.of_prompt = {model.get_submodule(name) for name in of_prompt if name in names and not steady}
-        """Modules whose outputs are kept for a prompt. One that turned out to depend on the timestep is none of them."""
+        """Modules whose outputs are kept for a prompt. A module that turns out to depend on the timestep is removed."""
         self._texts: dict[tuple[Hashable, ...], dict[ModuleCall, OfPrompt]] = {}  # by prompt
         self._time = b""  # of the micro-step in progress
         for module in modules_of(model, names).values():
@@ -68,7 +68,7 @@ class ModuleCache:
             vars(module)["module_cache"] = self
 
     def begin_step(self, step: Step, whole: bool) -> None:
-        """A micro-step begins. A `whole` call is one micro-step, so nothing is kept."""
+        """Begin a micro-step. `whole`: it computes the whole call, so nothing is cached."""
         self.end_step()
         prompt = step.conditioning, step.entries
         self._prompt, self._time = (*prompt, tuple(step.timestep.shape)), step.timestep.numpy().tobytes()
@@ -82,12 +82,12 @@ class ModuleCache:
         self.is_open = True
 
     def end_step(self) -> None:
-        """The micro-step is over. Outputs of modules that are called outside of micro-steps are not kept."""
+        """End the micro-step. Outputs of modules called between micro-steps are not cached."""
         self.is_open = self.in_step = False
         self.calls.clear()
 
     def drop(self, conditioning: int) -> None:
-        """Drop outputs computed from this conditioning, which is gone."""
+        """Drop the outputs that were computed from this conditioning."""
         if self._call is not None and self._call[0] == conditioning:
             self._forget_call()
         for kept in self._places, self._texts:
@@ -95,7 +95,7 @@ class ModuleCache:
                 del kept[key]
 
     def forget(self) -> None:
-        """Drop all outputs: weights have changed, or a run is over."""
+        """Drop all outputs, because weights have changed or a run is over."""
         self._forget_call()
         self._places.clear()
         self._texts.clear()
@@ -105,14 +105,14 @@ class ModuleCache:
         self.outputs.clear()
 
     def keep(self, call: ModuleCall, out: Any) -> Any:
-        """Keep an output for the call's other bands. Returns the output to use, which may be at another address."""
+        """Cache an output for the call's other bands. Returns the output to use, which may have another address."""
         if self._steady:
             out = self._in_its_place((*self._prompt, *call), out)
         self.outputs[call] = out
         return out
 
     def of_text(self, call: ModuleCall, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The output of a module of `of_prompt`. It is computed until two timesteps have given the same, bit by bit."""
+        """The output of a module of `of_prompt`. It is computed until two timesteps have given bitwise equal outputs."""
         texts = self._texts.setdefault(self._prompt[:2], {})
         known = texts.get(call)
         if known is not None and known.is_proven:
@@ -131,25 +131,26 @@ class ModuleCache:
         return frozenset(self.of_call())
 
     def made(self) -> tuple[int, ...]:
-        """Counts of outputs kept at new addresses. Unchanged by a micro-step that kept none."""
+        """Counts of the outputs that were cached at new addresses. A micro-step that cached none does not change them."""
         return self._elsewhere, len(self._places)
 
     def of_call(self) -> dict[ModuleCall, Any]:
-        """Outputs of the call in progress, so far. Empty for a `whole` call."""
+        """Return the cached outputs of the call in progress. Empty if the call is `whole`."""
         return dict(self.outputs) if self.is_open else {}
 
     def again(self, outputs: Mapping[ModuleCall, Any]) -> None:
-        """The micro-step is computed once more. `outputs`: of the call, those that it is to find, as the first time."""
+        """Prepare for computing the micro-step again. `outputs`: the cached outputs of the call that it found the first
+        time."""
         self.calls.clear()
         if self.is_open:
             self.outputs = dict(outputs)
 
     def follow(self, outputs: Mapping[ModuleCall, Any]) -> None:
-        """A CUDA graph has computed these outputs of the call, at their addresses of before."""
+        """Record that a CUDA graph has computed these outputs of the call, at their previous addresses."""
         self.outputs.update(outputs)
 
     def _in_its_place(self, key: tuple[Hashable, ...], out: Any) -> Any:
-        """`out` at the fixed address of `key`."""
+        """`out`, copied to the fixed address of `key`."""
         if not all(isinstance(leaf, SIMPLE) for leaf in tree_leaves(out)):
             self._elsewhere += 1
             return out
@@ -164,7 +165,7 @@ class ModuleCache:
 
 
 class CachedModule(Form):
-    """Returns cached outputs. Callers must not change them in place."""
+    """A module that returns cached outputs. Callers must not change them in place."""
 
     module_cache: ModuleCache
 

@@ -1,10 +1,10 @@
-"""Products with quantised weights by comfy-kitchen, ComfyUI's kernel library, if ComfyUI would use it on the device.
+"""Products with quantized weights by comfy-kitchen, ComfyUI's kernel library, if ComfyUI would use it on the device.
 
 The rules are those of comfy/ops.py (`mixed_precision_ops`, `pick_operations`) and comfy/model_management.py
-(`supports_fp8_compute` and similar functions). int8 and the 4-bit integer formats multiply on every device, awq_w4a16 by
-expanding a weight for each product of more than some rows; fp8, nvfp4 and
-mxfp8 on GPUs that support them, and on which a trial works. All other weights are expanded. comfy-kitchen chooses among its
-kernels. Without the package this project's code expands all weights.
+(`supports_fp8_compute` and similar functions). int8 and the 4-bit integer formats multiply on every device; awq_w4a16
+expands the weight for products of more than some rows. fp8, nvfp4 and mxfp8 multiply on GPUs that support them and pass a
+trial. All other weights are expanded. comfy-kitchen chooses among its kernels. Without the package this project expands all
+weights.
 """
 
 import functools
@@ -36,22 +36,22 @@ LAYOUTS = {
 """Format -> comfy-kitchen's name of its layout."""
 
 CAPABILITY = {"float8_e4m3fn": (8, 9), "nvfp4": (10, 0), "mxfp8": (10, 0)}
-"""Compute capability of NVIDIA GPUs from which ComfyUI multiplies in a format. For these formats the layer's input has to be
-rounded to the format before the product; for all others the product does so."""
+"""Compute capability of NVIDIA GPUs from which ComfyUI multiplies in a format. For these formats the layer's input is
+rounded to the format before the product; for all others the product does it."""
 
 PRODUCT_FAILS = "comfy-kitchen's product fails here"
 TRIAL_SIZE = 128
-"""Rows, inputs and outputs of a trial's product. A multiple of the size of all blocks and tiles."""
+"""Rows, inputs and outputs of a trial's product: a multiple of all block and tile sizes."""
 
 ALIGNED = 16
-"""Rows and columns of weights in CAPABILITY's formats must be multiples of it, or the kernel refuses the product."""
+"""Rows and columns of weights in CAPABILITY's formats must be multiples of this, or the kernel refuses them."""
 
 
 class KitchenWeight:
-    """A packed weight [out, in] as comfy-kitchen's tensor, on the same memory."""
+    """A packed weight [out, in] as comfy-kitchen's tensor, in the same memory."""
 
     def __init__(self, tensors: ModuleType, packed: torch.Tensor, packing: Packing, dtype: torch.dtype, multiplies: bool):
-        """`packed` [out, n] uint8. `multiplies`: use comfy-kitchen's products, else expand to `dtype` at each use."""
+        """`packed`: [out, n] uint8. `multiplies`: use comfy-kitchen's products; otherwise expand to `dtype` at each use."""
         self.multiplies = multiplies
         self.smoothing = self.input_scale = None
         if isinstance(packing, Fp8):
@@ -74,7 +74,7 @@ class KitchenWeight:
         self.weight = tensors.QuantizedTensor(data, self._layout, params)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
+        """Return the product [..., in] -> [..., out]."""
         if not x.numel():  # kernels refuse an input without rows, which a band without text is
             return x.new_empty(*x.shape[:-1], self.weight.shape[0])
         if self.smoothing is not None:
@@ -88,7 +88,7 @@ class KitchenWeight:
 
 
 def _fields(packing: Quantised, packed: torch.Tensor) -> tuple[dict[str, object], torch.Tensor]:
-    """Parameters of comfy-kitchen's layout by name, and the weight's values in the dtype that the layout wants."""
+    """Return (parameters of comfy-kitchen's layout by name, the weight's values in the dtype that the layout needs)."""
     layer, scales = packing.layer, packing.scales
     match layer.format:
         case "nvfp4":
@@ -118,14 +118,15 @@ def _fields(packing: Quantised, packed: torch.Tensor) -> tuple[dict[str, object]
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a layer multiplies. `weight`: None if this project's code expands it. `word`: the same for users to read."""
+    """How a layer multiplies. `weight`: None if this project expands the packed weight. `word`: the arithmetic, as user
+    text."""
 
     weight: KitchenWeight | None
     word: str
 
 
 def arithmetic(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Arithmetic:
-    """Chooses how a layer multiplies its input, of the dtype `dtype`, by the packed weight [out, n] uint8 on its device."""
+    """Return how a layer multiplies an input of `dtype` by the packed weight [out, n] uint8 on its device."""
     if isinstance(packing, Fp8):
         format = "float8_e4m3fn" if packing.kind == "fp8_e4m3fn" else "float8_e5m2"
         full_precision = packing.full_precision
@@ -151,7 +152,7 @@ def arithmetic(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Ar
 
 
 def _knows(tensors: ModuleType, format: str) -> bool:
-    """Whether this comfy-kitchen, with this torch, has the format."""
+    """Whether this comfy-kitchen with this torch has the format."""
     if not hasattr(tensors, LAYOUTS[format]) or (format == "mxfp8" and not hasattr(torch, "float8_e8m0fnu")):
         return False
     layout = tensors.get_layout_class(LAYOUTS[format])
@@ -162,7 +163,8 @@ def _knows(tensors: ModuleType, format: str) -> bool:
 def trial(tensors: ModuleType, format: str, dtype: torch.dtype, device: torch.device) -> str:
     """Why comfy-kitchen does not multiply in a format of CAPABILITY on the device, found by one product. Empty: it does.
 
-    Where a kernel raises, its `linear` expands both factors and goes on, and only the log says so. `tensors`: see Kitchen.
+    If a kernel raises, comfy-kitchen's `linear` expands both factors instead, and only its log says so. `tensors`: see
+    Kitchen.
     """
     expanded = False
     plain: Any = tensors.QuantizedTensor
@@ -185,7 +187,7 @@ def trial(tensors: ModuleType, format: str, dtype: torch.dtype, device: torch.de
 
 
 def _obstacle(format: str, packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> str:
-    """Why comfy-kitchen cannot multiply in a format on the weight's device. Empty: it can."""
+    """Return why comfy-kitchen cannot multiply in a format on the weight's device. Empty: it can."""
     if format == "float8_e5m2":
         return "GPUs cannot multiply two tensors of this format"
     if format not in CAPABILITY:

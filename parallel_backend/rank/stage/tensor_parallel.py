@@ -1,8 +1,8 @@
-"""Applies a plan of tensor parallelism: which linear layers of a block are cut, along which side, and how.
+"""Applies a plan of tensor parallelism: the linear layers of a block that are cut, and along which side.
 
 As in Megatron-LM (arXiv 1909.08053), attention and feed-forward begin with column-cut layers (each rank has some output
-features) and end with row-cut layers (each rank has some input features, and partial results are added up over the axis).
-Layers that make modulation vectors are column-cut and their small output is gathered, so that every large weight is cut.
+features) and end with row-cut layers (each rank has some input features, and outputs are summed over the axis). Layers that
+compute modulation vectors are column-cut and their small outputs gathered, so that every large weight is cut.
 """
 
 import functools
@@ -22,13 +22,13 @@ from parallel_backend.rank.comm.transfers import Traffic
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A plan for one rank of the tensor axis."""
+    """The plan for one rank of the tensor axis."""
 
     plan: LayerCuts
     axis: Axis
 
     def shards(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
-        """This rank's shard of every parameter in `shapes` that is cut. The rank has the others whole."""
+        """Return this rank's shard of each parameter in `shapes` that is cut. The rank has the other parameters whole."""
         shards: dict[str, Shard] = {}
         if self.axis.size == 1:
             return shards
@@ -39,7 +39,7 @@ class TensorPlan:
         return shards
 
     def apply(self, model: nn.Module, traffic: Traffic) -> None:
-        """Hook the cut layers, so that ranks add up or gather their outputs. The weights must be in place."""
+        """Hook the cut layers, so that ranks sum or gather their outputs. The weights must be in place."""
         if self.axis.size == 1:
             return
         for name, cut in self.plan.items():
@@ -59,10 +59,10 @@ class TensorPlan:
 
 
 class SharedRMSNorm(nn.RMSNorm):
-    """An RMSNorm over features that are cut over `axis`. The sum of squares is added up over the ranks."""
+    """An RMSNorm over features that are cut over `axis`. The sum of squares is summed over the ranks."""
 
     width: int
-    """Features of all ranks."""
+    """Number of features of all ranks together."""
     axis: Axis
     traffic: Traffic
 
@@ -74,7 +74,7 @@ class SharedRMSNorm(nn.RMSNorm):
         (norm.width,), norm.axis, norm.traffic = norm.normalized_shape, axis, traffic
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., this rank's features] -> the same shape. Computed in float32."""
+        """Normalize [..., this rank's features], computed in float32."""
         assert self.eps is not None
         wide = x.float()
         squares = all_reduce(wide.square().sum(dim=-1, keepdim=True), self.axis, self.traffic)
@@ -85,5 +85,5 @@ class SharedRMSNorm(nn.RMSNorm):
 def _gather(
     sizes: list[int], axis: Axis, traffic: Traffic, _module: nn.Module, _input: tuple, out: torch.Tensor
 ) -> torch.Tensor:
-    """Forward hook: [..., sizes of the rank] -> [..., sum(sizes)]."""
+    """Forward hook that gathers [..., sizes of the rank] to [..., sum(sizes)]."""
     return torch.cat(start_gather(out, sizes, out.ndim - 1, axis, traffic).wait(), dim=-1)

@@ -1,4 +1,4 @@
-"""A stage's weights: their names and shapes, and how they are read from the file: cut, converted or packed."""
+"""A stage's weights: names and shapes, and how they are read from the file, cut, converted or packed."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,14 +14,14 @@ from .linear import PackedLinear, RankLinear
 from .tensor_parallel import TensorPlan
 
 Progress = Callable[[float], None]
-"""Gets the share of the rank's weights, by bytes, that has been read: before each parameter and at the end."""
+"""Called with the fraction of the rank's weights (by bytes) that has been read, before each parameter and at the end."""
 
 VALUES, PACKED = "values", "packed"
-"""Names of a plain parameter's only tensor, and of the bytes among a packed weight's tensors."""
+"""Name of the only tensor of a parameter that is not packed, and of a packed weight's bytes."""
 
 
 class StageWeights:
-    """The parameters of `model` that the rank has."""
+    """The parameters of `model` that this rank has."""
 
     def __init__(
         self,
@@ -32,11 +32,11 @@ class StageWeights:
         device: torch.device,
         dtype_name: str,
     ):
-        """Give the parameters `targets` of `model` the rank's shapes and dtypes. They are, and stay, on the meta device.
+        """Give the parameters `targets` of `model` the rank's shapes and dtypes. They stay on the meta device.
 
         A parameter that `plan` cuts becomes this rank's shard, or None if the rank has no part of it. Linear layers become
-        `RankLinear`s, whose weights stay packed as `Checkpoint.storage` says. All else is in the dtype that `device`
-        computes in, or in float32 if the class keeps it so.
+        `RankLinear`s, whose weights stay packed as `Checkpoint.storage` says. All others get the dtype in which `device`
+        computes, or float32 if the class keeps it.
         """
         RankLinear.adopt(model)
         self.model, self.device, self.targets = model, device, list(targets)
@@ -51,7 +51,7 @@ class StageWeights:
 
     @contextmanager
     def loading(self, progress: Progress) -> Iterator[None]:
-        """Context in which all of the weights are read. The files stay open within it."""
+        """Context in which all weights are read. The files stay open within it."""
         self._sizes = {target: self._checkpoint.nbytes(target, self._dtype_name) for target in self.targets}
         self._done, self._progress = 0, progress
         with reading(self._checkpoint) as self._reader:
@@ -60,9 +60,10 @@ class StageWeights:
         progress(1.0)
 
     def read(self, places: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Read parameters into `places`: VALUES of a plain parameter; PACKED bytes and Packing.tensors of a packed weight.
+        """Read parameters into `places`: VALUES of a parameter that is not packed, or PACKED and Packing.tensors of a packed
+        one.
 
-        Places have the shapes and dtypes of the model's tensors, on any device. A parameter that is None has no places.
+        The tensors in `places` have the shapes and dtypes of the model's, on any device. A parameter that is None has none.
         """
         with reading(self._checkpoint) if self._reader is None else nullcontext(self._reader) as reader:
             for target, tensors in places.items():
@@ -96,12 +97,12 @@ class StageWeights:
                 places[name].copy_(tensor)
 
     def place(self, target: str) -> tuple[nn.Module, str]:
-        """(the parameter's module, its name there)"""
+        """Return (module of the parameter, its name in the module)."""
         name, _, leaf = target.rpartition(".")
         return self.model.get_submodule(name), leaf
 
     def tensors(self, target: str) -> dict[str, torch.Tensor]:
-        """The parameter's present tensors, by the names of `read`'s places."""
+        """Return the parameter's present tensors, by the same names as in `read`."""
         module, leaf = self.place(target)
         if isinstance(module, PackedLinear) and leaf == "weight":
             return {PACKED: module.packed, **module.packing.tensors}
@@ -109,7 +110,7 @@ class StageWeights:
         return {} if parameter is None else {VALUES: parameter}
 
     def move(self, target: str, places: Mapping[str, torch.Tensor]) -> None:
-        """Make the model's parameter views of `places` (see `read`), whatever is in them now."""
+        """Make the model's parameter views of `places` (see `read`), whatever they contain now."""
         module, leaf = self.place(target)
         if isinstance(module, PackedLinear) and PACKED in places:
             module.move(places[PACKED], {name: tensor for name, tensor in places.items() if name != PACKED})

@@ -1,8 +1,8 @@
 """Chooses folders for code that a rank's libraries compile. Only this user can write to them.
 
-torch and Triton load such files later as code: libraries, pickles, headers. torch's usual place is a folder by the user's
-name in the machine's temporary folder, which anybody can make first; torch looks neither at its owner nor at its mode. This
-module needs the standard library alone, since torch reads these variables as it is imported.
+torch and Triton later load such files as code: libraries, pickles, headers. torch's default is a folder with the user's name
+in the machine's temporary folder. Anyone can create that first, and torch checks neither owner nor mode. This module only
+needs the standard library, because torch reads these variables when it is imported.
 """
 
 import logging
@@ -17,17 +17,17 @@ log = logging.getLogger(__name__)
 
 TEMPORARY = "TMPDIR"
 FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "torch", "TRITON_CACHE_DIR": "triton", TEMPORARY: "tmp"}
-"""Variable -> folder in ours. torch has compiled headers in the temporary folder (codecache's _HEADER_DIR), whatever its own
-variable says."""
+"""Variable -> subfolder of ours. torch puts compiled headers into the temporary folder (codecache's _HEADER_DIR), whatever
+its own variable says."""
 
 
 def keep_compiled_code_private(environment: MutableMapping[str, str] = os.environ, scratch: Path | None = None) -> None:
-    """Set the variables of FOLDERS to folders that belong to this user, and are made if they do not exist. A user's own
-    setting stays if only this user can write there.
+    """Set the variables of FOLDERS to folders of this user, which are created if necessary. A user's own setting stays if
+    only this user can write there.
 
-    `environment`: variables of this process. `scratch`: a folder of this user, for use if the folder in the home directory
-    cannot be used. Code compiled there is lost with it. None: a new temporary folder. Does nothing on Windows, because each
-    user has a temporary folder there.
+    `environment`: variables of this process. `scratch`: a folder of this user to use if the folder in the home directory
+    cannot be used; compiled code is then lost with it. None: a new temporary folder. Does nothing on Windows, where each
+    user has a temporary folder.
     """
     if sys.platform == "win32":
         return
@@ -45,7 +45,7 @@ def keep_compiled_code_private(environment: MutableMapping[str, str] = os.enviro
 
 
 def _cache(environment: MutableMapping[str, str]) -> Path | None:
-    """The folder in this user's cache. None: a user without a home."""
+    """Return our folder in this user's cache. None if the user has no home directory."""
     given = Path(environment.get("XDG_CACHE_HOME", ""))
     try:
         return (given if given.is_absolute() else Path.home() / ".cache") / "parallel_dit"
@@ -54,7 +54,7 @@ def _cache(environment: MutableMapping[str, str]) -> Path | None:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether the folder, which is made if it is not there, belongs to this user, and others cannot write to it."""
+    """Whether the folder belongs to this user, and others cannot write to it. Creates it if necessary."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()

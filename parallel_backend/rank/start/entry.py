@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 
 def main(settings: RankSettings, connection: Connection, make_worker: "Callable[..., Worker] | None" = None) -> None:
-    """Entry of a spawned process, which finds it by this module's name, however ComfyUI has named the pack.
-
-    `make_worker`: see worker.run.
-    """
+    """Entry of a spawned process, which imports it by this module's name, whatever the pack's folder is called.
+    `make_worker`: see worker.run."""
     folder = settings.rendezvous.parent if isinstance(settings.rendezvous, Path) else None
     if folder is not None:
         end_with_parent(folder)

@@ -1,5 +1,5 @@
-"""Changes to the environment that a rank inherits from ComfyUI. This module needs the standard library alone, since torch
-reads these variables as it is imported."""
+"""Changes the environment that a rank inherits from ComfyUI. This module only needs the standard library, because torch
+reads these variables when it is imported."""
 
 import importlib.metadata
 import os
@@ -34,11 +34,8 @@ def set_rank_environment(device: str, environment: MutableMapping[str, str] = os
 
 
 def allocator_settings(environment: Mapping[str, str], segments: bool) -> dict[str, str | None]:
-    """Variables to change -> their values; None: to be removed.
-
-    `backend:cudaMallocAsync` is taken out. `segments`: turn expandable segments on unless the user has set them. Other
-    settings stay.
-    """
+    """Return variable to change -> its value; None: to be removed. Removes `backend:cudaMallocAsync`. `segments`: turn on
+    expandable segments unless the user has set them. Other settings stay."""
     # ComfyUI sets `backend:cudaMallocAsync` for itself. Ranks ran out of memory with it where torch's allocator does not
     # (raylight pull request 99: Ulysses, at the second step).
     settings = {name: _options(environment[name]) for name in ALLOCATOR_VARIABLES if name in environment}
@@ -54,12 +51,13 @@ def allocator_settings(environment: Mapping[str, str], segments: bool) -> dict[s
 
 
 def _options(text: str) -> list[str]:
-    """Parts between commas, but for those in brackets: `roundup_power2_divisions:[256:1,512:2]` is one."""
+    """Return the comma-separated options. Commas in brackets do not separate: `roundup_power2_divisions:[256:1,512:2]` is
+    one option."""
     return [option for part in re.split(r",(?![^\[]*\])", text) if (option := re.sub(r"\s", "", part))]
 
 
 def segments_supported() -> bool:
-    """Whether torch has expandable segments on this system. Elsewhere it would warn. WSL's driver is not trusted."""
+    """Whether torch supports expandable segments on this system; otherwise it would warn. False under WSL."""
     return sys.platform == "linux" and "microsoft" not in platform.uname().release.lower() and not _built_for_rocm()
 
 
@@ -71,10 +69,8 @@ def _built_for_rocm() -> bool:
 
 
 def only_gpu(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables with which a process sees only `device`, such as cuda:1, as cuda:0.
-
-    For Windows, where copies to a GPU fail once a process has looked at a second one (ComfyUI issue 15255).
-    """
+    """Return the environment variables with which a process sees only `device`, such as cuda:1, as cuda:0. For Windows,
+    where copies to a GPU fail once a process has queried a second one (ComfyUI issue 15255)."""
     index = int(device.partition(":")[2] or 0)
     variables = {}
     for name in VISIBLE_VARIABLES:

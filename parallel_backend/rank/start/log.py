@@ -1,5 +1,5 @@
-"""A rank's log file, with all that the process prints and logs, and the stack of a crash. This module needs the standard
-library alone, since the log is opened before torch is imported."""
+"""A rank's log file, with everything that the process prints and logs, and the stack of a crash. This module only needs the
+standard library, because the log is opened before torch is imported."""
 
 import contextlib
 import faulthandler
@@ -12,10 +12,8 @@ from pathlib import Path
 
 
 def write_log(path: Path, name: str) -> None:
-    """From now on append all that this process prints and logs, and the stack of a crash, to `path`.
-
-    Warnings also go to the process's console, marked with `name`. On POSIX the signal SIGUSR1 appends all threads' stacks.
-    """
+    """From now on append everything that this process prints and logs, and the stack of a crash, to `path`. Warnings also go
+    to the process's console, marked with `name`. On POSIX the signal SIGUSR1 appends all threads' stacks."""
     handlers: list[logging.Handler] = []
     with contextlib.suppress(OSError):  # a process without a console
         console = logging.StreamHandler(os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""Ends a rank's process with the process that started it, whatever the two are doing."""
+"""Ends a rank's process together with the process that started it, even if one of them is blocked."""
 
 import ctypes
 import multiprocessing
@@ -14,14 +14,12 @@ from parallel_backend.core.parent_process import ParentProcess
 PR_SET_PDEATHSIG = 1
 """The option of Linux's prctl(2)."""
 LOOK_SECONDS = 1.0
-"""Seconds between two looks for the parent, if the system does not tell at once that it has ended."""
+"""Seconds between two checks of the parent, if the system does not report its end."""
 
 
 def end_with_parent(directory: Path) -> None:
-    """From now on this process removes `directory` and ends as soon as its parent process has ended.
-
-    A rank that has been stopped (SIGSTOP) is continued on Linux to do so. Elsewhere it stays until it is continued.
-    """
+    """From now on this process removes `directory` and ends as soon as its parent process has ended. On Linux a stopped rank
+    (SIGSTOP) is continued for that. On other systems it stays until it is continued."""
     process = multiprocessing.parent_process()
     if process is None:  # started by another program (Ray), which ends it
         return

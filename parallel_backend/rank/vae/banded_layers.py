@@ -1,8 +1,8 @@
-"""A VAE's own code on a band of the image's rows or columns: what reads other rows exchanges them with the other ranks.
+"""Runs a VAE's own code on a band of the image's rows or columns. Operations that read other rows get them from other ranks.
 
-Rows enter where the code pads: there a band gets its neighbours' rows, and padding only at the image's edge. GroupNorms
-have one mean and variance over all ranks, and attention has all ranks' keys and values. All else has to be local:
-upsampling, pooling of whole factors, norms over channels. A trial checks that (part.py).
+When the code pads, a band gets its neighbours' rows, and padding only at the image's edge. GroupNorms have one mean and
+variance over all ranks, and attention has all ranks' keys and values. All other operations must be local: upsampling,
+pooling by whole factors, norms over channels. A trial checks that (part.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,23 +19,23 @@ from parallel_backend.rank.comm.transfers import Traffic
 from .halo import Halo, start_halo
 
 STATISTICS_PIECES = 8
-"""Pieces in which GroupNorm's statistics are computed. The float32 deviations of a whole activation would be the decoder's
-largest tensor."""
+"""Number of pieces in which GroupNorm's statistics are computed. The float32 deviations of a whole activation would be the
+decoder's largest tensor."""
 ROWS, COLUMNS = -2, -1
 Convolution = Callable[[torch.Tensor, tuple[int, int]], torch.Tensor]
-"""(x, padding of rows and columns) -> the convolution of x. It pads in time by itself."""
+"""(x, padding of rows and columns) -> the convolution of x, which itself pads frames."""
 
 
 class Bands(TorchFunctionMode):
-    """Context in which this thread's calls of torch take tensors [B, C, (frames,) rows, columns] for a rank's bands."""
+    """Context in which torch functions on this thread treat tensors [B, C, (frames,) rows, columns] as a rank's bands."""
 
     def __init__(self, axis: Axis, traffic: Traffic):
         super().__init__()
         self.axis, self.traffic = axis, traffic
         self.sizes: tuple[int, ...] = ()
-        """Number of rows, or columns, of each rank's band of the input. Set for every image. Empty: it is whole."""
+        """Rows (or columns) of each rank's band of the input, set for every image. Empty: the input is a whole image."""
         self.dim = ROWS
-        """ROWS or COLUMNS: the dimension along which the image is cut."""
+        """The dimension along which the image is cut: ROWS or COLUMNS."""
         self._banded = {
             F.conv2d: self._convolution,
             F.conv3d: self._convolution,
@@ -50,7 +50,7 @@ class Bands(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if banded is None else banded(func, *args, **(kwargs or {}))
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """One head over all pixels of each batch entry, [B, C, ...] each, instead of the VAE's own function."""
+        """Replaces the VAE's attention: one head over all pixels of each batch entry. All tensors are [B, C, ...]."""
         if self.sizes:
             k, v = self.gather(torch.cat((k, v), dim=1)).chunk(2, dim=1)
         shape = q.shape
@@ -58,7 +58,7 @@ class Bands(TorchFunctionMode):
         return F.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2).reshape(shape)
 
     def gather(self, band: torch.Tensor) -> torch.Tensor:
-        """The bands of all ranks, in rank order: [..., local rows, columns] -> [..., all rows, columns]."""
+        """Return the bands of all ranks in rank order: [..., local rows, columns] -> [..., all rows, columns]."""
         dim = self.dim % band.ndim
         # A layer's bands are in proportion to the input: all layers before shrink or enlarge by whole factors.
         lengths = [size * band.shape[dim] // self.sizes[self.axis.index] for size in self.sizes]
@@ -86,7 +86,8 @@ class Bands(TorchFunctionMode):
     def _convolved(
         self, convolved: Convolution, x: torch.Tensor, padding: tuple[int, int], stride: tuple[int, int]
     ) -> torch.Tensor:
-        """A convolution with `padding` zeros around the image. Without padding it needs no other rows: x may be padded."""
+        """Return a convolution with `padding` zeros around the image. Without padding it needs no other rows, because x is
+        padded already."""
         rows = padding[self.dim]
         if not rows:
             return convolved(x, padding)
@@ -99,10 +100,8 @@ class Bands(TorchFunctionMode):
         return out
 
     def _seamless(self, convolved: Convolution, x: torch.Tensor, padding: tuple[int, int], halo: Halo) -> torch.Tensor:
-        """Convolve with zeros beyond the band while the neighbours' rows arrive, then redo the first and last row with them.
-
-        This hides the transfer, and saves the copy of x into a larger tensor.
-        """
+        """Convolve with zeros around the band while the neighbours' rows arrive, then recompute the first and last row with
+        them. This hides the transfer, and avoids copying x into a larger tensor."""
         dim = self.dim
         out, across = convolved(x, padding), self._across(padding)
         assert out.shape[dim] == x.shape[dim], "a band is not convolved to as many rows as it has in the whole"
@@ -145,18 +144,18 @@ class Bands(TorchFunctionMode):
         behind: int,
         padded: Callable[[torch.Tensor, list[int]], torch.Tensor],
     ) -> torch.Tensor:
-        """x with its neighbours' rows, and `padded` at the image's edges."""
+        """x with its neighbours' rows, or with `padded` at the image's edges."""
         parts = halo.wait()
         x = torch.cat([part for part in (parts[0], x, parts[1]) if part is not None], dim=self.dim)
         around = [before if parts[0] is None else 0, behind if parts[1] is None else 0]
         return padded(x, around if self.dim == COLUMNS else [0, 0, *around])
 
     def _across(self, padding: tuple[int, int]) -> tuple[int, int]:
-        """The padding but for that of the dimension that is cut."""
+        """Return the padding without that of the dimension that is cut."""
         return (0, padding[1]) if self.dim == ROWS else (padding[0], 0)
 
     def _group_norm(self, norm: Any, x, groups, weight=None, bias=None, eps=1e-5) -> torch.Tensor:
-        """[B, C, ...] of the rank's band -> the same shape and dtype. Statistics are over all bands, in float32."""
+        """GroupNorm of the rank's band [B, C, ...]. Statistics are over all bands, in float32."""
         axis, (batch, channels) = self.axis, x.shape[:2]
         if axis.size == 1:
             return norm(x, groups, weight, bias, eps)
@@ -177,7 +176,7 @@ class Bands(TorchFunctionMode):
 
 
 class OwnNeighbour(Bands):
-    """Bands of a single rank, which stands in for its neighbours: tries the code without another rank."""
+    """Bands of a single rank that is its own neighbour, to try the code without another rank."""
 
     def _halo(self, x: torch.Tensor, before: int, behind: int) -> Halo:
         halo = super()._halo(x, before, behind)
@@ -187,14 +186,14 @@ class OwnNeighbour(Bands):
 
 
 def _each(value: Any, weight: torch.Tensor) -> tuple[int, ...]:
-    """A convolution's argument by dimension."""
+    """Return a convolution's argument as a number for each dimension."""
     assert not isinstance(value, str), "the padding of a band is given as numbers"
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * (weight.ndim - 2) if len(values) == 1 else values
 
 
 def statistics(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, C, ...] -> mean and variance of each group of channels, [B x groups] float32 each."""
+    """Return the mean and variance of each group of channels of [B, C, ...], each [B x groups] float32."""
     flat, means, variances = x.reshape(len(x) * groups, -1), [], []
     for piece in flat.split(-(-len(flat) // STATISTICS_PIECES)):
         mean = piece.mean(dim=1, keepdim=True, dtype=torch.float32)

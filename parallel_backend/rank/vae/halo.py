@@ -1,4 +1,4 @@
-"""Exchange of the halo, the rows next to a band. Each rank of the axis has one band of rows, or columns, in rank order."""
+"""Exchanges the halo, the rows next to a band. Each rank of the axis has one band of rows, or columns, in rank order."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Halo:
     transfer: Transfer | None
 
     def wait(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The rows before and behind the band. None at the image's edge, or if no rows were requested."""
+        """Return the rows before and after the band. None at the image's edge, or if no rows were requested."""
         if self.transfer is not None:
             self.transfer.wait()
         before, behind = (part if part is None else from_staging(part, self.device) for part in self.received)
@@ -31,8 +31,8 @@ class Halo:
 def start_halo(x: torch.Tensor, dim: int, before: int, behind: int, axis: Axis, traffic: Traffic) -> Halo:
     """Start the exchange of rows with both neighbours. Collective over the axis.
 
-    Receives the last `before` rows of the previous band, and the first `behind` rows of the next band. Sends the same rows
-    of this band to the neighbours. Rows are counted along `dim`.
+    Receives the last `before` rows of the previous band and the first `behind` rows of the next band. Sends this band's rows
+    to the neighbours likewise. Rows are counted along `dim`.
     """
     length, on_host = x.shape[dim], staged(x, axis.group)
     assert length >= max(before, behind), f"a band of {length} rows has fewer than its neighbours need"

@@ -1,4 +1,5 @@
-"""A part of a VAE on one rank: ComfyUI's own module, built from a message, runs on the rank's band of an image or video."""
+"""The part of a VAE on one rank: ComfyUI's own module, built from a message, runs on the rank's band of an image or
+video."""
 
 import json
 from dataclasses import replace
@@ -17,11 +18,11 @@ from parallel_backend.wire.messages import BeginVAE, PutVAE, RunVAE, VAEBegun, V
 from .banded_layers import COLUMNS, ROWS, Bands, OwnNeighbour
 
 TRIAL_LIMIT = 1e-4
-"""Difference between bands and the whole in float32, as a part of the largest value, up to which bands are right."""
+"""Largest allowed difference in float32 between bands and the whole image, relative to the largest value."""
 
 
 class VAEPart:
-    """A decoder or encoder on rank `rank` of the pool. `begin` and `run` are collective over `ranks`, which have it."""
+    """A decoder or encoder on rank `rank` of the pool. `begin` and `run` are collective over the VAE's `ranks`."""
 
     def __init__(
         self, put: PutVAE, rank: int, ranks: tuple[int, ...], device: torch.device, heartbeat: Heartbeat | None = None
@@ -39,7 +40,7 @@ class VAEPart:
         set_constants(recipe["constants"])
         self._trial = put.trial
         self.wrong = ""
-        """Why bands give a different result than the whole image. Empty: they give the same, as far as is known."""
+        """Why bands give a different result than the whole image. Empty: no difference is known."""
 
     def begin(self, message: BeginVAE) -> VAEBegun:
         """Check that all ranks have enough memory. Before the first image, also try bands."""
@@ -51,7 +52,7 @@ class VAEPart:
 
     @torch.inference_mode()
     def run(self, message: RunVAE) -> VAEOutput:
-        """Run the rank's band, or its tiles."""
+        """Run the VAE on the rank's band, or on its tiles."""
         # One band, or tiles, which run one by one to save memory.
         entries = (message.band,) if message.sizes else message.band.split(1) if len(message.band) else ()
         inputs = (entry.to(self.device, self.dtype, non_blocking=True) for entry in entries)
@@ -60,7 +61,7 @@ class VAEPart:
         return VAEOutput(self.rank, output, self.traffic.report()[0])
 
     def end(self) -> None:
-        """Give back memory, which other programs may need until the next image."""
+        """Free cached memory, which other programs may need until the next image."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -75,7 +76,8 @@ class VAEPart:
 
     @torch.inference_mode()
     def _tried(self, trial: RunVAE) -> str:
-        """Why the rank's band of a small image differs from the whole result. Computed in float32 to rule out rounding."""
+        """Return why the rank's band of a small image differs from the whole result. Empty: it does not. In float32, to
+        exclude rounding."""
         self.model.float()
         x, index = trial.band.to(self.device, torch.float32), self.bands.axis.index
         dim = COLUMNS if trial.columns else ROWS
@@ -98,7 +100,7 @@ class VAEPart:
             self.traffic.report()  # the next image's is its own
 
     def _alone(self, x: torch.Tensor, part: torch.Tensor, trial: RunVAE) -> tuple[torch.Tensor, str]:
-        """The whole output for x, and why the rank's part of x cannot be computed as a band. Tried without other ranks."""
+        """(the whole output for x, why the rank's part of x cannot be computed as a band). Tried without other ranks."""
         bands = OwnNeighbour(Axis("rows", 1, 0, (self.rank,), None), self.traffic)
         try:
             whole = self._computed(x, replace(trial, sizes=()))
@@ -110,13 +112,13 @@ class VAEPart:
         return whole, ""
 
     def _all(self, fits: bool) -> bool:
-        """Whether the image fits on all ranks. A rank that ran out of memory half-way would end the pool."""
+        """Whether `fits` is true on all ranks. If a rank ran out of memory half-way, the pool would end."""
         vote = torch.tensor([fits], dtype=torch.float32, device=self.device)
         votes = start_gather(vote, [1] * self.bands.axis.size, 0, self.bands.axis, self.traffic).wait()
         return bool(torch.cat(votes).all())
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that this process can still allocate: free, or cached by torch's allocator."""
+    """Return the bytes that this process can still allocate: free, or cached by torch's allocator."""
     report = read_memory(0, device, 0)
     return report.free_bytes + (report.cached_bytes or 0)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import controlnet
-from boot import Results, comfy, difference, ksampler, node, nodes, random_prompts, torch
+from boot import Results, comfy, difference, ksampler, node, nodes, outputs_of, random_prompts, torch
 from parallelize import LATENT, two_loras
 from vae import image_vae, latent
 
@@ -69,4 +69,12 @@ def main(results: Results) -> None:
 
     for name in cases:
         results.case(name, functools.partial(compared, name))
+
+    def doctor() -> str:
+        """The report about the first card, and another GPU beside it."""
+        model, prompt = node("UNETLoader", FILE, "default"), texts[0]
+        inputs = (node("ParallelizeModel", model, 1, "auto"), {"samples": LATENT}, 20, 1.0, 1, "cuda:0", prompt)
+        return outputs_of("ParallelDoctor", *inputs, "RTX 3090 24 GB, PCIe x8")["result"][0]
+
+    results.case("doctor", doctor)
     registry().close()

@@ -2,20 +2,7 @@
 
 from functools import partial, update_wrapper
 
-from boot import (
-    BUNDLED,
-    Results,
-    Told,
-    comfy,
-    difference,
-    ksampler,
-    node,
-    nodes,
-    parallel,
-    sequence,
-    torch,
-    whole_because,
-)
+from boot import BUNDLED, Results, Told, comfy, difference, ksampler, node, nodes, parallel, sequence, torch, whole_because
 from comfy_extras.nodes_advanced_samplers import SamplerEulerCFGpp
 
 STEPS = 3

@@ -16,7 +16,8 @@ def attend(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
 
 
 def attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
-    """TypeError where the installed release returns no log-sum-exp: release 1 ignores the option and returns the output."""
+    """Raises TypeError if the installed release returns no log-sum-exp: release 1 ignores the option and returns the
+    output."""
     from sageattention import sageattn
 
     if "return_lse" not in inspect.signature(sageattn).parameters:
@@ -27,7 +28,7 @@ def attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
 
 
 class Variant:
-    """One way of release 2 instead of the package's own choice: this module's functions."""
+    """The functions of this module with a fixed kernel of release 2, instead of the package's own choice."""
 
     def __init__(self, variant: str):
         """`variant`: a key of SAGE_VARIANTS."""
@@ -41,7 +42,7 @@ class Variant:
         return out_BQHD, lse_BHQ.transpose(1, 2)
 
     def _call(self, q_BQHD, k_BKHD, v_BKHD, scale, **options):
-        """ImportError where the installed release has no such function."""
+        """Raises ImportError if the installed release has no such function."""
         import sageattention
 
         function = getattr(sageattention, self._name, None)

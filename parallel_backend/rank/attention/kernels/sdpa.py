@@ -9,14 +9,14 @@ FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defaul
 
 
 def attend(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
-    """torch picks one of its kernels."""
+    """Attention by torch's public function, which chooses one of torch's kernels."""
     mask_B11K = None if mask_BK is None else mask_BK[:, None, None]
     q_BHQD, k_BHKD, v_BHKD = (x.transpose(1, 2) for x in (q_BQHD, k_BKHD, v_BKHD))
     return F.scaled_dot_product_attention(q_BHQD, k_BHKD, v_BHKD, attn_mask=mask_B11K, scale=scale).transpose(1, 2)
 
 
 def attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
-    """Calls torch's kernels by name, since torch's public function does not return the log-sum-exp."""
+    """Attention and log-sum-exp by torch's private kernels, because the public function does not return the log-sum-exp."""
     q_BHQD, *kv_BHKD = (x.transpose(1, 2) for x in (q_BQHD, k_BKHD, v_BKHD))
     dtype, bias_B11K = q_BQHD.dtype, None
     if mask_BK is not None:
@@ -37,7 +37,7 @@ def attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
 
 
 def _aligned(bias_B11K: torch.Tensor) -> torch.Tensor:
-    """A view of a wider tensor: the memory-efficient kernel needs rows that start at multiples of 16 bytes."""
+    """The bias as a view of a wider tensor: the memory-efficient kernel needs rows that start at multiples of 16 bytes."""
     keys = bias_B11K.shape[-1]
     return F.pad(bias_B11K, (0, -keys % 16))[..., :keys]
 
@@ -45,7 +45,7 @@ def _aligned(bias_B11K: torch.Tensor) -> torch.Tensor:
 def _without_keyless(
     out_BQHD: torch.Tensor, lse_BQH: torch.Tensor, mask_BK: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros and -inf, in place, for entries whose mask leaves no key, since kernels differ in what they return there."""
+    """Set entries whose mask leaves no key to zeros and -inf, in place, because kernels differ there."""
     if mask_BK is None:
         return out_BQHD, lse_BQH
     # Filled without asking whether there is such an entry: the host would have to wait for the device to know.

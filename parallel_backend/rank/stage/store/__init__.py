@@ -1,1 +1,1 @@
-"""Places of a rank's weights: always on its device, or in host memory and on the device while their block computes."""
+"""Where a rank's weights are: always on its device, or in host memory and on the device only while their block computes."""

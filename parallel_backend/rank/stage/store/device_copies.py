@@ -1,4 +1,4 @@
-"""A device as the weight store sees it: memory for weights, and copies to and from host memory that overlap with compute."""
+"""The device for the weight store: allocates memory for weights, and copies to and from host memory during computation."""
 
 import functools
 import sys
@@ -13,22 +13,22 @@ from parallel_backend.wire.diagnosis import DeviceMemoryReport
 
 
 class Ticket:
-    """A copy, here one that is over."""
+    """A copy to wait for. This class stands for one that is over."""
 
     def wait(self) -> None:
-        """Order all that the rank computes from now on after the copy. On CUDA the host does not wait."""
+        """Order everything that the rank computes from now on after the copy. On CUDA the host does not wait."""
 
     def finish(self) -> None:
-        """Return when the copy is done. Then its source may be written to, and the host may read its destination."""
+        """Return when the copy is done. Then its source may be overwritten, and the host may read its destination."""
 
 
 class DeviceCopies:
-    """The device of one rank, for all of the rank's models. Here one without a second stream: `copy` waits."""
+    """The device of one rank, for all of its models. This class is for devices without a second stream: `copy` waits."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.unified = device.type == "cpu"
-        """The device's memory is the host's memory: weights are there once, and never move."""
+        """Whether the device's memory is the host's memory. Weights are then stored once and never move."""
 
     @property
     def peak_bytes(self) -> int:
@@ -41,38 +41,38 @@ class DeviceCopies:
         return peak if sys.platform == "darwin" else peak * 1024
 
     def restart_peak(self) -> None:
-        """`peak_bytes` of CUDA is that from now on."""
+        """On CUDA, start `peak_bytes` again."""
 
     def begin_measuring(self) -> None:
-        """`working_bytes` is that from now on."""
+        """Start `working_bytes` again."""
 
     @property
     def working_bytes(self) -> int:
-        """The largest number of bytes beyond those that were there before and are there now. 0: unknown."""
+        """Largest number of bytes that were allocated temporarily: beyond those that existed before or exist now. 0:
+        unknown."""
         return 0
 
     def memory(self, rank: int, held: int, others: int, vae: int) -> DeviceMemoryReport:
-        """The device's memory. `held`, `others`, `vae`: bytes on it of the model that asks, other models, VAEs' parts."""
+        """Return the device's memory report. `held`, `others`, `vae`: bytes of the requesting model, of other models, and of
+        VAE parts."""
         return read_memory(rank, self.device, held)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """[nbytes] uint8 on the device, not initialised. torch.OutOfMemoryError or MemoryError if there is no room."""
+        """[nbytes] uint8 on the device, uninitialized. Raises torch.OutOfMemoryError or MemoryError if there is no room."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def release(self, memory: torch.Tensor) -> None:
-        """Call before dropping the last reference to memory from `allocate`."""
+        """To be called before the last reference to memory from `allocate` is dropped."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Ticket:
-        """Start a copy between [n] uint8 tensors on the device and in host memory (page-locked for CUDA).
-
-        Copies run one after another, in the order of the calls, and after all that the rank has begun to compute so far.
-        """
+        """Start a copy between [n] uint8 tensors on the device and in host memory (page-locked for CUDA). Copies run in the
+        order of the calls, each after everything that the rank has begun to compute before the call."""
         destination.copy_(source)
         return Ticket()
 
 
 class CudaCopies(DeviceCopies):
-    """A CUDA device: copies run on a second stream, while the first computes."""
+    """A CUDA device: copies run on a second stream during computation."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)
@@ -101,7 +101,7 @@ class CudaCopies(DeviceCopies):
 
     @functools.cached_property
     def _copy_rate(self) -> float:
-        """See DeviceMemoryReport. Measured once."""
+        """DeviceMemoryReport.copy_rate, measured once."""
         return measured_copy_rate(self.device)
 
     @functools.cached_property

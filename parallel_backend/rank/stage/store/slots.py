@@ -1,9 +1,9 @@
 """The slots: memory on the device that streamed blocks use in turn.
 
-The blocks get the slots in turn, in the order in which they run. A block always has the same slot: its parameters stay views
-of the slot, and only the bytes change. While a block computes in one slot, the next block's bytes are copied into another.
-When a block ends, the next block of its slot is copied there. After the last block of a micro-step come the first blocks of
-the next. A block that runs out of turn is copied and waited for.
+Blocks are assigned to slots in turn, in the order in which they run. A block always has the same slot: its parameters stay
+views of the slot, and only the bytes change. While a block computes in one slot, the next block's bytes are copied into
+another. When a block ends, the next block of its slot is copied there. After a micro-step's last block come the first blocks
+of the next micro-step. A block that runs out of turn is copied and waited for.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from .weight_group import WeightGroup
 
 @dataclass
 class _Slot:
-    """`group`: name of the group whose bytes are in `memory` once the `ticket` has been waited for."""
+    """One slot. `group`: name of the group whose bytes are in `memory` after waiting for `ticket`."""
 
     memory: torch.Tensor
     group: str | None = None
@@ -30,12 +30,12 @@ class _Slot:
 
 
 class Slots:
-    """The slots of one model on a rank. There are none until `open`."""
+    """The slots of one model on a rank. There are none before `open`."""
 
     _sources: Callable[[str], torch.Tensor]  # set by `open`
 
     def __init__(self, copies: DeviceCopies, traffic: Traffic):
-        """`traffic`: the rank's clock and recorder."""
+        """`traffic`: has the rank's clock and recorder."""
         self._copies, self._traffic = copies, traffic
         self._slots: list[_Slot] = []
         self._groups: dict[str, WeightGroup] = {}
@@ -53,10 +53,8 @@ class Slots:
         return sum(slot.memory.nbytes for slot in self._slots)
 
     def open(self, groups: Sequence[WeightGroup], sources: Callable[[str], torch.Tensor]) -> None:
-        """Stream these groups, in the order in which they run, from `sources(name)` [n] uint8 in host memory.
-
-        Closes the present slots first. Nothing is copied yet.
-        """
+        """Stream these groups, in the order in which they run, from `sources(name)`: [n] uint8 in host memory. Closes the
+        present slots first. Nothing is copied yet."""
         self.close()
         largest = max((group.nbytes for group in groups), default=0)
         self._sources, self._groups = sources, {group.name: group for group in groups}
@@ -65,14 +63,15 @@ class Slots:
         self._take_turns(list(self._groups))
 
     def close(self) -> None:
-        """Wait for copies in progress and release the slots. Groups whose parameters are still in a slot keep its memory."""
+        """Wait for copies in progress and release the slots. A group whose parameters are views of a slot keeps its memory
+        alive."""
         self._empty()
         for slot in self._slots:
             self._copies.release(slot.memory)
         self._slots, self._slot_of, self._groups, self._order, self._seen, self._next = [], {}, {}, [], [], 0
 
     def begin_step(self) -> None:
-        """A micro-step begins. Blocks are expected in the order of the last micro-step."""
+        """Begin a micro-step. Blocks are expected in the order of the last micro-step."""
         if self._seen and self._seen != self._order:
             self._order = self._seen
             if set(self._order) == set(self._groups) and not self._well_apart(self._order):
@@ -83,7 +82,7 @@ class Slots:
                 self._refill(slot)
 
     def enter(self, name: str) -> None:
-        """A block is about to compute. If it is streamed, its bytes are in its slot from here on."""
+        """To be called before a block computes. If the block is streamed, its bytes are in its slot afterwards."""
         if name not in self._slot_of:
             return
         slot, clock, recorder = self._slot_of[name], self._traffic.clock, self._traffic.recorder
@@ -98,12 +97,12 @@ class Slots:
             self._next = next(index for index, expected in self._turns() if expected == name) + 1
 
     def leave(self, name: str) -> None:
-        """A block has computed. If it is streamed, its slot is free for the slot's next block."""
+        """To be called after a block has computed. If it is streamed, the slot's next block is copied."""
         if name in self._slot_of:
             self._refill(self._slot_of[name])
 
     def present(self, name: str) -> None:
-        """Outside of micro-steps: if the block is streamed, put its bytes into its slot, for the host to read."""
+        """Between micro-steps: if the block is streamed, put its bytes into its slot, for the host to read."""
         if name not in self._slot_of:
             return
         slot = self._slot_of[name]
@@ -112,7 +111,7 @@ class Slots:
         slot.ticket.finish()
 
     def forget(self, name: str) -> None:
-        """Outside of micro-steps: the group's source has changed, so that it has to be copied again."""
+        """Between micro-steps: have the group copied again, because its source has changed."""
         for slot in self._slots:
             if slot.group == name:
                 slot.group = None
@@ -123,12 +122,12 @@ class Slots:
             slot.ticket.finish()
 
     def report(self) -> tuple[int, float]:
-        """(bytes copied, seconds waited for copies) since the last report."""
+        """Return (bytes copied, seconds waited for copies) since the last report."""
         copied, self.bytes_copied = self.bytes_copied, 0
         return copied, self._traffic.recorder.drain(FETCH)
 
     def _turns(self) -> Iterator[tuple[int, str]]:
-        """Index and name of all blocks of the order, from the expected block on, in a circle. A block may occur twice."""
+        """(index, name) of all blocks in order, in a circle from the expected block. A block may occur twice."""
         for index in range(self._next, self._next + len(self._order)):
             yield index % len(self._order), self._order[index % len(self._order)]
 
@@ -142,12 +141,12 @@ class Slots:
             self._groups[name].move(slot.memory)
 
     def _well_apart(self, order: list[str]) -> bool:
-        """Whether blocks that follow each other have different slots."""
+        """Whether consecutive blocks have different slots."""
         pairs = itertools.pairwise(dict.fromkeys(order))
         return all(self._slot_of[one] is not self._slot_of[other] for one, other in pairs)
 
     def _refill(self, slot: _Slot) -> None:
-        """Start the copy of the next block that has this slot, unless it is there already."""
+        """Start the copy of this slot's next block, unless it is in the slot already."""
         name = next((name for _index, name in self._turns() if self._slot_of[name] is slot), None)
         if name is not None and name != slot.group:
             self._fetch(name, slot)
@@ -159,7 +158,7 @@ class Slots:
         self.bytes_copied += group.nbytes
 
     def _empty(self) -> None:
-        """Wait for copies in progress, and forget what is in the slots."""
+        """Wait for copies in progress, and mark all slots as empty."""
         self.settle()
         for slot in self._slots:
             slot.group = None

@@ -1,4 +1,4 @@
-"""Weights that are moved together, in one piece of memory: those of a block, or all outside of the blocks (the ends)."""
+"""Weights that are moved together, in one piece of memory: those of a block, or all outside of blocks (the ends)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from parallel_backend.rank.stage.weights import VALUES, StageWeights
 ENDS = "ends"
 """Name of the group of all weights outside of the stage's blocks."""
 LARGE, COARSE, FINE = 1 << 14, 256, 64
-"""Tensors of LARGE bytes or more begin at a multiple of COARSE bytes, as from torch's allocators, since libraries choose
-kernels by alignment. Smaller tensors begin at a multiple of FINE bytes."""
+"""Tensors of at least LARGE bytes begin at a multiple of COARSE bytes, as torch's allocators place them, because libraries
+choose kernels by alignment. Smaller tensors begin at a multiple of FINE bytes."""
 
 
 @dataclass(frozen=True)
 class _WeightSlot:
-    """The place of a tensor in the group's memory."""
+    """The position of a tensor in the group's memory."""
 
     offset: int
     shape: torch.Size
@@ -29,7 +29,7 @@ class _WeightSlot:
 
 
 class WeightGroup:
-    """The parameters `targets`, with the scales of packed ones. The order of their bytes in memory never changes."""
+    """The parameters `targets`, including scales of packed ones. Their positions in memory never change."""
 
     _memory: torch.Tensor  # set by `move`
 
@@ -54,13 +54,13 @@ class WeightGroup:
         self._weights.read({target: self._views(target, memory) for target in self._slots})
 
     def move(self, memory: torch.Tensor) -> None:
-        """Make the model's parameters views of `memory` [nbytes or more] uint8, whatever is in it now."""
+        """Make the model's parameters views of `memory` [nbytes or more] uint8, whatever it contains now."""
         self._memory = memory
         for target in self._slots.keys() - self._apart:
             self._weights.move(target, self._views(target, memory))
 
     def set_apart(self, target: str) -> nn.Parameter:
-        """Move a plain parameter with its values to separate memory on the same device."""
+        """Move a parameter that is not packed, with its values, to separate memory on the same device."""
         module, leaf = self._weights.place(target)
         parameter = getattr(module, leaf)
         if target not in self._apart:
@@ -69,12 +69,12 @@ class WeightGroup:
         return parameter
 
     def rejoin(self, target: str) -> None:
-        """Undo `set_apart`: the parameter has the values in the group's memory again."""
+        """Undo `set_apart`: the parameter is a view of the group's memory again."""
         self._apart.discard(target)
         self._weights.move(target, self._views(target, self._memory))
 
     def values(self, target: str, memory: torch.Tensor) -> torch.Tensor:
-        """The view of a plain parameter in `memory`."""
+        """Return the view of a parameter that is not packed, in `memory`."""
         return self._views(target, memory)[VALUES]
 
     def _views(self, target: str, memory: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -82,7 +82,7 @@ class WeightGroup:
 
 
 def weight_groups(weights: StageWeights, blocks: Iterable[str]) -> dict[str, WeightGroup]:
-    """Groups by name: the `blocks` "<list>.<index>" in their order, then the ends."""
+    """Return name -> group: the `blocks` "<list>.<index>" in their order, then the ends."""
     members: dict[str, list[str]] = {name: [] for name in (*blocks, ENDS)}
     for target in weights.targets:
         block = ".".join(target.split(".")[:2])

@@ -1,7 +1,8 @@
-"""Places of a rank's weights: always on its device, streamed (on the device only while their block runs), or parked.
+"""Decides where a rank's weights are: always on its device, streamed (on the device only while their block runs), or parked.
 
 Weights in host memory stay there when they come to the device, so that they can leave it again without a copy. A group's
-memory keeps the file's values, since other ranks may read them: a parameter that is added to is set apart first.
+memory keeps the file's values, because other ranks may read them. A parameter is moved to separate memory before anything is
+added to it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,19 +40,17 @@ class WeightStore:
 
     @property
     def host_bytes(self) -> int:
-        """See Loaded. If the device's memory is the host's, all weights count as the device's."""
+        """See Loaded. If device and host share memory, all weights count as the device's."""
         return 0 if self._copies.unified else self._host.nbytes
 
     @property
     def peak_bytes(self) -> int:
-        """See RunStats."""
+        """See RunStats.peak_bytes."""
         return self._copies.peak_bytes
 
     def load(self, weights: StageWeights, blocks: Iterable[str], progress: Progress) -> None:
-        """Read `weights` to host or device memory. `blocks`: the stage's blocks, in the order in which they run.
-
-        MemoryError or torch.OutOfMemoryError if the device has too little memory.
-        """
+        """Read `weights` to host or device memory. `blocks`: the stage's blocks, in the order in which they run. Raises
+        MemoryError or torch.OutOfMemoryError if the device has too little memory."""
         self._groups = weight_groups(weights, blocks)
         sizes = {name: group.nbytes for name, group in self._groups.items()}
         self._host.allot(sizes, lambda name, memory: self._groups[name].read(memory))
@@ -72,7 +71,7 @@ class WeightStore:
         self._stream(streamed)
 
     def watch(self, blocks: Mapping[str, nn.Module]) -> None:
-        """Have the modules of the blocks that `load` got fetch their weights before they run."""
+        """Have the modules of the loaded blocks fetch their weights before they run."""
         assert blocks.keys() | {ENDS} == self._groups.keys(), "a streamed block would run with the bytes of another"
         for name, block in blocks.items():
             block.register_forward_pre_hook(lambda *_, name=name: self._slots.enter(name))
@@ -80,19 +79,19 @@ class WeightStore:
 
     @property
     def streams(self) -> bool:
-        """Whether some blocks come to the device when they run."""
+        """Whether some blocks are copied to the device when they run."""
         return self._slots.nbytes > 0
 
     def begin_step(self) -> None:
-        """Prepare for a micro-step: check that all weights are there, and begin to stream."""
+        """Prepare for a micro-step: check that no weights are parked, and begin to stream."""
         self._check_all_there()
         self._slots.begin_step()
 
     def set_resident(self, resident: int) -> None:
-        """Limit the weights on the device to `resident` bytes, see loading.SetResident. Call it between micro-steps.
+        """Limit the weights on the device to `resident` bytes, see loading.SetResident. To be called between micro-steps.
 
-        Errors: see `load`. A group with changed values is in no file, so it stays on the device if host memory has no room
-        for it. Nothing is done if the device and the host share one memory.
+        Raises the errors of `load`. Changed values of a group are in no file, so it stays on the device if host memory is
+        full. Does nothing if device and host share memory.
         """
         if self._copies.unified:
             return
@@ -116,7 +115,7 @@ class WeightStore:
         self._to_device([name for name in staying if name not in self._on_device])
 
     def report(self) -> tuple[int, float]:
-        """(bytes streamed, seconds waited for them) since the last report."""
+        """Return (bytes streamed, seconds waited for them) since the last report."""
         return self._slots.report()
 
     def close(self) -> None:
@@ -128,22 +127,23 @@ class WeightStore:
         self._host.close()
 
     def present(self, target: str) -> None:
-        """Between micro-steps: make the parameter's values readable by the host, until `present` is called for another."""
+        """Between micro-steps: make the parameter's values readable by the host, until `present` is called for another
+        one."""
         self._slots.present(self._group_of(target).name)
 
     def set_apart(self, target: str) -> nn.Parameter:
-        """Move a parameter that is not packed to separate memory, to which the caller may write."""
+        """Move a parameter that is not packed to separate memory, which the caller may write."""
         self._check_all_there()
         self.present(target)
         return self._group_of(target).set_apart(target)
 
     def rejoin(self, target: str) -> None:
-        """Undo `set_apart`: the parameter has its values from before again."""
+        """Undo `set_apart`: the parameter has its previous values again."""
         self._group_of(target).rejoin(target)
 
     @torch.no_grad()
     def overwrite(self, target: str, values: torch.Tensor) -> None:
-        """Replace the values of a parameter that is not packed, on this rank alone. Works for parked weights too."""
+        """Replace the values of a parameter that is not packed, on this rank only. Also works for parked weights."""
         group = self._group_of(target)
         if group.name in self._away or group.name in self._slots:
             self._slots.settle()  # a copy in progress may read the memory that is written to below
@@ -166,7 +166,7 @@ class WeightStore:
         return next(group for group in self._groups.values() if target in group)
 
     def _streamed(self, resident: int | None) -> set[str]:
-        """Names of the blocks to stream: near those that were streamed last, so that few blocks move."""
+        """Return the names of the blocks to stream. They are near those streamed last, so that few blocks move."""
         if not resident or self._copies.unified:
             return set()
         blocks = [name for name in self._groups if name != ENDS]
@@ -180,7 +180,7 @@ class WeightStore:
         self._slots.open([group for name, group in self._groups.items() if name in streamed], self._source)
 
     def _source(self, name: str) -> torch.Tensor:
-        """The group's bytes, to be copied from."""
+        """Return the group's bytes in host memory, as the source of a copy."""
         if not self._host.holds(name):
             self._slots.settle()  # `source` overwrites the buffer from which a copy in progress may read
         return self._host.source(name)
@@ -190,10 +190,8 @@ class WeightStore:
         return memory
 
     def _to_host(self, names: list[str]) -> set[str]:
-        """Copy the values of groups on the device to host memory, if it has room.
-
-        Returns the groups that must stay on the device: they were written over, and host memory has no room for them.
-        """
+        """Copy groups from the device to host memory if it has room. Returns the groups that must stay on the device: they
+        were overwritten, and host memory has no room for them."""
         for name in [name for name in names if name in self._overwritten]:
             try:
                 memory = self._host.private(name, whole=True)
@@ -212,7 +210,7 @@ class WeightStore:
         return kept
 
     def _to_device(self, names: list[str]) -> None:
-        """Copy groups from host memory to the device, for good."""
+        """Copy groups from host memory to the device to stay there."""
         tickets: list[Ticket] = []
         for name in names:
             memory = self._allocate(name)

@@ -1,15 +1,13 @@
-"""As much of a WebSocket client as it takes to read ComfyUI's progress events. Standard library only."""
+"""ComfyUI's progress events."""
 
-import base64
 import json
-import os
-import socket
 import struct
 import time
 from collections.abc import Callable
 from typing import Any
 
-TEXT = 1
+from websocket import WebSocket, create_connection
+
 PREVIEW, TEXT_ON_NODE = 1, 3
 """First numbers of ComfyUI's binary frames: of a picture (number, kind of file, file) and of a text (number, length of the
 node's id, id, text)."""
@@ -23,29 +21,14 @@ class Events:
     """
 
     def __init__(self, port: int, client_id: str):
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
-        key = base64.b64encode(os.urandom(16)).decode()
-        lines = (
-            f"GET /ws?clientId={client_id} HTTP/1.1",
-            f"Host: 127.0.0.1:{port}",
-            "Upgrade: websocket",
-            "Connection: Upgrade",
-            f"Sec-WebSocket-Key: {key}",
-            "Sec-WebSocket-Version: 13",
-        )
-        self._socket.sendall("\r\n".join((*lines, "", "")).encode())
-        self._file = self._socket.makefile("rb")
+        self._socket: WebSocket = create_connection(f"ws://127.0.0.1:{port}/ws?clientId={client_id}", timeout=60)
         self.texts: list[tuple[str, str]] = []
         self.previews: list[bytes] = []
-        assert b" 101 " in self._file.readline()
-        while self._file.readline() != b"\r\n":
-            pass
 
     def __enter__(self) -> "Events":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
         self._socket.close()
 
     def until(
@@ -54,24 +37,15 @@ class Events:
         """This prompt's events up to and with the first of type `kind` whose data are as `where` asks."""
         deadline, seen = time.monotonic() + seconds, []
         while time.monotonic() < deadline:
-            event = self._next()
-            if event is not None and event[1].get("prompt_id") == prompt_id:
-                seen.append(event)
-                if event[0] == kind and where(event[1]):
+            if isinstance(received := self._socket.recv(), bytes):
+                self._note(received)
+                continue
+            event = json.loads(received)
+            if event["data"].get("prompt_id") == prompt_id:
+                seen.append((event["type"], event["data"]))
+                if event["type"] == kind and where(event["data"]):
                     return seen
         raise TimeoutError(f"no {kind} within {seconds} s, but {[name for name, _ in seen]}")
-
-    def _next(self) -> tuple[str, dict[str, Any]] | None:
-        """The next text frame; None for one of another kind. A server's frames are neither masked nor, here, split."""
-        opcode, length = self._file.read(2)
-        if length >= 126:
-            length = int.from_bytes(self._file.read(2 if length == 126 else 8), "big")
-        payload = self._file.read(length)
-        if opcode & 15 != TEXT:
-            self._note(payload)
-            return None
-        message = json.loads(payload)
-        return message["type"], message["data"]
 
     def _note(self, frame: bytes) -> None:
         kind, length = struct.unpack_from(">II", frame)
