@@ -196,7 +196,7 @@ def test_a_report_is_shown_in_a_box_on_its_node(editor):
             return [values.includes("first\\nlast"), saved];
         }"""
     )
-    assert shown == [True, 4]  # the box is no widget of the saved workflow
+    assert shown == [True, 5]  # the box is no widget of the saved workflow
 
 
 def test_help_panel_has_the_nodes_page(editor, shoot):

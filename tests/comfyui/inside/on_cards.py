@@ -53,7 +53,7 @@ def main(results: Results) -> None:
         possible = KINDS[kind] if kind == "cards" else KINDS[kind][:1]
         with patch.object(pack, "possible_devices", lambda _text: possible):
             found = cases[name](",".join(KINDS[kind]))
-        pool = registry().pool
+        pool = registry().pools.working[-1]
         assert isinstance(pool, Pool)
         registry().unload()
         return found.cpu(), pool.devices, machine.reserved_elsewhere
