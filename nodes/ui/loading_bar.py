@@ -41,7 +41,8 @@ class Elapsed:
     def __init__(self, doing: str | Callable[[], str], patience: int = 0) -> None:
         self._doing, self._patience = doing, patience
         self._shown, self._began, self._said = "", 0.0, -1
-        self()
+        if not patience:  # patient ones are also made on a band's thread, which must not take Cancel from ComfyUI's
+            self()
 
     def __call__(self, done: float = 0) -> None:
         """Show the progress. `done`: the fraction that is done, or 0 if unknown. Raises ComfyUI's
