@@ -32,9 +32,9 @@ class SlowEngine(Engine):
         self._began, self._waited_before = self._traffic.clock.now(), self._traffic.recorder.seconds(WAIT)
         return super().step(step, upcoming)
 
-    def _compute(self, step: Step) -> torch.Tensor:
+    def _compute(self, step: Step, *prepared: Any) -> torch.Tensor:
         """Then sleep for the rest of the time that the slower device would take."""
-        output = super()._compute(step)
+        output = super()._compute(step, *prepared)
         whole = self._traffic.clock.now() - self._began
         waited = self._traffic.recorder.seconds(WAIT) - self._waited_before
         time.sleep((self.slowdown - 1) * max(0.0, whole - waited))

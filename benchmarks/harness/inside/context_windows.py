@@ -1,15 +1,12 @@
 """Seconds of KSampler with ComfyUI's Wan Context Windows, windows together and one by one, in turn. Run by serve.py, for
 benchmarks/speed/context_windows.py."""
 
-import sys
 import time
 from unittest.mock import patch
 
 import small_models
-from boot import PACK, Results, comfy, difference, ksampler, parallel, torch
+from boot import Results, comfy, difference, ksampler, parallel, torch
 from comfy_extras.nodes_context_windows import WanContextWindowsManualNode
-
-sys.path.append(str(PACK / "tests" / "comfyui" / "inside"))
 from small_cases import small
 
 NAME, FRAMES, SIDE = "wan-windows", 22, 24
