@@ -17,7 +17,7 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.own_class.calls.tried_calls import Call
 from parallel_backend.processes.pool import Pool
-from testing.mini_wan import LOCAL_RANKS, mini_wan
+from parallel_backend.quickstart.model import mini_wan
 from testing.models import on_ranks
 
 WEIGHTS = Path(__file__).parents[1] / "assets" / "moving-digits.safetensors"
@@ -29,7 +29,7 @@ but not on one path: it was not trained for long enough to agree with itself ove
 
 
 def load(degrees: Degrees, transfer_dtype: str = "full") -> RemoteTransformer:
-    pool = Pool(("cpu",) * degrees.world, threads=1, start=LOCAL_RANKS)
+    pool = Pool(("cpu",) * degrees.world, threads=1)
     return on_ranks(pool, opened(), degrees, "fp32", "auto", lambda: None, transfer_dtype=transfer_dtype)
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from benchmarks.harness import mini_video, moving_digits
 from parallel_backend.core.degrees import Degrees
+from parallel_backend.quickstart.mini_wan import MiniWan
 from testing import mini
-from testing.mini_wan import MiniWan
 
 pytestmark = pytest.mark.threads
 STEPS, CFG = 8, 2.0

@@ -19,9 +19,9 @@ from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
 from parallel_backend.placement.residency import ALL
+from parallel_backend.quickstart.model import mini_wan
 from parallel_backend.wire import messages as m
 from testing import mini
-from testing.mini_wan import mini_wan
 from testing.models import nobody
 
 GB = 10**9

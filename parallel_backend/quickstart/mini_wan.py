@@ -1,31 +1,18 @@
-"""A class for videos in the form of ComfyUI's classes, as quickstart/mini_flux.py is one for images. Its arithmetic and the
-names of its tensors are Wan's. Benchmarks and tests of video run it where there is no ComfyUI.
-
-It takes the name of a module of the bundled model's package, since ranks build no class of another one. Ranks that run it
-begin with `rank_with_mini_wan`.
+"""A class for videos in the form of ComfyUI's classes, as mini_flux.py is one for images. Its arithmetic and the names of
+its tensors are Wan's. Benchmarks and tests of video run it where there is no ComfyUI.
 
 B batch, T text tokens, S tokens by frames, rows, columns, D features of a head, W width.
 """
 
-import functools
-import sys
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel_backend.core.own_class import OwnClass
-from parallel_backend.processes.local import LocalRanks, Ranks
-from parallel_backend.quickstart.attention import attention
-from parallel_backend.quickstart.mini_flux import EPS, normed, rotated, rotations, sines
-from parallel_backend.quickstart.model import bundled
-from parallel_backend.rank.start.entry import main
-from parallel_backend.wire.rank_settings import RankSettings, StartSettings
+from .attention import attention
+from .mini_flux import EPS, normed, rotated, rotations, sines
 
-sys.modules["parallel_backend.quickstart.mini_wan"] = sys.modules[__name__]
 PATCH = 2
 """Number of latent rows and of latent columns per token."""
 HEAD, AXES = 128, (44, 42, 42)
@@ -126,17 +113,3 @@ class Head(nn.Module):
 
 def gelu() -> nn.Module:
     return nn.GELU(approximate="tanh")
-
-
-def mini_wan(**arguments: Any) -> OwnClass:
-    """The class without proofs."""
-    return bundled("mini_wan", "MiniWan", arguments, video=True)
-
-
-def rank_with_mini_wan(settings: RankSettings, connection: Connection) -> None:
-    """Main function of a rank's process, which has imported this module."""
-    main(settings, connection)
-
-
-LOCAL_RANKS: Callable[[StartSettings], Ranks] = functools.partial(LocalRanks, entry=rank_with_mini_wan)
-"""Starts such ranks: an argument of Pool."""
