@@ -275,7 +275,7 @@ def model_of(
 
 
 def _check_unet(name: str, degrees: Degrees, planned: bool, compiled: bool) -> None:
-    """ValueError, naming the widget, for settings with which ranks cannot run a UNet."""
+    """Raise ValueError, which names the widget, for settings with which ranks cannot run a UNet."""
     runs = f"{name} runs only with split_batch_degree"
     if planned:
         raise ValueError(f"degrees: {runs}, which auto cannot choose. Set degrees to 'as set'.")
