@@ -41,17 +41,12 @@ class Elapsed:
     def __init__(self, doing: str | Callable[[], str], patience: int = 0) -> None:
         self._doing, self._patience = doing, patience
         self._shown, self._began, self._said = "", 0.0, -1
-        self._show(0)
+        self()
 
     def __call__(self, done: float = 0) -> None:
         """Show the progress. `done`: the fraction that is done, or 0 if unknown. Raises ComfyUI's
         InterruptProcessingException once the user has pressed Cancel."""
         check_cancelled()
-        self._show(done)
-
-    def _show(self, done: float) -> None:
-        """Show the progress without a check for Cancel. ComfyUI reports Cancel to the first check alone, and polls are made
-        on the threads of bands too."""
         doing, now = self._doing if isinstance(self._doing, str) else self._doing(), time.monotonic()
         if doing != self._shown:
             self._shown, self._began, self._said = doing, now, -1

@@ -63,7 +63,7 @@ def entry_by_entry(apply, call: dict) -> torch.Tensor:
 
 
 def cancelled(run, model) -> dict:
-    """Cancelled in its second step, by ComfyUI's own button."""
+    """Cancelled in its second step, by ComfyUI's own button. A step of this model is shorter than POLL_SECONDS."""
     steps = []
 
     class Previewer:
@@ -72,7 +72,8 @@ def cancelled(run, model) -> dict:
             if len(steps) == 2:
                 comfy.model_management.interrupt_current_processing()
 
-    with patch.object(latent_preview, "get_previewer", lambda *_: Previewer()):
+    often = patch("parallel_backend.client.pipefusion.threads.POLL_SECONDS", 0.001)
+    with patch.object(latent_preview, "get_previewer", lambda *_: Previewer()), often:
         try:
             run(model)
         except comfy.model_management.InterruptProcessingException:
