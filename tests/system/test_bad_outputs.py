@@ -1,6 +1,6 @@
 """A rank that sends what cannot be is named, and nothing of it reaches a picture."""
 
-import functools
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from unittest import mock
@@ -10,52 +10,40 @@ import torch
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.measurements import measured_blocks, measured_links
-from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.vae import RemoteVAE
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.pool import Pool, RankError
+from parallel_backend.processes.pool import RankError
 from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire import messages as m
+from parallel_backend.wire.channel import Channel
 from testing import mini
-from testing.models import on_ranks
-from tests.support.tampering_rank import TWICE, others, tampering
 
-pytestmark = pytest.mark.processes
-
-HOW = [name for name in others(m.Output(0, 1, torch.ones(2, 3, 4))) if name != TWICE]
-
-ONE = Degrees()
+pytestmark = pytest.mark.threads
 
 
-@pytest.fixture
-def tampered(monkeypatch, mini_file):
-    """`tampered(how)`: the tiny model on one rank that does so."""
-    pools = []
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda output: replace(output, rank=1),
+        lambda output: replace(output, seq=output.seq + 1000),
+        lambda output: replace(output, value=output.value[1:]),
+        lambda output: replace(output, value=output.value[:, :1]),
+        lambda output: replace(output, value=torch.cat((output.value, output.value[:, :1]), 1)),
+        lambda output: replace(output, value=output.value.mean()),
+        lambda output: replace(output, value=output.value[..., :-2]),
+        lambda output: replace(output, value=output.value.long()),
+    ],
+)
+def test_outputs_that_cannot_be_end_the_pool_and_name_the_rank(remote, monkeypatch, wrong: Callable):
+    model, send = remote(Degrees(), fresh=True), Channel.send
 
-    def load(how: str, degrees: Degrees = ONE) -> RemoteTransformer:
-        monkeypatch.setattr("parallel_backend.processes.local.rank_entry", lambda: functools.partial(tampering, how))
-        pools.append(Pool(("cpu",) * degrees.world))
-        return on_ranks(pools[-1], mini.opened(mini_file), degrees, "fp32", "sdpa", lambda: None)
+    def tampered(channel: Channel, message: object, *rest: int | None, **named: int | None) -> None:
+        send(channel, wrong(message) if isinstance(message, m.Output) else message, *rest, **named)
 
-    yield load
-    for pool in pools:
-        pool.close()
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_outputs_that_cannot_be_end_the_pool_and_name_the_rank(tampered, how):
-    model, given = tampered(how), mini.inputs()
+    monkeypatch.setattr(Channel, "send", tampered)
     with pytest.raises(RankError, match=r"^Parallel DiT: rank 0 \(cpu\) sent an invalid message: "):
-        model.predict(ModelCall(*given), lambda: None)
+        model.predict(ModelCall(*mini.inputs()), lambda: None)
     assert isinstance(model.pool.error, RankError)
-
-
-def test_an_output_that_comes_twice_is_not_taken_for_another_ranks(tampered):
-    model, given = tampered(TWICE, Degrees(ulysses=2)), mini.inputs()
-    with pytest.raises(
-        RankError, match=(r"rank 0 \(cpu\) sent an invalid message: an output of micro-step 1, which nobody")
-    ):
-        model.predict(ModelCall(*given), lambda: None)
 
 
 def done(replies: list) -> Future:
