@@ -5,7 +5,6 @@ from one test into the next is a defect that test_requests.py looks for.
 """
 
 import functools
-import json
 import multiprocessing
 import re
 import zlib
@@ -44,7 +43,6 @@ class RootIsNoTestPackage:
         return pytest.Dir.from_parent(parent, path=path) if path == ROOT else None
 
 
-FIGURES = pytest.StashKey[dict[str, float]]()
 SCRIPTS, SERVER, BROWSER = "comfyui scripts", "comfyui server", "browser"
 """Groups of files that share a started ComfyUI, see group_of."""
 LONG = (
@@ -59,7 +57,6 @@ STARTING = ("processes", "alone", "comfyui", "ray", "gpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--figures", type=Path, help="a JSON file for the figures that tests measure")
     parser.addoption(
         "--emulated-gpus",
         help="CUDA devices in software, on a CPU build of torch, such as 'HOPPER TURING' (testing/fake_cuda.py)",
@@ -72,7 +69,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # A plugin of its own, since a hook written here would only see what lies below this folder.
     config.pluginmanager.register(RootIsNoTestPackage())
     config.pluginmanager.register(Starts(config.getoption("starts")))
-    config.stash[FIGURES] = {}
     hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")  # to processes of pytest -n
     if (cards := config.getoption("emulated_gpus")) and not hands_out:
         from tests.support.emulated_gpu.plugin import EmulatedGpus  # takes torch's innards, which not every torch has
@@ -150,35 +146,6 @@ def pytest_runtest_makereport(
     if skipped and item.config.getoption("require") and not item.get_closest_marker("gpu"):
         report.outcome, report.longrepr = "failed", f"skipped, which --require forbids: {call.excinfo.value}"
     return report
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):  # one of several processes (-n), whose figures the first one prints
-        session.config.workeroutput["figures"] = session.config.stash[FIGURES]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error: object | None) -> None:
-    for what, value in getattr(node, "workeroutput", {}).get("figures", {}).items():
-        note(node.config.stash[FIGURES], what, value)
-
-
-def note(figures: dict[str, float], what: str, value: float) -> None:
-    figures[what] = max(float(value), figures.get(what, float(value)))
-
-
-def pytest_terminal_summary(terminalreporter) -> None:
-    figures, path = terminalreporter.config.stash[FIGURES], terminalreporter.config.getoption("figures")
-    if path is not None:
-        path.write_text(json.dumps(figures, indent=1) + "\n")
-    for what, value in terminalreporter.config.stash[FIGURES].items():
-        terminalreporter.write_line(f"measured: {what} {value:.3g}")
-
-
-@pytest.fixture(scope="session")
-def measured(pytestconfig) -> Callable[[str, float], None]:
-    """`measured(what, value)`: the largest value of each is printed at the end, to be seen before it reaches a limit."""
-    return functools.partial(note, pytestconfig.stash[FIGURES])
 
 
 @pytest.fixture(scope="session")

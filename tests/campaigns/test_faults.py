@@ -34,8 +34,6 @@ def broken_ranks(tmp_path_factory):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("fault", [*FEW, *(pytest.param(fault, marks=pytest.mark.full) for fault in MANY)], ids=str)
-def test_a_fault_ends_as_it_should(broken_ranks, fault, measured):
+def test_a_fault_ends_as_it_should(broken_ranks, fault):
     verdict = trial.try_out(broken_ranks, fault, FACTOR)
-    if verdict.seconds is not None and verdict.error is not None:
-        measured(f"seconds from fault to error, {fault.kind}", verdict.seconds)
     assert not verdict.problems, f"{verdict.problems}\n{verdict.error}"

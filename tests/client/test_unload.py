@@ -69,7 +69,7 @@ def small(mini_file):
     return mini.setup(mini_file, "fp32", CPUS, Degrees(pipe=2), "sdpa", "even")
 
 
-def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, key, small, measured):
+def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, key, small):
     given = mini.inputs(LARGE, batch=1, height=48, width=48)
     registry.model(small, nobody).predict(ModelCall(*mini.inputs()), nobody)  # what is imported at first use
     registry.unload()
@@ -89,7 +89,6 @@ def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, ke
 
     registry.unload()
     left = held_bytes(pids) - before
-    measured("memory left on two ranks / their weights", left / weights)
     assert left < LEFT * weights
     assert loaded - left >= (1 - LEFT) * weights
     assert registry.models.bytes_on(key, "cpu") == 0

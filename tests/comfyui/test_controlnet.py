@@ -36,18 +36,16 @@ def found(request, inside, base):
 
 
 @pytest.mark.parametrize(("kind", "setting", "mode"), CASES)
-def test_equals_the_native_model_with_the_same_controlnet(found, measured, kind, setting, mode):
+def test_equals_the_native_model_with_the_same_controlnet(found, kind, setting, mode):
     got = found[f"{kind}, {setting}, {mode}"]
     assert got.get("finite"), got
     assert got["moved"] > 0.05
-    measured(f"ControlNet, largest difference to ComfyUI's own model, {kind}", got["difference"])
     assert got["difference"] <= LIMIT
 
 
-def test_pipefusion_repeats_and_stays_close_to_the_exact_run(found, measured):
+def test_pipefusion_repeats_and_stays_close_to_the_exact_run(found):
     got = found["pipelined"]
     assert got.get("finite"), got
-    measured("ControlNet, relative error of PipeFusion", got["relative"])
     assert got["repeat"] == 0.0
     assert 0 < got["relative"] < 0.5 * got["moved"]
 

@@ -11,9 +11,8 @@ a ControlNet's outputs are."""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_the_native_model_with_the_same_control(found, measured, case):
+def test_equals_the_native_model_with_the_same_control(found, case):
     got = found[case]
     assert got["moved"] > 0.05
-    measured(f"Z-Image's Fun control, largest difference to ComfyUI's own model, {case}", got["difference"])
     assert got["difference"] <= LIMIT
     assert got["whole because"] == CASES[case]

@@ -28,13 +28,11 @@ def found(inside):
         ("MiniMax H3", ["Attention", "DiTBlock"], ["rms_rope_split_half_"]),
     ],
 )
-def test_a_fused_block_computes_what_the_class_does(found, measured, name, forms, kernels):
+def test_a_fused_block_computes_what_the_class_does(found, name, forms, kernels):
     case = found[name]
     assert (case["forms"], case["kernels"]) == (forms, kernels)
     for by in ("torch", "kernels"):
-        measured(f"fused block, fp32, share of the largest value, {name}", case["fp32"][by])
         assert case["fp32"][by] <= LIMIT
-        measured(f"fused block, bf16, square error over the class's, {name}", case["bf16"][by] / case["bf16 unfused"])
         assert case["bf16"][by] <= ROUNDING * case["bf16 unfused"]
 
 

@@ -27,12 +27,11 @@ def test_guidance_of_the_whole_latent_is_the_same_for_bands_at_exact_steps(found
 @pytest.mark.parametrize(
     "name", ["Perp-Neg, which calls the model itself", "APG under a sampler that reads the unconditional prediction"]
 )
-def test_guidance_of_a_pipelined_model(found, measured, name):
+def test_guidance_of_a_pipelined_model(found, name):
     got = found[f"{name}, on ranks"]
     assert got.get("moved", 0) > 1e-3, got
     assert not got["warnings"]
     assert got["repeat"] == 0
-    measured("guidance in bands, all steps warm-up", got["warm"])
     assert got["warm"] <= 1e-5
     assert got["stale"] > 1e-3
 

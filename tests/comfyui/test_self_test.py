@@ -21,7 +21,7 @@ def looked(inside):
     return inside.run("acceptance")[0]
 
 
-def test_comfyuis_own_model_is_run_beside_the_ranks_with_its_last_call(looked, measured):
+def test_comfyuis_own_model_is_run_beside_the_ranks_with_its_last_call(looked):
     found = looked["own class"]
     assert found["refusal"].startswith("model: tiny.safetensors has not been called yet, and its test repeats the last")
     document = found["document"]
@@ -44,7 +44,5 @@ def test_comfyuis_own_model_is_run_beside_the_ranks_with_its_last_call(looked, m
         "tensor_parallel_degree 2",
         "pipefusion_degree 2",
     ]
-    exact = min(run["dB"] for run in runs[:-1])
-    measured("decibels between ComfyUI and ranks, upside down", 1 / exact)
-    assert exact >= EXACT
+    assert min(run["dB"] for run in runs[:-1]) >= EXACT
     assert "2 ranks" in found["trace"] or "rank 0" in found["trace"], found["trace"]

@@ -74,7 +74,7 @@ def test_pipefusion_sampler_equals_ksampler_with_apply_pipefusion(server):
 
 
 @pytest.mark.alone
-def test_cancel_ends_the_prompt_and_the_next_one_runs(server, rank_processes, measured):
+def test_cancel_ends_the_prompt_and_the_next_one_runs(server, rank_processes):
     before = server.run(small(seed=10))
     pids = [process.pid for process in rank_processes()]
     with Events(server.port, "cancel-test") as events:
@@ -85,7 +85,6 @@ def test_cancel_ends_the_prompt_and_the_next_one_runs(server, rank_processes, me
         outcome = server.wait(prompt_id, 60)
         seconds = time.monotonic() - cancelled
     assert outcome.status == "interrupted"
-    measured("seconds from Cancel to the end mid-run", seconds)
     assert seconds < 1.5  # a second and a micro-step, which here takes some hundredths
     assert [process.pid for process in rank_processes()] == pids  # and their weights
     after = server.run(small(seed=10))

@@ -76,23 +76,22 @@ def output(model, given) -> torch.Tensor:
     return model.predict(ModelCall(*given), lambda: None)
 
 
-def check(model, deltas, path, given, folder, measured=lambda *_: None) -> torch.Tensor:
+def check(model, deltas, path, given, folder) -> torch.Tensor:
     """The output with these deltas, which equals the merged model's."""
     model.adapt(object(), deltas, lambda: None)
     found, expected = output(model, given), mini.reference(merged(path, deltas, folder), *given)
-    measured(f"adapters, {model.degrees}", mini.relative(found, expected))
     assert mini.relative(found, expected) <= LIMIT
     return found
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_added_to_every_weight_as_to_the_file(load, mini_file, degrees, tmp_path, measured):
+def test_added_to_every_weight_as_to_the_file(load, mini_file, degrees, tmp_path):
     path = mini_file
     model, given, state = load(path, degrees), mini.inputs(), load_file(path)
     before = output(model, given)
 
     def changed(deltas):
-        found = check(model, deltas, path, given, tmp_path, measured)
+        found = check(model, deltas, path, given, tmp_path)
         assert mini.relative(found, before) > SHOWS
         return found
 

@@ -93,34 +93,29 @@ def tier(degrees: Degrees) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("degrees", [pytest.param(each, marks=tier(each), id=name(each)) for each in PRODUCTS + UNEVEN])
-def test_one_call_equals_one_process(remote, exact_call, degrees, measured):
+def test_one_call_equals_one_process(remote, exact_call, degrees):
     given, expected = exact_call("odd sizes")
-    error = mini.relative(remote(degrees).predict(ModelCall(*given), lambda: None), expected)
-    measured("relative error of exact modes", error)
-    assert error <= TOLERANCE
+    assert mini.relative(remote(degrees).predict(ModelCall(*given), lambda: None), expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("degrees", IN_PROCESSES, ids=name)
-def test_processes_equal_one_process(processes, exact_call, exact_run, degrees, measured):
+def test_processes_equal_one_process(processes, exact_call, exact_run, degrees):
     given, expected = exact_call("odd sizes")
     model = processes(degrees)
     noise, sigmas, prompt, sampled = exact_run(height=15, width=11)
     sample, stats = sample_in_bands(model, noise, sigmas, prompt, 1 if degrees.displaced else 3, warm_up=3)
     error = max(mini.relative(model.predict(ModelCall(*given), lambda: None), expected), mini.relative(sample, sampled))
-    measured("relative error of exact modes", error)
     assert error <= TOLERANCE
     assert len(stats) == degrees.world
 
 
 @pytest.mark.parametrize("case", [case for case in CALLS if case != "odd sizes"])
 @pytest.mark.parametrize("degrees", [d for d in PRODUCTS if d.world <= 2] + UNEVEN, ids=name)
-def test_other_calls_equal_one_process(remote, exact_call, degrees, case, measured):
+def test_other_calls_equal_one_process(remote, exact_call, degrees, case):
     given, expected = exact_call(case)
     output = remote(degrees).predict(ModelCall(*given), lambda: None)
     assert output.shape == expected.shape
-    error = mini.relative(output, expected)
-    measured("relative error of exact modes", error)
-    assert error <= TOLERANCE
+    assert mini.relative(output, expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("degrees", [Degrees(batch=2, pipe=2), Degrees(pipe=2, ulysses=2)], ids=name)
