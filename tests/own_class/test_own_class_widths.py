@@ -5,21 +5,12 @@ from unittest import mock
 import pytest
 import torch
 
-from parallel_backend.own_class.calls.tried_calls import Call
 from parallel_backend.own_class.trials import trial as trials
 from parallel_backend.own_class.trials.trial import trial
+from tests.own_class.test_own_class import TIMES, call
 from tests.support.planted_comfyui import planted as own
 
 pytestmark = pytest.mark.usefixtures("comfyui")
-
-TIMES = 900.0, 500.0, 1.0
-
-
-def call(batch: int = 2) -> Call:
-    g = torch.Generator().manual_seed(0)
-    x, context = torch.randn(batch, 4, 2, 4, 6, generator=g), torch.randn(batch, 5, 16, generator=g)
-    return Call(x, torch.full((batch,), 700.0), {"context": context, "control": None})
-
 
 def found(name: str, tensor: int = 1):
     """The proof, and the widths of the trials that it took."""
