@@ -12,7 +12,7 @@ from unittest import mock
 import torch.multiprocessing
 
 IMPORTS = (
-    "diffusers.models.transformers",
+    "diffusers.quantizers.gguf.utils",
     "parallel_backend.rank.worker",
     "parallel_backend.rank.stage.lora",
     "parallel_backend.rank.block_probe",

@@ -8,7 +8,7 @@ from .conftest import asked
 
 pytestmark = pytest.mark.comfyui
 
-CASES = {"batches", "pipefusion", "for_real", "advised", "cancelled"}
+CASES = {"batches", "pipefusion", "advised", "cancelled"}
 
 
 @pytest.fixture(scope="module")
@@ -43,27 +43,6 @@ def test_pipefusion_is_taken_where_it_is_applied_and_nowhere_else(case):
     assert case["chosen"] == case["again"] == ["pipefusion_degree 2", BOTH]
     assert case["without"] == ["one rank", ONE]
     assert case["measured"] == 1
-
-
-@pytest.mark.full
-@of("for_real")
-def test_real_ranks_are_calibrated_once_and_the_file_is_kept(case):
-    gained, of = case["gained"].split(" ", 1)
-    assert of == "x one rank"
-    assert 0 < float(gained) < 10, "what a kept calibration says of one rank, beside what the run took"
-    degrees, _ = case["chosen"]
-    chosen = "one device, cpu" if degrees == "one rank" else f"{degrees} on cpu"
-    assert case["said"].startswith(f"Parallel DiT: degrees auto: {chosen}")
-    assert case["again"] == case["chosen"]  # by the file alone
-    (ended,) = case["ended"]
-    took, how, choice = ended.splitlines()
-    assert re.fullmatch(r"Parallel DiT: [\d.]+ s, ([\d.]+ x one rank|[\d.]+ s a step)", took)
-    assert how.startswith("exact, on ")
-    assert f"Parallel DiT: {choice}" == case["said"], "the choice stays below the run's time"
-    assert case["files"] == 1
-    assert case["inside"]
-    assert case["key"]["class"].startswith("Flux {")
-    assert case["key"]["dtype"] == "fp32"
 
 
 @pytest.mark.full

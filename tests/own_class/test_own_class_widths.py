@@ -12,6 +12,7 @@ from tests.support.planted_comfyui import planted as own
 
 pytestmark = pytest.mark.usefixtures("comfyui")
 
+
 def found(name: str, tensor: int = 1):
     """The proof, and the widths of the trials that it took."""
     with mock.patch.object(trials, "short_model", wraps=trials.short_model) as tried:

@@ -2,14 +2,13 @@
 same degrees by hand. Run by serve.py.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
-from boot import BASE, Results, comfy, difference, ksampler, node, nodes, parallel, random_prompts, torch
+from boot import Results, comfy, difference, ksampler, node, nodes, parallel, random_prompts, torch
 
 FILE = "tiny.safetensors"
 
@@ -100,35 +99,6 @@ def main(results: Results) -> None:
                 "measured": len(measured),
             }
 
-    def for_real() -> dict:
-        """Nothing is made up: two ranks are calibrated, once, and the file is kept."""
-        node("UnloadParallelDiT")
-        for file in auto.folder().glob("calibration*"):
-            file.unlink()
-        model = load()
-        ended: list[str] = []
-        with patch.object(node_text, "say", said.append), patch.object(end_of_run, "say", ended.append):
-            sample(model, prompts, latent)
-        first = chosen(model)
-        files = sorted(auto.folder().glob("calibration*"))
-        written = json.loads(files[0].read_text())
-        node("UnloadParallelDiT")
-        with patch.object(auto, "calibrate", side_effect=AssertionError("calibrated twice")):
-            sample(model, prompts, latent)
-        wrapped = pipelined(parallel(FILE, 2))
-        sample(wrapped, prompts, latent)
-        (wrapper,) = wrapped.get_wrappers("sampler_sample", "parallel_dit_pipefusion")
-        return {
-            "gained": wrapper.last.gained,
-            "chosen": first,
-            "again": chosen(model),
-            "said": said[-1],
-            "ended": ended,
-            "files": len(files),
-            "inside": files[0].is_relative_to(BASE),
-            "key": written["key"],
-        }
-
     def advised() -> dict:
         """Degrees by hand, on a machine that was calibrated before, as one so fast that any run takes longer."""
         ended: list[str] = []
@@ -157,5 +127,5 @@ def main(results: Results) -> None:
         load(stage_split="3,2")
 
     # Those of two ranks first: ranks start anew where their number changes.
-    for case in (batches, cancelled, advised, for_real, pipefusion, stages_by_hand):
+    for case in (batches, cancelled, advised, pipefusion, stages_by_hand):
         results.case(case.__name__, case)

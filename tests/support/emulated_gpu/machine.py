@@ -19,7 +19,6 @@ ROUND, SEGMENT = 512, 2 << 20
 
 _HERE = Path(__file__).parent
 ROOT = _HERE.parents[2]
-DIFFUSERS = f"{os.sep}diffusers{os.sep}models{os.sep}"
 _TESTS = (str(ROOT / "tests") + os.sep, str(ROOT / "testing") + os.sep)
 
 Clock = dict[Any, int]
@@ -36,9 +35,7 @@ def where(count: int = 4) -> str:
     frame = sys._getframe(1)
     while frame is not None and len(product) < count:
         name = frame.f_code.co_filename
-        if DIFFUSERS in name:  # the models' own code, which ranks run
-            product.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
-        elif name.startswith(str(ROOT) + os.sep) and "site-packages" not in name and not name.startswith(str(_HERE)):
+        if name.startswith(str(ROOT) + os.sep) and "site-packages" not in name and not name.startswith(str(_HERE)):
             line = f"{os.path.relpath(name, ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
             (tests if name.startswith(_TESTS) else product).append(line)
         frame = frame.f_back
