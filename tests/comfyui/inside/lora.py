@@ -231,7 +231,6 @@ def main(results: Results) -> None:
 
 def files(flux: Comparison, loras: dict[str, str]) -> None:
     make, results, ours = flux.make, flux.results, flux.ours
-    results.case("memory", lambda: {"bytes": ours.model_size(), "native": flux.native.model_size()})
     for form, file in loras.items():
         flux.case(form, partial(with_lora, file=file))
     original = partial(with_lora, file=loras["original"])
