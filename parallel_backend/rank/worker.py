@@ -64,7 +64,6 @@ DOING = {
     m.ProbeLinks: "timing transfers",
     m.CloseRun: "closing a run",
     m.Unload: "unloading",
-    m.FindNotFinite: "looking for NaN and infinite values",
 }
 """What the rank does for a message, as text for an error. Micro-steps are named by number."""
 BETWEEN = "between micro-steps"
@@ -179,10 +178,6 @@ class Worker:
                 self._reply(m.UnusedReleased(self.settings.rank, self._release_unused()))
             case m.SetResident():
                 self._reply(self._set_resident(message))
-            case m.FindNotFinite():
-                nothing = m.NotFiniteFound(self.settings.rank, (), ())  # unloaded meanwhile
-                engine = self.engines.get(self._model)
-                self._reply(nothing if engine is None else engine.find_not_finite())
             case m.BeginTimeline():
                 self.engine.begin_timeline()
             case m.ReadTimeline():

@@ -116,22 +116,6 @@ class UnusedReleased:
 
 
 @dataclass(frozen=True)
-class FindNotFinite:
-    """Client -> rank: an output had NaN or infinite values. Answer with NotFiniteFound."""
-
-
-@dataclass(frozen=True)
-class NotFiniteFound:
-    """Rank -> client: which of this rank's weights and LoRA additions have NaN or infinite values."""
-
-    rank: int
-    weights: tuple[str, ...]
-    """Names of the first few parameters that have such values."""
-    adapters: tuple[str, ...]
-    """Names of the first few parameters with LoRA additions that have such values."""
-
-
-@dataclass(frozen=True)
 class ProbeLinks:
     """Client -> rank: time transfers between every two ranks. All ranks take part."""
 

@@ -11,9 +11,7 @@ from .diagnosis import PROBE_TEXT as PROBE_TEXT
 from .diagnosis import (
     BeginTimeline,
     DeviceMemoryReport,
-    FindNotFinite,
     LinksProbed,
-    NotFiniteFound,
     Probe,
     Probed,
     ProbeLinks,
@@ -55,7 +53,7 @@ _TYPES = {
         *(PutVAE, BeginVAE, VAEBegun, RunVAE, VAEOutput, EndVAE, DropVAE),
         *(Step, Output, OpenRun, CloseRun, RunStats, Probe, Probed, ProbeLinks, LinksProbed),
         *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, DropSegment),
-        *(ReadMemory, DeviceMemoryReport, ReleaseUnused, UnusedReleased, FindNotFinite, NotFiniteFound),
+        *(ReadMemory, DeviceMemoryReport, ReleaseUnused, UnusedReleased),
     )
 }
 _ENCODING = Encoding(_TYPES.values())

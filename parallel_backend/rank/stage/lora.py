@@ -102,11 +102,6 @@ class Adapters:
         """Bytes of all additions on the device, whatever their strengths."""
         return sum(each.nbytes for each in self._low_rank) + sum(each.nbytes for each in self._values.values())
 
-    @property
-    def changed(self) -> frozenset[str]:
-        """Names of the parameters whose own values contain additions."""
-        return frozenset(self._replaced) | self._values.keys()
-
     def add(self, part: Adapt) -> None:
         """Add to one of the rank's parameters, or replace its value. Raises AttributeError if the rank does not have it."""
         shard = self._shard(part.parameter)

@@ -21,7 +21,7 @@ reference tokens of a row counted as the picture's | tests/core/test_token_order
 +(place - self._starts[row])
 # parallel_backend/core/finite.py
 finite fp16 values overflow their sum | tests/rank/test_not_finite.py -k large
--torch.float32 if values.dtype == torch.float16 else None
+-torch.float32 if tensor.dtype == torch.float16 else None
 +None
 # parallel_backend/core/validate.py
 ulysses beside tensor parallelism held to all heads | tests/core
