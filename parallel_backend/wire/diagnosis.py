@@ -136,7 +136,5 @@ class LinksProbed:
     """Size of the device memory. None for a CPU."""
     links: dict[int, tuple[tuple[int, float], ...]]
     """Later rank -> a pair (bytes, seconds in one direction) for each size."""
-    peers: dict[int, bool]
-    """Other rank on a CUDA device -> whether this rank's device can access the other device's memory directly (P2P)."""
     together: float = 0.0
     """Seconds that it takes if every rank sends the largest size to every other rank at the same time."""

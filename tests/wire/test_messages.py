@@ -97,7 +97,7 @@ MESSAGES = [
     m.ReadTimeline(),
     m.Timeline(1, TENSORS["fp64"], TENSORS["int64"], 2**40),
     m.ProbeLinks((1, 2**20)),
-    m.LinksProbed(0, "a device", 2**34, None, {1: ((1, 1e-5), (2**20, 0.25))}, {1: True}, 0.125),
+    m.LinksProbed(0, "a device", 2**34, None, {1: ((1, 1e-5), (2**20, 0.25))}, 0.125),
     m.Stop(),
     m.HeartbeatMessage(1, "micro-step 12", 2**40, True),
 ]
