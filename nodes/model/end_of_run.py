@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from parallel_backend.client.measurements import figures
 from parallel_backend.client.reports.run_report import RunReport
 
 from ..ui.node_text import say
@@ -19,17 +18,12 @@ def gain_and_advice(
 ) -> tuple[str, tuple[str, ...]]:
     """Return (RunReport.gained of a run, lines of advice). There is at most one line, once for each MODEL. See MeasuredRun.
 
-    Both are empty for a run with a step cache, because one GPU may have the cache too, and for a run that lost ranks. If
-    there is a stored calibration, the pool gets its links, for the sidebar.
+    Both are empty for a run with a step cache, because one GPU may have the cache too, and for a run that lost ranks.
     """
-    run = MeasuredRun(stub.setup, stub.checkpoint, calls, exact_calls, seconds, stub.run.proof)
-    model = stub.run.loaded()
-    calibration = run.calibration
-    if calibration is None:
-        return "", ()
-    if model is not None and calibration.machine.names == model.pool.devices and not model.pool.links:
-        model.pool.links = figures(calibration.machine.links)
     if stub.run.cache is not None or stub.run.tries.count:
+        return "", ()
+    run = MeasuredRun(stub.setup, stub.checkpoint, calls, exact_calls, seconds, stub.run.proof)
+    if run.calibration is None:
         return "", ()
     advice, stub.advised = "" if stub.advised else run.advice(), True  # every mode is predicted: not after each run
     return run.gained(), (advice,) if advice else ()
