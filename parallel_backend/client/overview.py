@@ -8,6 +8,7 @@ from parallel_backend.wire.lifecycle import IDLE
 
 from .models_on_ranks import OnRanks
 
+
 def overview_of(pool: Pool, models: Sequence[OnRanks]) -> dict[str, Any]:
     """Return the state of a pool. `models`: those on the pool, the least recently used first.
 

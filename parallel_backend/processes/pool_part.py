@@ -11,7 +11,6 @@ from parallel_backend.wire.shared_memory import Segment
 from .pool import Listener, Pool
 
 
-
 class PoolPart:
     """Behaves like a Pool of these ranks alone. They are numbered 0, 1, ... in the order of the pool.
 
