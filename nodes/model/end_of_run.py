@@ -38,7 +38,7 @@ def tell_of_run(stub: "RemoteDiffusionModel") -> None:
     gained, advice = gain_and_advice(stub, run.calls, run.calls.total(), seconds)
     cache = None if run.cache is None else run.cache.report()
     notes = (*(() if model is None else model.pool.notes), *run.lines, *advice)
-    report = RunReport(setup.degrees, 1, steps, seconds, None, None, (), cache, notes, None, gained, setup.transfer_dtype)
+    report = RunReport(setup.degrees, 1, steps, seconds, None, None, (), cache, notes, gained, setup.transfer_dtype)
     say_report(report)
 
 

@@ -178,16 +178,15 @@ class PipeFusion:
             len(cut.rows) if run is not None else 1,
             sampling.steps,
             seconds,
-            (run.exact_calls, run.banded_calls) if run is not None else None,
+            None if run is None else run.exact_calls,
             reason,
             tuple(stats),
             None if cache is None else cache.report(),
             (*model.pool.notes, *stub.run.lines, *advice),
-            cut.patching.along if cut.patching.video else None,
             gained,
             stub.setup.transfer_dtype,
         )
-        log.info("Parallel DiT: %s", self.last.summary)
+        log.info("Parallel DiT: %s, %s", model.degrees, ", ".join(self.last.shown))
         say_report(self.last)
         return result
 

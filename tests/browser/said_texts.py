@@ -9,11 +9,11 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.failure_text import NCCL_OFF, P2P_OFF
 from scripts.comfyui_server import PACK
 
-_RUN = RunReport(Degrees(pipe=2), 4, 4, 2.0, (1, 3), None, ())
+_RUN = RunReport(Degrees(pipe=2), 4, 4, 2.0, 1, None, ())
 _RUNS = (
-    replace(_RUN, calls=(2, 3), gained="1.7 x one GPU"),
-    replace(_RUN, calls=None, reason="the conditioning has its own area", gained="0.9 x one rank"),
-    replace(_RUN, calls=None, cache="step cache: 14 of 20 model calls computed"),
+    replace(_RUN, exact_calls=2, gained="1.7 x one GPU"),
+    replace(_RUN, exact_calls=None, reason="the conditioning has its own area", gained="0.9 x one rank"),
+    replace(_RUN, exact_calls=None, cache="step cache: 14 of 20 model calls computed"),
     replace(_RUN, degrees=Degrees(patch=2, patch_mode="displaced")),
 )
 _RANKS = "3.2 of 12.1 GB on rank 0, 2.2 of 9.1 GB on rank 1, 4.0 of 8.1 GB on rank 3"
