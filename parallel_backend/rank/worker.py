@@ -57,7 +57,7 @@ does not within a sampler's run, in which messages come at about equal intervals
 LOADING = "loading"
 DOING = {
     **dict.fromkeys((m.Load, m.Probe, m.PutVAE), LOADING),
-    **dict.fromkeys((m.Adapt, m.Rescale, m.Weigh, m.DropAdapters, m.AdaptersSent), "adapting a LoRA"),
+    **dict.fromkeys((m.Adapt, m.Weigh, m.DropAdapters, m.AdaptersSent), "adapting a LoRA"),
     m.SetResident: "moving weights between its device and host memory",
     m.PutConditioning: "taking in a prompt",
     **dict.fromkeys((m.BeginVAE, m.RunVAE, m.EndVAE, m.DropVAE), "running the VAE"),
@@ -137,8 +137,6 @@ class Worker:
                 self.engine.stage.adapters.drop()
             case m.Adapt():
                 self.engine.stage.adapters.add(message)
-            case m.Rescale():
-                self.engine.stage.adapters.rescale(message.scales)
             case m.Weigh():
                 self.engine.stage.adapters.weigh(message.strengths)
             case m.AdaptersSent():

@@ -35,7 +35,6 @@ from .loading import (
     Load,
     Loaded,
     Loading,
-    Rescale,
     Residency,
     SetResident,
     Weigh,
@@ -49,7 +48,7 @@ _TYPES = {
     for cls in (
         *(Ready, HeartbeatMessage, Unload, Unloaded, Failure, Stop, Span),
         *(Load, Loading, Loaded, PutConditioning, DropConditioning),
-        *(DropAdapters, Adapt, Rescale, Weigh, AdaptersSent, Adapted, SetResident, Residency),
+        *(DropAdapters, Adapt, Weigh, AdaptersSent, Adapted, SetResident, Residency),
         *(PutVAE, BeginVAE, VAEBegun, RunVAE, VAEOutput, EndVAE, DropVAE),
         *(Step, Output, OpenRun, CloseRun, RunStats, Probe, Probed, ProbeLinks, LinksProbed),
         *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, DropSegment),

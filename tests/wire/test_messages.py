@@ -53,7 +53,6 @@ MESSAGES = [
     m.DropAdapters(),
     m.Adapt("a.weight", TENSORS["bf16"], TENSORS["fp32"], -0.5),
     m.Adapt("a.bias", TENSORS["scalar"], None, 1.0, 2, True),
-    m.Rescale((0.5, 1e-9)),
     m.Weigh((1.0, 0.0)),
     m.AdaptersSent(),
     m.Adapted(1, 2**40, 7),
