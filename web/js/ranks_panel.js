@@ -6,15 +6,13 @@ import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { isChinese } from "./chinese.js";
 import { chinese } from "./chinese_lines.js";
+import { ENDS, lines } from "./node_text.js";
 import { place } from "./place.js";
 import { size } from "./size.js";
 
 const ID = "parallel-dit-ranks";
 const MILLISECONDS = 1000; // from one question to the server to the next
-const SAID = "parallel_dit.said"; // of nodes/ui/node_text.py
-const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
 const MOST_RUNS = 5;
-const INSET = 120; // pixels, of a node that is added: from the panel, and below the editor's bars
 
 const ENGLISH = {
     title: "Ranks",
@@ -99,8 +97,7 @@ const STYLE = `
 .pdit .legend i { display: inline-block; width: 8px; height: 8px; margin-right: 4px; border-radius: 2px; }
 `;
 
-const runs = []; // what was said of the last runs, the newest first
-const said = new Map(); // node -> the last text on it in this run
+const runs = []; // what was said in the last runs, the newest first
 let shown = null; // the panel's element
 let state = null; // what the server has told last
 let told = ""; // the same, as text
@@ -209,7 +206,7 @@ function draw() {
     else parts.push(legend(), ...state.pools.flatMap(poolParts));
     if (runs.length) {
         parts.push(element("h3", "", words.runs));
-        for (const text of runs) parts.push(element("div", "row quiet", inWords(text)));
+        for (const text of runs) parts.push(element("div", "row quiet", text));
     }
     const buttons = element("div", "buttons");
     const unload = () => api.fetchApi("/free", { method: "POST", body: JSON.stringify({ unload_models: true }) });
@@ -224,17 +221,14 @@ function draw() {
     if (focused >= 0) shown.querySelectorAll("button")[focused]?.focus(); // the keyboard's place stays
 }
 
-/** Put a node into the graph that is looked at, where the panel does not cover it. */
+/** Put a node into the middle of the graph that is looked at, where the panel does not cover it. */
 function addNode(type) {
     const node = LiteGraph.createNode(type);
     if (!node) return;
-    const { canvas, ds } = app.canvas;
-    const [seen, panel] = [canvas.getBoundingClientRect(), shown.getBoundingClientRect()];
-    const isLeft = panel.left - seen.left < seen.right - panel.right;
-    const left = (isLeft ? Math.max(0, panel.right - seen.left) : 0) + INSET;
     const graph = app.canvas.graph ?? app.graph;
+    const [left, top, width, height] = app.canvas.visible_area;
     graph.add(node);
-    place(graph, node, [[left / ds.scale - ds.offset[0], INSET / ds.scale - ds.offset[1]]]);
+    place(graph, node, [[left + width / 2, top + height / 2]]);
 }
 
 async function ask() {
@@ -247,8 +241,7 @@ async function ask() {
 }
 
 function noteRun() {
-    runs.unshift(...said.values());
-    said.clear();
+    runs.unshift(...lines.values());
     runs.length = Math.min(runs.length, MOST_RUNS);
     draw();
 }
@@ -258,8 +251,6 @@ app.registerExtension({
     setup() {
         if (!app.extensionManager?.registerSidebarTab) return; // an editor without a sidebar
         words = isChinese(app) ? CHINESE : ENGLISH;
-        api.addEventListener("execution_start", () => said.clear());
-        api.addEventListener(SAID, ({ detail }) => said.set(detail.node, detail.text));
         for (const end of ENDS) api.addEventListener(end, noteRun);
         app.extensionManager.registerSidebarTab({
             id: ID,
