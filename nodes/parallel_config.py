@@ -50,13 +50,8 @@ def check_widgets(
     patch_degree: int | None,
 ) -> None:
     """Raise ValueError for degrees and transfers that cannot be combined. None: the value comes over a link."""
-    degrees = Degrees(
-        ulysses=ulysses_degree or 1,
-        ring=ring_degree or 1,
-        patch=patch_degree or 1,
-        patch_mode=patch_mode or "displaced",
-    )
-    check_ranks(degrees)
+    known = ParallelConfig(ulysses_degree or 1, ring_degree or 1, patch_mode or "displaced", patch_degree or 1)
+    check_ranks(known.degrees)
 
 
 @validate(early=check_widgets)

@@ -17,7 +17,6 @@ from parallel_backend.own_class.adapters.adapters import adapter_of
 
 from ..ui.host import refuse
 from ..ui.node_text import tell
-from ..ui.other_nodes import calling_nodes, named
 from ..ui.prompt_graph import present_prompt
 from .call.concurrent_conds import add_concurrent_conds
 from .call.concurrent_windows import add_concurrent_windows
@@ -28,7 +27,6 @@ from .lora.bypass import bypass_patches, check_injections
 from .lora.left_out import UNNAMED, fitting
 from .lora.lora import NativeWeights
 from .lora.saving import for_saving, key_patches, patched_weight, stored_weights
-from .patches.attention_choice import PREFERRED, wished_of_object, wishes, without_settings
 from .patches.reach import Unread, refuse_unread
 from .patches.rope import riflex
 from .patches.text_guidance import GUIDANCE_KEY, text_guidance
@@ -43,6 +41,9 @@ COMPILE_WRAPPER = "torch.compile"
 """Key of the wrappers that ComfyUI (comfy_api/torch_helpers) and KJNodes put around a model call to compile it."""
 OF_COMPILED = ("_orig_mod", "_torchdynamo_orig_callable")
 """Attributes that torch.compile's results have: of a module, and of any other callable."""
+OF_ATTENTION = ".comfy_attention"
+"""End of the names of object patches that ComfyUI from 0.38 on makes of a LoRA's requests for an attention kernel."""
+ATTENTION_SKIPPED = "this LoRA asks for an attention kernel, and is used with that of the MODEL"
 COMPILE_SKIPPED = (
     "torch.compile is skipped, because this MODEL's layers are on its ranks. To compile them there, turn on compile in "
     "Parallel DiT Loader."
@@ -55,30 +56,19 @@ class RemoteModelPatcher(RankMemoryPatcher):
     model: Any
     patches_uuid: uuid.UUID
     is_injected: bool
-    _told_of_compile = False
+    _told: tuple[str, ...] = ()
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        """As ComfyUI's, without patches of another size, which ComfyUI leaves out later. A LoRA's request for an attention
-        kernel becomes an entry of transformer_options (attention_choice.py).
+        """As ComfyUI's, without patches of another size, which ComfyUI leaves out later.
 
         Raises ValueError for a kind of patch that ranks cannot add to their weights, and if no patch fits.
         """
         if not patches:  # ComfyUI's loader knows none of the file's names, and only logs them
             tell(UNNAMED)
-        weights = without_settings(patches)
-        settings, patches = {key: value for key, value in patches.items() if key not in weights}, weights
-        if strength_patch != 0:
-            self._prefer(wishes(settings))
         patches = self._fitting(patches, strength_patch, strength_model)
         added_keys = super().add_patches(patches, strength_patch, strength_model)
         self.enlarge({target if isinstance(target, str) else target[0] for target in patches})
-        return [*added_keys, *settings]
-
-    def _prefer(self, kernels):
-        """Store the kernels that a LoRA asks for."""
-        if kernels:
-            options = self.model_options["transformer_options"]
-            options[PREFERRED] = options.get(PREFERRED, {}) | kernels
+        return added_keys
 
     def _fitting(self, patches, strength_patch, strength_model, hooked=False):
         names, ours = self.model.state_dict(), {}
@@ -165,18 +155,21 @@ class RemoteModelPatcher(RankMemoryPatcher):
     def add_wrapper_with_key(self, wrapper_type, key, wrapper):
         """As ComfyUI's. A wrapper that swaps in compiled modules is left out, and the user is told."""
         if key == COMPILE_WRAPPER:
-            self._skip_compile()
+            self._skip(COMPILE_SKIPPED)
         else:
             super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
     def add_object_patch(self, name, obj):
-        """As ComfyUI's. A compiled module is left out, and the user is told. WanVideoNAG's guidance and RIFLEx become
-        entries of transformer_options.
+        """As ComfyUI's. A compiled module and a LoRA's request for an attention kernel are left out, and the user is told.
+        WanVideoNAG's guidance and RIFLEx become entries of transformer_options.
 
         Raises ValueError for any other object inside the native model, and for another compute dtype.
         """
         if any(hasattr(obj, attribute) for attribute in OF_COMPILED):
-            self._skip_compile()
+            self._skip(COMPILE_SKIPPED)
+            return
+        if name.endswith(OF_ATTENTION):
+            self._skip(ATTENTION_SKIPPED)
             return
         options = self.model_options["transformer_options"]
         if (guidance := text_guidance(name, obj)) is not None:
@@ -185,19 +178,16 @@ class RemoteModelPatcher(RankMemoryPatcher):
         if entry := riflex(self.stub.checkpoint.built.options, name, obj):
             options.update(entry)
             return
-        if kernels := wished_of_object(name, obj):
-            self._prefer(kernels)
-            return
         if name == INSIDE or name.startswith(f"{INSIDE}."):
-            refuse_unread([Unread(f"another '{name}'", obj, by=named(calling_nodes()))])
+            refuse_unread([Unread(f"another '{name}'", obj)])
         if name == "manual_cast_dtype" and obj not in (None, self.stub.dtype):
             refuse(f"computing in another dtype ({obj})", "Choose weight_dtype in Parallel DiT Loader.")
         super().add_object_patch(name, obj)
 
-    def _skip_compile(self) -> None:
-        if not self._told_of_compile:  # a node may add an object patch for each block
-            self._told_of_compile = True
-            tell(COMPILE_SKIPPED)
+    def _skip(self, text: str) -> None:
+        if text not in self._told:  # a node may add an object patch for each block
+            self._told = (*self._told, text)
+            tell(text)
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
         """As ComfyUI's. Raises ValueError for a kind of patch that ranks cannot add to their weights, and for weights with

@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import logging
-import queue
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -30,7 +28,7 @@ from parallel_backend.processes.pool import RankLost
 from parallel_backend.wire.sampling import RunStats
 
 from ..model.call.diffusion_model import BAND_KEY, Band, RemoteDiffusionModel, remote_stub
-from ..model.end_of_run import gain_and_advice, say_report
+from ..model.end_of_run import report_run
 from ..model.run.band import NotTried
 from ..model.run.kept_run import KeptBands, Load, kept
 from ..model.run.sampling_run import CallShape
@@ -86,29 +84,23 @@ class StepCallbacks:
 
     def __init__(self, cut: BandCut, total: int, callback, disable_pbar: bool, device: torch.device):
         self.cut, self.total, self.callback, self.device = cut, total, callback, device
-        self._lock = threading.Lock()
-        self._parts: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._whole: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._parts: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}  # by step and band: (denoised, x)
         self._bar = tqdm(total=total, disable=disable_pbar)
 
     def band(self, index: int):
         """The callback for one band's sampler. Runs on the band's thread."""
 
         def callback(step, denoised, x, total_steps):
-            with self._lock:
-                parts = self._parts.setdefault(step, {})
-                parts[index] = (denoised, x)
-                if len(parts) == len(self.cut.rows):
-                    self._whole.put(step)
+            self._parts.setdefault(step, {})[index] = (denoised, x)
 
         return callback
 
     def drain(self) -> None:
         """Report finished steps to ComfyUI on its own thread: progress, preview, and its check for Cancel."""
-        while not self._whole.empty():
-            step = self._whole.get()
-            with self._lock:
-                parts = self._parts.pop(step)
+        for step in list(self._parts):
+            if len(self._parts[step]) < len(self.cut.rows):
+                continue
+            parts = self._parts.pop(step)
             self._bar.update()
             if self.callback is not None:
                 wholes = (self.cut.whole([parts[band][part] for band in sorted(parts)]) for part in (0, 1))
@@ -168,27 +160,14 @@ class PipeFusion:
             if model.on_ranks:
                 stats = model.close_run(run.run if run is not None else model.open_run(), check_cancelled)
         seconds = time.perf_counter() - started
-        calls, exact_calls = stub.run.calls, stub.run.calls.total()
-        if run is not None:
-            calls, exact_calls = Counter({whole: run.exact_calls + run.banded_calls}), run.exact_calls
-        gained, advice = gain_and_advice(stub, calls, exact_calls, seconds)
+        of_run = stub, model, seconds, sampling.steps
+        if run is None:
+            self.last = report_run(*of_run, stub.run.calls, reason=reason, stats=stats)
+        else:
+            calls = Counter({whole: run.exact_calls + run.banded_calls})
+            self.last = report_run(*of_run, calls, run.exact_calls, len(cut.rows), stats=stats)
         stub.run.calls.clear()
-        self.last = RunReport(
-            model.degrees,
-            len(cut.rows) if run is not None else 1,
-            sampling.steps,
-            seconds,
-            (run.exact_calls, run.banded_calls) if run is not None else None,
-            reason,
-            tuple(stats),
-            None if cache is None else cache.report(),
-            (*model.pool.notes, *stub.run.lines, *advice),
-            cut.patching.along if cut.patching.video else None,
-            gained,
-            stub.setup.transfer_dtype,
-        )
-        log.info("Parallel DiT: %s", self.last.summary)
-        say_report(self.last)
+        log.info("Parallel DiT: %s, %s", model.degrees, ", ".join(self.last.shown))
         return result
 
     def _in_patches(

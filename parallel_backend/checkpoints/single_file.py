@@ -1,6 +1,6 @@
 """A single file's tensors under their names in ComfyUI's class: without prefix, each weight with its scales and the like.
 
-Beside an attention layer's weights a file, or a LoRA, may have a tensor `<layer>.comfy_attention.config` of JSON bytes,
+Beside an attention layer's weights a file may have a tensor `<layer>.comfy_attention.config` of JSON bytes,
 which ComfyUI reads from 0.37 on: an object, or a list of objects of which the first that can run counts. Its `attention`
 names the method (`ComfyAttention` in ComfyUI's comfy/ldm/modules/attention.py). An unknown method is left out, as there.
 """
@@ -246,7 +246,7 @@ def contents_of(path: Path) -> Contents:
             )
     wishes = {key.removesuffix(PREFERENCE): entries.pop(key) for key in list(entries) if key.endswith(PREFERENCE)}
     asked = {} if path.suffix.lower() in GGUF else file.objects(wishes)
-    kernels = {layer: asked_kernel(f"model_name: {name}", layer, wish) for layer, wish in asked.items()}
+    kernels = {layer: _asked_kernel(name, layer, wish) for layer, wish in asked.items()}
     of_layers = {layer.removeprefix(prefix): each for layer, each in header.stated(QUANTISATION, "layers").items()}
     entries = attach_quantisation(name, entries, of_layers, file)
     # A matrix without values could claim any size. Empty vectors are markers.
@@ -276,17 +276,17 @@ def _joined(name: str, key: str, pieces: list[tuple[Entry, Span]]) -> Entry:
     return replace(first, key=key, shape=shape, pieces=tuple(pieces))
 
 
-def asked_kernel(asker: str, layer: str, wishes: Any) -> str:
+def _asked_kernel(name: str, layer: str, wishes: Any) -> str:
     """Return the ranks' kernel that a layer's `wishes`, read from JSON, ask for; empty if all methods are unknown. Raises
-    ValueError, which begins with `asker`, if they are neither an object nor a list of objects."""
-    methods = [_method(asker, layer, wish) for wish in (wishes if isinstance(wishes, list) else [wishes])]
+    ValueError if they are neither an object nor a list of objects. `name`: the file's."""
+    methods = [_method(name, layer, wish) for wish in (wishes if isinstance(wishes, list) else [wishes])]
     return next((KERNELS[method] for method in methods if method in KERNELS), "")
 
 
-def _method(asker: str, layer: str, wish: Any) -> str:
+def _method(name: str, layer: str, wish: Any) -> str:
     if not isinstance(wish, dict):
         raise ValueError(
-            f"{asker} has an attention setting for {short(layer)} in an unknown form: {short(wish)}. The file is "
+            f"model_name: {name} has an attention setting for {short(layer)} in an unknown form: {short(wish)}. The file is "
             "damaged. Use another copy."
         )
     method = wish.get("attention")

@@ -148,7 +148,7 @@ def has_token_times(timestep: torch.Tensor) -> bool:
 
 
 def fail(future: Future, error: BaseException) -> None:
-    """End a call with `error`, unless it has ended already, such as by a rank's failure during FindNotFinite."""
+    """End a call with `error`, unless it has ended already, such as by another part that was not finite."""
     with contextlib.suppress(InvalidStateError):
         future.set_exception(again(error))
 
@@ -158,7 +158,6 @@ class PartialOutput:
 
     def __init__(self, call: PostedCall, cut: CallCut):
         self.call, self.shards = call, cut.shards
-        self.nonfinite = False  # a part was not finite: the call is going to fail, with what the ranks know of it
         self._missing = cut.outputs
         self._parts: list[tuple[Span, tuple[Span, ...], torch.Tensor]] = []
 

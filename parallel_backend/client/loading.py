@@ -20,7 +20,7 @@ from .conditioning_cache import ConditioningCache
 from .lora import Adaptation
 from .measured_balance import balance
 from .memory_guard import Learnt, MakeRoom, MemoryGuard, no_room
-from .not_finite import CauseSearch
+from .not_finite import not_finite
 from .posting import Posting
 from .remote_transformer import RemoteTransformer
 from .shared_residuals import SharedResiduals
@@ -82,7 +82,7 @@ def load_model(
         ranks,
         SharedResiduals(degrees, ranks),
         ConditioningCache(checkpoint, ranks, degrees),
-        CauseSearch(ranks, setup, adaptation, checkpoint.key_map),
+        lambda call: not_finite(setup.dtype, adaptation.present, bool(call.residuals)),
         memory.resident.wake,
         lock,
     )

@@ -1,6 +1,5 @@
 """Additions to a checkpoint's tensors (LoRA and similar adapters), and the messages that send them to the ranks."""
 
-import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
@@ -12,7 +11,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.spans import Span
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import Poll, wait_for
-from parallel_backend.wire.loading import Adapt, Adapted, AdaptersSent, DropAdapters, Loaded, Rescale, Weigh
+from parallel_backend.wire.loading import Adapt, Adapted, AdaptersSent, DropAdapters, Loaded, Weigh
 
 
 @dataclass(frozen=True)
@@ -30,20 +29,9 @@ class Delta:
     instead: bool = False
     """Whether `up` replaces the checkpoint's tensor. Such a delta comes before other deltas of the key."""
 
-    def has_factors_of(self, other: "Delta") -> bool:
-        """Whether both have the same tensors in memory, for the same rows and group. Their scales may differ."""
-        place = self.key, self.rows, self.group
-        if place != (other.key, other.rows, other.group) or self.down is None or other.down is None:
-            return False
-        return _is_same(self.up, other.up) and _is_same(self.down, other.down)
-
 
 TakeRoom = Callable[[int, Adapt], None]
 """(rank, part of a delta) -> None. Makes room on the rank."""
-
-
-def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
 
 
 class Adaptation:
@@ -58,8 +46,6 @@ class Adaptation:
         """By rank, bytes of the additions."""
         self._ranks, self._checkpoint, self._answered = ranks, checkpoint, answered
         self._parameters = [frozenset(reply.parameters) for reply in loaded]
-        self._known: list[Delta | None] = []  # sent last; None for a delta without `down`, too large to keep in memory
-        self._order: list[list[int]] = []  # by rank, the index in `_known` of each Adapt that it was sent
         self._name: Hashable | None = None
         self._strengths: tuple[float, ...] = ()  # of the groups 1, 2, ...
         self._lock = threading.Lock()
@@ -115,29 +101,10 @@ class Adaptation:
             self._lock.release()
 
     def _send_all(self, deltas: Iterable[Delta], poll: Poll, room: TakeRoom) -> None:
-        """Replace the ranks' deltas by these. `poll` is called between messages, and may raise.
-
-        Only the scales are sent if all factors are those of the last time, in the same order and memory. After an error the
-        next call sends everything.
-        """
-        known, self._known = self._known, []
-        rest, same = iter(deltas), []
-        for before, delta in zip(known, rest, strict=False):
-            same.append(delta)
-            if before is None or not delta.has_factors_of(before):
-                break
-        else:
-            same += itertools.islice(rest, 1)
-            if known and len(same) == len(known):
-                for rank, order in enumerate(self._order):
-                    self._ranks.send(rank, Rescale(tuple(same[number].scale for number in order)))
-                self._known = known
-                return
-        self._order = [[] for _ in self._parameters]
+        """Replace the ranks' deltas by these. `poll` is called between messages, and may raise."""
         for rank in range(len(self._parameters)):
             self._ranks.send(rank, DropAdapters())
-        sent: list[Delta | None] = []
-        for number, delta in enumerate(itertools.chain(same, rest)):
+        for delta in deltas:
             part = self._addition(delta)
             poll()
             ranks = [rank for rank, names in enumerate(self._parameters) if part.parameter in names]
@@ -145,9 +112,6 @@ class Adaptation:
             for rank in ranks:
                 room(rank, part)
                 self._ranks.send(rank, part)
-                self._order[rank].append(number)
-            sent.append(None if delta.down is None else delta)
-        self._known = sent
 
     def _addition(self, delta: Delta) -> Adapt:
         """Return the addition to the parameter that has the values of the checkpoint tensor."""

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.own_class.calls.tried_calls import conditioning
-from parallel_backend.placement.links import Links, links_of
 from parallel_backend.processes.pool import Poll, Pool, wait_for
 from parallel_backend.processes.pool_part import SomeRanks
 from parallel_backend.wire.diagnosis import PROBE_COLUMNS, PROBE_TEXT, OwnCall, Probe, Probed
@@ -47,24 +46,16 @@ def measured_blocks(pool: SomeRanks, probe: Probe, lists: Iterable[str], poll: P
 
 
 def measured_links(pool: Pool, sizes: Sequence[int], poll: Poll) -> list[LinksProbed]:
-    """Return the seconds of transfers of `sizes` bytes over each link, by rank. The ranks drop their models. Sets the pool's
-    `links`. Raises RankError for impossible figures."""
-    world = len(pool.devices)
+    """Return the seconds of transfers of `sizes` bytes over each link, by rank. The ranks drop their models. Raises
+    RankError for impossible figures."""
 
     def sound(reply: LinksProbed) -> bool:
-        later = sorted(reply.links) == list(range(reply.rank + 1, world))
+        later = sorted(reply.links) == list(range(reply.rank + 1, len(pool.devices)))
         sized = all([size for size, _ in times] == list(sizes) for times in reply.links.values())
         lasted = all(seconds > 0 for times in reply.links.values() for _, seconds in times) and reply.together >= 0
-        return later and sized and lasted and set(reply.peers) <= set(range(world))
+        return later and sized and lasted
 
-    found = _checked(pool, wait_for(pool.ask(ProbeLinks(tuple(sizes)), LinksProbed), poll), sound)
-    pool.links = figures(links_of(found))
-    return found
-
-
-def figures(links: Links) -> dict[tuple[int, int], tuple[float, float]]:
-    """Return pair of ranks -> (bandwidth in bytes a second, latency in seconds), as in Pool.links."""
-    return {pair: (link.bandwidth, link.latency) for pair, link in links.between.items()}
+    return _checked(pool, wait_for(pool.ask(ProbeLinks(tuple(sizes)), LinksProbed), poll), sound)
 
 
 def _checked(pool: SomeRanks, replies: list[Reply], sound: Callable[[Reply], bool]) -> list[Reply]:

@@ -1,20 +1,11 @@
-"""Checks inputs for NaN and infinity, and explains an output with such values. For the explanation, ranks are asked which
-weights and LoRAs have such values."""
+"""Checks inputs for NaN and infinity, and says what to change if an output has such values."""
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping
 
 import torch
 
 from parallel_backend.core.dtypes import compute_name
-from parallel_backend.core.finite import NAMED, all_finite
-from parallel_backend.core.setup import Setup
-from parallel_backend.processes.model_ranks import ModelRanks
-from parallel_backend.processes.pool import RankError
-from parallel_backend.wire.diagnosis import FindNotFinite, NotFiniteFound
-
-from .call import PostedCall, fail
-from .lora import Adaptation
+from parallel_backend.core.finite import all_finite
 
 
 class NotFiniteError(RuntimeError):
@@ -43,59 +34,20 @@ def check_conditioning(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def explanation(
-    answers: Sequence[NotFiniteFound], dtype: str, adapted: bool, controlled: bool, in_file: Mapping[str, str]
-) -> str:
-    """Return the error's text. `dtype`: see Setup. `adapted`, `controlled`: whether there was a LoRA, a ControlNet.
-    `in_file`: parameter -> its key in the file, by which ComfyUI and LoRA files name it."""
-    weights, adapters = (
-        list(dict.fromkeys(in_file.get(name, name) for names in found for name in names))
-        for found in zip(*((answer.weights, answer.adapters) for answer in answers), strict=True)
-    )
-    text = "Parallel DiT: the model's output has values that are not finite (NaN or infinite), which give a black image. "
-    if adapters:
-        return f"{text}The LoRA's own values are not finite in {_layers(adapters)}: remove it."
-    if weights:
-        small = "weight_dtype fp16 is too small for them: use bf16 or fp32; or " if compute_name(dtype) == "fp16" else ""
-        return (
-            f"{text}The model's own weights are not finite in {', '.join(weights[:NAMED])}: {small}the file is damaged, "
-            "download it again."
-        )
+def not_finite(dtype: str, adapted: bool, controlled: bool) -> NotFiniteError:
+    """Return the error for an output with NaN or infinity. `dtype`: see Setup. `adapted`, `controlled`: whether there was a
+    LoRA, a ControlNet."""
     advice = []
     if compute_name(dtype) == "fp16":
         advice.append("weight_dtype fp16 overflows in many models: use bf16 or fp32")
     if adapted:
-        advice.append("lower the LoRA's strength")
+        advice.append("lower the LoRA's strength, or remove it")
     if controlled:
         advice.append("lower the ControlNet's strength")
     if not advice:
         advice.append("use weight_dtype fp32 (of fp8 files another version), or another sampler or scheduler")
-    return f"{text}What may help: {'; '.join(advice)}."
-
-
-def _layers(keys: Sequence[str]) -> str:
-    return ", ".join(key.removesuffix(".weight") for key in keys[:NAMED])
-
-
-class CauseSearch:
-    """Fails calls whose output is not finite, with an error that says what to change."""
-
-    def __init__(self, ranks: ModelRanks, setup: Setup, adaptation: Adaptation, in_file: Mapping[str, str]):
-        """`in_file`: see `explanation`."""
-        self._ranks, self._setup, self._adaptation, self._in_file = ranks, setup, adaptation, in_file
-
-    def fail(self, call: PostedCall) -> None:
-        """Fail a call whose output is not finite. Returns at once; `call.future` fails later."""
-
-        def end(asked: Future) -> None:
-            error = asked.exception()
-            if error is None:
-                adapted, controlled = self._adaptation.present, bool(call.residuals)
-                dtype = self._setup.dtype
-                error = NotFiniteError(explanation(asked.result(), dtype, adapted, controlled, self._in_file))
-            fail(call.future, error)
-
-        try:
-            self._ranks.ask(FindNotFinite(), NotFiniteFound).add_done_callback(end)
-        except RankError as error:
-            fail(call.future, error)
+    advice.append("download the model's file again if it is damaged")
+    return NotFiniteError(
+        "Parallel DiT: the model's output has values that are not finite (NaN or infinite), which give a black image. What "
+        f"may help: {'; '.join(advice)}."
+    )

@@ -1,28 +1,24 @@
 """The state of ranks and their models for the sidebar's panel, as JSON values. Reading it sends no message to any rank."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from parallel_backend.processes.pool import Pool
 from parallel_backend.wire.lifecycle import IDLE
 
 from .models_on_ranks import OnRanks
 
-N = TypeVar("N", int, float)
-
 
 def overview_of(pool: Pool, models: Sequence[OnRanks]) -> dict[str, Any]:
     """Return the state of a pool. `models`: those on the pool, the least recently used first.
 
-    `ranks`, `models`: see below. `links`: (lower rank, other rank, bytes a second, seconds of latency), as measured last.
-    `error`: the first line of the error that ended the ranks; empty if they work. `logs`: folder of their logs; empty if
-    none.
+    `ranks`, `models`: see below. `error`: the first line of the error that ended the ranks; empty if they work. `logs`:
+    folder of their logs; empty if none.
     """
     found = list(map(_model, models))
     return {
         "ranks": [_rank(pool, rank, sum(model["weights"][rank] for model in found)) for rank in range(len(pool.devices))],
         "models": found,
-        "links": [(*pair, *link) for pair, link in pool.links.items()],
         "notes": pool.notes,
         "error": "" if pool.error is None else str(pool.error).partition("\n")[0],
         "logs": str(pool.ranks.logs or ""),
@@ -50,23 +46,20 @@ def _rank(pool: Pool, rank: int, weights: int) -> dict[str, Any]:
 
 def _model(one: OnRanks) -> dict[str, Any]:
     """One model. `name`: its file's. `parked`: whether another model has displaced all weights. By rank: `weights`: bytes on
-    the device. `streamed`: bytes that are copied to the device in each step, or displaced. `computing`: fraction of the last
-    run's time in which the rank did not wait; empty if unknown."""
+    the device. `streamed`: bytes that are copied to the device in each step, or displaced."""
     model = one.model
     pool = model.pool
 
-    def by_rank(values: Sequence[N]) -> list[N | int]:
-        """Return the values of all ranks of the pool: 0 for ranks without the model. Empty: unknown."""
+    def by_rank(values: Sequence[int]) -> list[int]:
+        """Return the values of all ranks of the pool: 0 for ranks without the model."""
         places = map(pool.place, range(len(pool.whole.devices)))
-        return [0 if place is None else values[place] for place in places] if values else []
+        return [0 if place is None else values[place] for place in places]
 
     on_devices = [weights + adapters for weights, adapters in zip(model.weight_bytes, model.adapter_bytes, strict=True)]
-    took = [(run.compute_seconds, run.wait_seconds + run.streaming_wait_seconds) for run in model.last_run]
     return {
         "name": model.checkpoint.path.name,
         "degrees": str(model.degrees),
         "weights": by_rank(on_devices),
         "streamed": by_rank(model.streamed_bytes),
         "parked": model.is_parked,
-        "computing": by_rank([round(computed / max(computed + waited, 1e-9), 3) for computed, waited in took]),
     }

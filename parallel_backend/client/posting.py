@@ -19,7 +19,6 @@ from parallel_backend.wire import messages as m
 
 from .call import CallCut, Conditioning, ModelCall, PartialOutput, PostedCall, PostedStep, TokenLayout, fail
 from .conditioning_cache import ConditioningCache
-from .not_finite import CauseSearch
 from .shared_residuals import SharedResiduals
 
 
@@ -29,7 +28,7 @@ class Posting:
     `patch`: number of values of an output token for each channel. `cut`: how a stage's tokens are split over sequence ranks.
     `shared`: the residuals of micro-steps in progress. `wake()` is called before each micro-step is sent, because weights
     may have left the devices since its call was posted. `lock` is held while anything is sent for the model, so that all
-    ranks get the messages in one order.
+    ranks get the messages in one order. `not_finite`: returns the error for a call whose output is not finite.
     """
 
     def __init__(
@@ -40,12 +39,12 @@ class Posting:
         ranks: ModelRanks,
         shared: SharedResiduals,
         conditionings: ConditioningCache,
-        causes: CauseSearch,
+        not_finite: Callable[[PostedCall], Exception],
         wake: Callable[[], None],
         lock: threading.RLock,
     ):
         self._degrees, self._patch, self._cut, self._ranks, self._shared = degrees, patch, cut, ranks, shared
-        self._conditionings, self._causes, self._wake, self.lock = conditionings, causes, wake, lock
+        self._conditionings, self._not_finite, self._wake, self.lock = conditionings, not_finite, wake, lock
         self._error: Exception | None = None
         self.answered = 0
         """Number of calls so far whose outputs have all arrived."""
@@ -148,23 +147,22 @@ class Posting:
 
     def on_output(self, output: m.Output) -> None:
         """Add an output, and complete its call if this was the last one. Raises BadMessage, see `_accept`."""
-        finite = all_finite(output.value)
         with self.lock:
-            accepted = self._accept(output, finite)
+            accepted = self._accept(output)
         if accepted is None:
             return
-        whole, complete, nonfinite = accepted
-        if nonfinite:
-            self._causes.fail(whole.call)
-        elif complete and not whole.nonfinite:
+        whole, complete = accepted
+        if not all_finite(output.value):
+            fail(whole.call.future, self._not_finite(whole.call))
+        elif complete and not whole.call.future.done():
             self.answered += 1
             whole.call.future.set_result(whole.tokens())
 
-    def _accept(self, output: m.Output, finite: bool) -> tuple[PartialOutput, bool, bool] | None:
-        """Add a rank's output, and send micro-steps that the window now allows. `finite`: whether all its values are finite.
+    def _accept(self, output: m.Output) -> tuple[PartialOutput, bool] | None:
+        """Add a rank's output, and send micro-steps that the window now allows.
 
-        Returns (the call's output, whether it is complete now, whether this is its first part that is not finite). None for
-        an output of a cancelled run. Raises BadMessage for an unexpected output, or one of a wrong shape.
+        Returns (the call's output, whether it is complete now). None for an output of a cancelled run. Raises BadMessage
+        for an unexpected output, or one of a wrong shape.
         """
         at = self._degrees.coordinate(output.rank)
         flying = self._in_flight[at.batch]
@@ -177,14 +175,12 @@ class Posting:
         rows = whole.shards[index][: 1 + self._cut.gives_companion(index)]
         self._check_value(output.value, len(step.entries), sum(map(len, rows)))
         complete = whole.put(step.entries, rows, output.value)
-        nonfinite = not finite and not whole.nonfinite
-        whole.nonfinite |= nonfinite
         self._awaited_ranks[output.seq].remove(output.rank)
         if not self._awaited_ranks[output.seq]:
             del self._awaited_ranks[output.seq], flying[output.seq]
             self._shared.done(output.seq)
             self._fill(at.batch)
-        return whole, complete, nonfinite
+        return whole, complete
 
     def _check_value(self, value: torch.Tensor, entries: int, tokens: int) -> None:
         """Raise BadMessage unless `value` is floats [entries, tokens, c], with the same c for all outputs of the model."""

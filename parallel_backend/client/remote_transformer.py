@@ -48,8 +48,6 @@ class RemoteTransformer:
         self.checkpoint, self.setup, self.built, self.degrees = checkpoint, setup, checkpoint.built, setup.degrees
         self.balance, self._memory, self._posting, self._adaptation = balance, memory, posting, adaptation
         self._ranks, self.pool = memory.ranks, memory.ranks.pool
-        self.last_run: list[m.RunStats] = []
-        """Statistics of each rank in the last closed run."""
         self._runs = itertools.count(1)
         self._ranks.listen(posting.on_output, self._on_failure)
 
@@ -241,8 +239,7 @@ class RemoteTransformer:
         """Free the run's buffers. Returns each rank's statistics since the last report, in rank order."""
         self._memory.forget(run)
         self._posting.check()
-        self.last_run = wait_for(self._ranks.ask(m.CloseRun(run), m.RunStats), poll)
-        return self.last_run
+        return wait_for(self._ranks.ask(m.CloseRun(run), m.RunStats), poll)
 
     def abandon(self, run: int) -> None:
         """Drop the run's calls, see Posting.abandon. The run stays open."""

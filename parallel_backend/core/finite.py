@@ -2,12 +2,10 @@
 
 import torch
 
-NAMED = 3
-"""Maximum number of tensors that an error names."""
-
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has no NaN and no infinity. One pass if so: a sum of finite values hardly ever overflows float32."""
+    """Whether `tensor` has no NaN and no infinity. One pass if so, because a sum of finite values hardly ever overflows
+    float32."""
     if not tensor.is_floating_point():
         return True
     total = tensor.sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)

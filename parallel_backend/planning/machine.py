@@ -1,7 +1,7 @@
 """A machine: its devices and the links between them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from parallel_backend.core.devices import device_kind
 from parallel_backend.placement.gpu_overheads import COPY_RATE
@@ -31,8 +31,6 @@ class Machine:
     links: Links
     host_free: int | None = None
     """Free bytes of the memory that all CPU ranks share. None: unknown."""
-    peers: Mapping[tuple[int, int], bool] = field(default_factory=dict)
-    """Pair of CUDA devices -> whether the first one can access the second one's memory directly (P2P)."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,5 +48,4 @@ def machine_of(names: Sequence[str], probes: Sequence[LinksProbed], memories: Se
         source = probe if probe.total_bytes or not memory.host else memory
         copies = (memory.copy_rate or COPY_RATE) if memory.host else 0.0
         devices.append(Device(name, probe.name, source.free_bytes, source.total_bytes, copies))
-    peers = {(probe.rank, other): reached for probe in probes for other, reached in probe.peers.items()}
-    return Machine(tuple(devices), links_of(probes), peers=peers)
+    return Machine(tuple(devices), links_of(probes))

@@ -105,9 +105,6 @@ def _workload(workload: Workload) -> str:
 
 def _machine(machine: Machine) -> str:
     lines = [f"rank {rank}: {device.name}, {_device(device)}" for rank, device in enumerate(machine.devices)]
-    if machine.peers:
-        without = [f"{one}-{two}" for (one, two), reached in machine.peers.items() if one < two and not reached]
-        lines.append(f"P2P access: {'not between ' + ', '.join(without) if without else 'between all of them'}")
     if machine.links.between:
         links = (
             f"{one}-{two} {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.0f} us"

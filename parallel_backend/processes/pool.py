@@ -95,9 +95,6 @@ class Pool:
         """Id of the process that started these ranks."""
         self.threads = threads or max(1, usable_cores() // len(devices))
         self.error: Exception | None = None
-        self.links: dict[tuple[int, int], tuple[float, float]] = {}
-        """The last measured links: (lower rank, higher rank) -> (bytes per second, latency in seconds). Whoever measures
-        sets it."""
         self.segments = itertools.count(1)
         """The next numbers for segments of shared memory."""
         self._models: WeakValueDictionary[int, Listener] = WeakValueDictionary()

@@ -10,8 +10,6 @@ from parallel_backend.wire.shared_memory import Segment
 
 from .pool import Listener, Pool
 
-Link = tuple[float, float]
-
 
 class PoolPart:
     """Behaves like a Pool of these ranks alone. They are numbered 0, 1, ... in the order of the pool.
@@ -43,18 +41,6 @@ class PoolPart:
     @property
     def pids(self) -> tuple[int, ...]:
         return tuple(self.whole.pids[rank] for rank in self.part_ranks)
-
-    @property
-    def links(self) -> dict[tuple[int, int], Link]:
-        return {
-            (self.part_ranks.index(one), self.part_ranks.index(two)): link
-            for (one, two), link in self.whole.links.items()
-            if one in self.part_ranks and two in self.part_ranks
-        }
-
-    @links.setter
-    def links(self, links: dict[tuple[int, int], Link]) -> None:
-        self.whole.links |= {(self.part_ranks[one], self.part_ranks[two]): link for (one, two), link in links.items()}
 
     def place(self, rank: int) -> int | None:
         return self.part_ranks.index(rank) if rank in self.part_ranks else None

@@ -5,13 +5,12 @@ from collections.abc import Callable
 import torch
 
 from parallel_backend.core.spans import Span
-from parallel_backend.wire.diagnosis import NotFiniteFound, Timeline
+from parallel_backend.wire.diagnosis import Timeline
 from parallel_backend.wire.loading import Load, Residency
 from parallel_backend.wire.sampling import OpenRun, Output, PutConditioning, RunStats, Step
 from parallel_backend.wire.timeline_kinds import OUTSIDE, WORK, StepLabel
 
 from .conditioning_store import ConditioningStore, RankConditioning
-from .finite_check import bad_adapters, bad_weights
 from .loaded_stage import LoadedStage
 from .micro_step_graphs import CAPTURES, Kind, MicroStepGraphs
 from .run_buffers import RunBuffers
@@ -172,12 +171,6 @@ class Engine:
 
     def timeline(self) -> Timeline:
         return Timeline(self.rank, *self._traffic.recorder.read())
-
-    def find_not_finite(self) -> NotFiniteFound:
-        """Return the weights and additions on this rank with NaN or infinite values."""
-        model, changed = self.stage.model, self.stage.adapters.changed
-        weights, adapters = bad_weights(model, self.stage.store, changed), bad_adapters(model, changed)
-        return NotFiniteFound(self.rank, weights, adapters)
 
     def _decided(self, step: Step) -> Step:
         """Return the micro-step, without its text if that need not be computed again."""

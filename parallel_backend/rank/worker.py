@@ -57,14 +57,13 @@ does not within a sampler's run, in which messages come at about equal intervals
 LOADING = "loading"
 DOING = {
     **dict.fromkeys((m.Load, m.Probe, m.PutVAE), LOADING),
-    **dict.fromkeys((m.Adapt, m.Rescale, m.Weigh, m.DropAdapters, m.AdaptersSent), "adapting a LoRA"),
+    **dict.fromkeys((m.Adapt, m.Weigh, m.DropAdapters, m.AdaptersSent), "adapting a LoRA"),
     m.SetResident: "moving weights between its device and host memory",
     m.PutConditioning: "taking in a prompt",
     **dict.fromkeys((m.BeginVAE, m.RunVAE, m.EndVAE, m.DropVAE), "running the VAE"),
     m.ProbeLinks: "timing transfers",
     m.CloseRun: "closing a run",
     m.Unload: "unloading",
-    m.FindNotFinite: "looking for NaN and infinite values",
 }
 """What the rank does for a message, as text for an error. Micro-steps are named by number."""
 BETWEEN = "between micro-steps"
@@ -138,8 +137,6 @@ class Worker:
                 self.engine.stage.adapters.drop()
             case m.Adapt():
                 self.engine.stage.adapters.add(message)
-            case m.Rescale():
-                self.engine.stage.adapters.rescale(message.scales)
             case m.Weigh():
                 self.engine.stage.adapters.weigh(message.strengths)
             case m.AdaptersSent():
@@ -179,10 +176,6 @@ class Worker:
                 self._reply(m.UnusedReleased(self.settings.rank, self._release_unused()))
             case m.SetResident():
                 self._reply(self._set_resident(message))
-            case m.FindNotFinite():
-                nothing = m.NotFiniteFound(self.settings.rank, (), ())  # unloaded meanwhile
-                engine = self.engines.get(self._model)
-                self._reply(nothing if engine is None else engine.find_not_finite())
             case m.BeginTimeline():
                 self.engine.begin_timeline()
             case m.ReadTimeline():

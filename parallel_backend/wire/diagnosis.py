@@ -116,22 +116,6 @@ class UnusedReleased:
 
 
 @dataclass(frozen=True)
-class FindNotFinite:
-    """Client -> rank: an output had NaN or infinite values. Answer with NotFiniteFound."""
-
-
-@dataclass(frozen=True)
-class NotFiniteFound:
-    """Rank -> client: which of this rank's weights and LoRA additions have NaN or infinite values."""
-
-    rank: int
-    weights: tuple[str, ...]
-    """Names of the first few parameters that have such values."""
-    adapters: tuple[str, ...]
-    """Names of the first few parameters with LoRA additions that have such values."""
-
-
-@dataclass(frozen=True)
 class ProbeLinks:
     """Client -> rank: time transfers between every two ranks. All ranks take part."""
 
@@ -152,7 +136,5 @@ class LinksProbed:
     """Size of the device memory. None for a CPU."""
     links: dict[int, tuple[tuple[int, float], ...]]
     """Later rank -> a pair (bytes, seconds in one direction) for each size."""
-    peers: dict[int, bool]
-    """Other rank on a CUDA device -> whether this rank's device can access the other device's memory directly (P2P)."""
     together: float = 0.0
     """Seconds that it takes if every rank sends the largest size to every other rank at the same time."""

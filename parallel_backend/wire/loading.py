@@ -98,13 +98,6 @@ class Adapt:
 
 
 @dataclass(frozen=True)
-class Rescale:
-    """Client -> rank: new scales of every Adapt, in order. In groups other than 0 they take effect with the next Weigh."""
-
-    scales: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class Weigh:
     """Client -> rank: the strengths of groups 1, 2, ... from now on. A group without a strength adds nothing."""
 
@@ -113,7 +106,7 @@ class Weigh:
 
 @dataclass(frozen=True)
 class AdaptersSent:
-    """Client -> rank: answer with Adapted once every earlier Adapt, Rescale and Weigh is done."""
+    """Client -> rank: answer with Adapted once every earlier Adapt and Weigh is done."""
 
 
 @dataclass(frozen=True)

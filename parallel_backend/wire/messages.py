@@ -11,9 +11,7 @@ from .diagnosis import PROBE_TEXT as PROBE_TEXT
 from .diagnosis import (
     BeginTimeline,
     DeviceMemoryReport,
-    FindNotFinite,
     LinksProbed,
-    NotFiniteFound,
     Probe,
     Probed,
     ProbeLinks,
@@ -37,7 +35,6 @@ from .loading import (
     Load,
     Loaded,
     Loading,
-    Rescale,
     Residency,
     SetResident,
     Weigh,
@@ -51,11 +48,11 @@ _TYPES = {
     for cls in (
         *(Ready, HeartbeatMessage, Unload, Unloaded, Failure, Stop, Span),
         *(Load, Loading, Loaded, PutConditioning, DropConditioning),
-        *(DropAdapters, Adapt, Rescale, Weigh, AdaptersSent, Adapted, SetResident, Residency),
+        *(DropAdapters, Adapt, Weigh, AdaptersSent, Adapted, SetResident, Residency),
         *(PutVAE, BeginVAE, VAEBegun, RunVAE, VAEOutput, EndVAE, DropVAE),
         *(Step, Output, OpenRun, CloseRun, RunStats, Probe, Probed, ProbeLinks, LinksProbed),
         *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, DropSegment),
-        *(ReadMemory, DeviceMemoryReport, ReleaseUnused, UnusedReleased, FindNotFinite, NotFiniteFound),
+        *(ReadMemory, DeviceMemoryReport, ReleaseUnused, UnusedReleased),
     )
 }
 _ENCODING = Encoding(_TYPES.values())

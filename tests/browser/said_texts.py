@@ -9,11 +9,11 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes.failure_text import NCCL_OFF, P2P_OFF
 from scripts.comfyui_server import PACK
 
-_RUN = RunReport(Degrees(pipe=2), 4, 4, 2.0, (1, 3), None, ())
+_RUN = RunReport(Degrees(pipe=2), 4, 4, 2.0, 1, None, ())
 _RUNS = (
-    replace(_RUN, calls=(2, 3), gained="1.7 x one GPU"),
-    replace(_RUN, calls=None, reason="the conditioning has its own area", gained="0.9 x one rank"),
-    replace(_RUN, calls=None, cache="step cache: 14 of 20 model calls computed"),
+    replace(_RUN, exact_calls=2, gained="1.7 x one GPU"),
+    replace(_RUN, exact_calls=None, reason="the conditioning has its own area", gained="0.9 x one rank"),
+    replace(_RUN, exact_calls=None, cache="step cache: 14 of 20 model calls computed"),
     replace(_RUN, degrees=Degrees(patch=2, patch_mode="displaced")),
 )
 _RANKS = "3.2 of 12.1 GB on rank 0, 2.2 of 9.1 GB on rank 1, 4.0 of 8.1 GB on rank 3"
@@ -41,6 +41,7 @@ LINES = (
     "step cache: every call is computed, because the conditioning has LoRAs of its own (hooks)",
     "split_batch_degree 2, but NAG needs both prompts in one call, so 1 of 2 copies of the model computes them. To "
     "split one image over GPUs, use pipefusion_degree or ulysses_degree instead.",
+    "this LoRA asks for an attention kernel, and is used with that of the MODEL",
     "51 of 259 layers of this LoRA do not fit this model and are left out",
     "cuda:1 ran out of memory. One more try with new ranks: 2.5 GB more of rank 1's weights are streamed from host memory",
     "cuda:1 did not answer in step 17 of 20. The run goes on with cuda:0",
@@ -80,7 +81,7 @@ TOASTS = (
     "RayCleanVRAMUsed was removed: ranks and ComfyUI make room for each other.",
     "DeviceSelectorMultiGPU was removed: ComfyUI's loaders choose the device.",
     "This workflow has no loader of a diffusion model.",
-    f"Nothing was changed. ComfyUI shows one GPU on this machine.{_HIDDEN}",
+    f"ComfyUI shows one GPU on this machine.{_HIDDEN}",
     "Nothing was changed: this editor would lose the wire to KSampler; Load LoRA. Please report it, and connect the nodes "
     "by hand.",
     f"Parallelize Model is now behind {_LOADER}, and Apply PipeFusion, because no GPU holds the whole model. Undo "

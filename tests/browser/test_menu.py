@@ -125,7 +125,7 @@ def test_a_change_that_would_lose_a_wire_is_taken_back(on_two_cards, fault):
         told = said(editor, PUT)
     finally:
         editor.page.evaluate("() => { LGraphNode.prototype.connect = window.kept }")
-    names = "no connect" if "throw" in fault else "this editor would lose the wire to KSampler; Loads"
+    names = "no connect" if "throw" in fault else "this editor would lose the wire to KSampler"
     assert told == f"Nothing was changed: {names}. Please report it, and connect the nodes by hand."
     assert editor.saved() == file
 

@@ -18,7 +18,6 @@ def pool_with(beat, ready=True, error=None):
         watchdog=SimpleNamespace(beat=lambda _rank: beat),
         ready=done,
         error=error,
-        links={(0, 1): (2e9, 3e-5)},
         notes=(),
         ranks=SimpleNamespace(logs=None),
     )
@@ -41,5 +40,4 @@ def test_what_a_rank_does(beat, more, state, doing):
     assert (rank["state"], rank["doing"]) == (state, doing)
     assert (rank["free"], rank["total"]) == ((5, 9) if beat is not None and beat.total_bytes else (0, 0))
     assert rank["run"] == (0 if beat is None else beat.run_bytes)
-    assert found["links"] == [(0, 1, 2e9, 3e-5)]
     assert found["error"] == ("killed" if "error" in more else "")

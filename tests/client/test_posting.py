@@ -40,9 +40,9 @@ class Queue(Posting):
         shards = tuple((rows, Span(0, 0)) for rows in split(Span(0, TOKENS), self._degrees.sequence))
         return replace(super()._new_cut(call), shards=shards)
 
-    def answer(self, seq: int, rank: int, entries: int, value: float, finite: bool = True):
+    def answer(self, seq: int, rank: int, entries: int, value: float):
         rows = split(Span(0, TOKENS), self._degrees.sequence)[rank % self._degrees.sequence]
-        return self._accept(Output(rank, seq, torch.full((entries, len(rows), WIDTH), value)), finite)
+        return self._accept(Output(rank, seq, torch.full((entries, len(rows), WIDTH), value)))
 
 
 def call(batch: int, first_replica: int = 0, run: int = 0) -> PostedCall:
@@ -60,7 +60,7 @@ def test_entries_of_an_exact_call_fill_a_pipeline_in_order_a_window_at_a_time():
     last = 1  # the rank of the last stage
     for index in range(5):
         assert queue.busy
-        assembly, complete, _ = queue.answer(1 + index, last, 1, float(index))
+        assembly, complete = queue.answer(1 + index, last, 1, float(index))
         assert complete == (index == 4)
         assert [seq for _, seq, _ in queue.sent] == list(range(1, min(6, 5 + index)))
     assert not queue.busy
@@ -83,7 +83,7 @@ def test_of_a_call_that_cannot_be_sent_nothing_is_left():
     queue.post(call(2))
     assert [(replica, seq) for replica, seq, _ in queue.sent] == [(0, 1), (0, 3), (1, 4)]
     for seq, rank in ((1, 0), (3, 0), (4, 1)):  # the first is what was under way
-        _, complete, _ = queue.answer(seq, rank, 2 if seq == 1 else 1, 1.0)
+        _, complete = queue.answer(seq, rank, 2 if seq == 1 else 1, 1.0)
     assert complete
 
 
@@ -99,7 +99,7 @@ def test_parts_of_sequence_ranks_are_put_side_by_side():
     queue = Queue(Degrees(ulysses=2))
     queue.post(call(1))
     assert not queue.answer(1, 1, 1, 2.0)[1]
-    assembly, complete, _ = queue.answer(1, 0, 1, 1.0)
+    assembly, complete = queue.answer(1, 0, 1, 1.0)
     assert complete
     assert assembly.tokens()[0, :, 0].tolist() == [1.0] * 3 + [2.0] * 3
 

@@ -11,9 +11,9 @@ SAMPLERS = ("euler", "euler_cfg_pp", "euler_ancestral", "heun", "dpmpp_sde", "dp
 computes its step size from the whole latent."""
 RUNS = ("euler_ancestral", "odd size", "inpaint", "guider BasicGuider", "after the refusals")
 REPORTS = {
-    "displaced report": "1 model call exact (warm-up), 7 in displaced patches with keys one step old",
-    "displaced report, area": "all model calls exact, because the conditioning has its own area",
-    "naive report": "patches that never see each other (naive patches, for comparison)",
+    "displaced report": "close to exact: patches, warm-up 1",
+    "displaced report, area": "not in patches: the conditioning has its own area",
+    "naive report": "naive patches, for comparison",
 }
 FAR = 0.1
 """How far from exact displaced patches may be, relative to the latent's norm, in 8 steps of the bundled model: a third above
@@ -122,7 +122,8 @@ def test_patches_against_the_exact_run(found, case):
 @pytest.mark.parametrize("case", REPORTS)
 def test_report_of_patches(found, case):
     got = found[case]
-    assert got["report"].splitlines()[0] == f"patch_degree 2, {REPORTS[case]}"
+    first, *others = got["report"].splitlines()
+    assert first == "patch_degree 2" and REPORTS[case] in others
     assert got["difference"] <= 1e-3
     assert ("moved between ranks: nothing" in got["report"]) == (case == "naive report")
 

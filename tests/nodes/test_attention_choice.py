@@ -130,7 +130,7 @@ def test_what_a_file_asks_for_is_taken_where_all_blocks_have_it_and_the_user_has
 ):
     attention = {f"layer {index}": "comfy_kitchen" for index in range(layers)}
     checkpoint = SimpleNamespace(attention=attention, built=FAMILY)
-    preferred = module("model.patches.attention_choice").preferred_attention(checkpoint, loaded, {})
+    preferred = module("model.patches.attention_choice").preferred_attention(checkpoint, loaded)
     assert preferred == expected
     kernel_of_call = module("model.patches.block_patches").kernel_of_call
     assert kernel_of_call(None, loaded, preferred) == (expected, None)

@@ -1,6 +1,5 @@
 """What becomes of what a node can put on a MODEL, behind the loader or before Parallelize Model, is what its row says."""
 
-import json
 import types
 
 import pytest
@@ -64,43 +63,13 @@ def test_what_is_put_inside_the_native_model_is_refused(patcher):
         patcher.add_object_patch("manual_cast_dtype", torch.float16)
 
 
-INT8, UNKNOWN = {"attention": "comfy_kitchen_int8"}, {"attention": "of next year"}
-
-
-def settings(patcher, wish, leaf="comfy_attention"):
-    """A LoRA's settings of attention in every block, as ComfyUI from 0.38 on hands them over."""
-    checkpoint = patcher.stub.checkpoint
-    said = torch.tensor(list(json.dumps(wish).encode()), dtype=torch.uint8)
-    layers = range(len(checkpoint.built.own.blocks))
-    return {f"diffusion_model.blocks.{layer}.attn.{leaf}.config": ("config", (said,)) for layer in layers}
-
-
-@pytest.mark.parametrize(
-    ("wish", "strength", "expected"),
-    [(INT8, 1.0, "comfy_kitchen"), ([UNKNOWN, INT8], 0.5, "comfy_kitchen"), (INT8, 0, ""), (UNKNOWN, 1.0, "")],
-)
-@pytest.mark.parametrize("as_object", [False, True], ids=["a LoRA's patches", "ComfyUI's object patches"])
-def test_attention_that_a_lora_asks_for_is_that_of_the_ranks(module, patcher, wish, strength, expected, as_object):
-    asked, preferred = settings(patcher, wish), module("model.patches.attention_choice").preferred_attention
-    if as_object and strength != 0:
-        for key in asked:
-            patcher.add_object_patch(key.removesuffix(".config"), type("ComfyAttention", (), {"config": wish})())
-    else:
-        patches = asked | {KEY: difference(patcher)}
-        assert set(patcher.add_patches(patches, strength)) == patches.keys()
-        assert patcher.patches.keys() == {KEY}
+def test_a_loras_request_for_an_attention_kernel_is_left_out_and_told_once(module, patcher, monkeypatch):
+    told = []
+    monkeypatch.setattr(module("model.patcher"), "tell", told.append)
+    for layer in range(2):
+        patcher.add_object_patch(f"diffusion_model.blocks.{layer}.attn.comfy_attention", object())
     assert not patcher.object_patches
-    assert preferred(patcher.stub.checkpoint, "auto", patcher.model_options["transformer_options"]) == expected
-    assert preferred(patcher.stub.checkpoint, "flash", patcher.model_options["transformer_options"]) == ""
-
-
-@pytest.mark.parametrize(
-    ("wish", "leaf", "error"),
-    [("comfy_kitchen_int8", "comfy_attention", "in an unknown form"), (INT8, "norm", "a LoRA's setting '")],
-)
-def test_a_loras_setting_that_does_not_reach_the_ranks_is_refused(patcher, wish, leaf, error):
-    with pytest.raises(ValueError, match=f"^model: .*{error}"):
-        patcher.add_patches(settings(patcher, wish, leaf))
+    assert told == ["this LoRA asks for an attention kernel, and is used with that of the MODEL"]
 
 
 EVENTS = {  # callback -> what ComfyUI does when it is told

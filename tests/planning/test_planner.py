@@ -166,14 +166,14 @@ def test_links_that_disturb_each_other_are_measured_so():
     quiet = max(SIZES) / 5e9 + 1e-5
 
     def found(together: float) -> list[LinksProbed]:
-        return [LinksProbed(0, "", None, None, {1: times}, {}, together), LinksProbed(1, "", None, None, {}, {}, together)]
+        return [LinksProbed(0, "", None, None, {1: times}, together), LinksProbed(1, "", None, None, {}, together)]
 
     assert links_of(found(quiet)).crowding == pytest.approx(1.0)
     crowded = links_of(found(3 * quiet))
     assert crowded.crowding == pytest.approx(3.0)
     assert crowded.link(1, 0).bandwidth == pytest.approx(5e9 / 3)
     assert links_of(found(0.0)).crowding == 1.0
-    assert links_of([LinksProbed(0, "", None, None, {}, {})]) == Links({})
+    assert links_of([LinksProbed(0, "", None, None, {})]) == Links({})
 
 
 # Properties.
@@ -314,7 +314,7 @@ def test_copies_that_hide_cost_nothing_and_none_are_made_where_all_fits():
 def test_a_gpu_keeps_some_memory_for_its_processes(mini_file):
     file = mini.opened(mini_file, text=8)
     times = dict.fromkeys(file.built.counts, (2e-3, 1e-3))
-    found = [LinksProbed(0, "a GPU", 9 * GB, 24 * GB, {}, {})]
+    found = [LinksProbed(0, "a GPU", 9 * GB, 24 * GB, {})]
     memories = [DeviceMemoryReport(0, "a card", 9 * GB, 0, 0, 24 * GB, "here", 64 * GB, 25e9)]
     made = calibration_of(
         ("cuda:0",), file, found, memories, [Probed(0, times, (1e-3, 1e-3), 9 * GB)], (64 * 32 + 64, 16 * 32 + 64)

@@ -86,7 +86,7 @@ def test_a_band_of_a_picture_has_to_be_the_ranks_own(shapes):
 SIZES = (1, 1000)
 TIMES = ((1, 1e-5), (1000, 1e-4))
 BLOCKS = m.Probed(1, {"a": (0.2, 0.1), "b": (0.3, 0.1)}, (0.1, 0.0), None)
-LINKS = m.LinksProbed(1, "a device", 2**30, 2**34, {}, {0: True}, 0.1)
+LINKS = m.LinksProbed(1, "a device", 2**30, 2**34, {}, 0.1)
 
 
 def blocks(**changes) -> None:
@@ -108,7 +108,6 @@ def links(**changes) -> None:
         (blocks, {"blocks": {"a": (0.2, 0.0), "b": (0.3, 0.1)}}),
         (blocks, {"ends": (0.1, -0.1)}),
         (links, {"links": {0: TIMES}}),
-        (links, {"peers": {2: True}}),
         (links, {"together": -1.0}),
         (links, {"rank": 0, "links": {1: TIMES[:1]}}),
         (links, {"rank": 0, "links": {1: ((1, 1e-5), (1001, 1e-4))}}),

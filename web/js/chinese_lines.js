@@ -4,6 +4,30 @@
  */
 import { translated } from "./chinese.js";
 
+/** What a pool of ranks has found out about its links (processes/failure_text.py). */
+const NOTES = [
+    [
+        /^P2P off: NCCL's self-test of the links failed with direct access between GPUs, so transfers go through host memory$/,
+        "P2P 已关闭：显卡直连时 NCCL 的互联自检没有通过，所以数据经内存传输",
+    ],
+    [
+        /^NCCL off: its self-test of the links failed with and without direct access between GPUs, so Gloo copies each transfer through host memory on both sides. This is slower and does not overlap with computation$/,
+        "NCCL 已关闭：无论显卡是否直连，NCCL 的互联自检都没有通过，所以由 Gloo 传输，每次都在两端经内存复制，较慢，也不能与计算同时进行",
+    ],
+];
+
+/** Modes and steps, inside of other lines. */
+const PARTS = [
+    [/^one (?:GPU|rank)$/, "一张卡"],
+    [/^(.*), (\d+) patches$/, "$1、$2 个分片"],
+    [/^, (\d+) s$/, "，已 $1 秒"],
+    [/^, (\d+) %(.*)$/, "，$1 %{2}"],
+    [/^ by its shipped plan$/, "（按自带的方案）"],
+    [/^ without its shipped plan, which is for other code$/, "（自带的方案是为其他版本的代码做的，未使用）"],
+    [/^Decoded$/, "解码"],
+    [/^Encoded$/, "编码"],
+];
+
 /** Why something is so: behind "since" or a colon. */
 export const REASONS = [
     // why a run is not cut into bands (nodes/sampling, nodes/model/run/run_shapes.py)
@@ -55,14 +79,10 @@ export const REASONS = [
         "另一个节点在扩散模型外加的函数可能在两次计算之间保留状态",
     ],
     [/^another node is notified of each call$/, "另一个节点要得知每次计算"],
-    // why a VAE is not cut (nodes/vae, client/vae.py, vaes/ltx.py)
+    // why a VAE is not cut (nodes/vae, client/vae.py)
     [/^a VAE of this kind \((.*)\) cannot be cut$/, "这种 VAE（$1）不能切分"],
-    [/^a VAE whose decoder ends in tanh cannot be cut$/, "解码器以 tanh 结尾的 VAE 不能切分"],
     [/^another node has changed this VAE$/, "另一个节点改动了这个 VAE"],
     [/^another node has changed this VAE's layers$/, "另一个节点改动了这个 VAE 的层"],
-    [/^this VAE has blocks of the kind (.*)$/, "这个 VAE 有 $1 类的块"],
-    [/^this VAE's decoder draws noise inside its layers$/, "这个 VAE 的解码器在层内生成噪声"],
-    [/^this VAE's layers are of another kind$/, "这个 VAE 的层是另一种"],
     [/^there is only one device for it$/, "只有一个设备可用"],
     [/^the latent has at most (\d+) rows or columns, too few for (\d+) ranks$/, "latent 最多 $1 行（列），不够分给 $2 个计算进程"],
     [
@@ -71,7 +91,6 @@ export const REASONS = [
     ],
     [/^this VAE cannot split (\d+) frames evenly$/, "这个 VAE 不能均匀处理 $1 帧"],
     [/^a device has less than the ([\d.]+) GB that its part needs$/, "有设备放不下它那一部分所需的 $1 GB"],
-    [/^a device has less than the ([\d.]+) GB that its part of the VAE needs$/, "有设备放不下它那部分 VAE 所需的 $1 GB"],
     // why GPUs are hidden (core/device_choice.py)
     [
         /^ ComfyUI was started with (.*), which hides all other GPUs: restart it with (.*)\.$/,
@@ -86,15 +105,12 @@ export const REASONS = [
     [/^weights streamed from host memory: (.*)$/, "其余权重用到时才从内存复制：{1}"],
     [/^([\d.]+) of ([\d.]+) GB on rank (\d+), (.*)$/, "计算进程 $3 有 $1 GB（共 $2 GB），{4}"],
     [/^([\d.]+) of ([\d.]+) GB on rank (\d+)$/, "计算进程 $3 有 $1 GB（共 $2 GB）"],
+    ...NOTES,
+    ...PARTS,
 ];
 
-const P2P_OFF =
-    "P2P off: NCCL's self-test of the links failed with direct access between GPUs, so transfers go through host memory";
-
-const NCCL_OFF =
-    "NCCL off: its self-test of the links failed with and without direct access between GPUs, so Gloo copies each transfer through host memory on both sides. This is slower and does not overlap with computation";
-
 const LINES = [
+    ...NOTES,
     // of the end of a run (client/reports/run_report.py)
     [/^([\d.]+) s, ([\d.]+) x one GPU$/, "$1 秒，速度是单卡的 $2 倍"],
     [/^([\d.]+) s, ([\d.]+) x one rank$/, "$1 秒，速度是单个计算进程的 $2 倍"],
@@ -106,7 +122,7 @@ const LINES = [
     [/^close to exact: step cache$/, "接近：步缓存"],
     [/^close to exact: packed transfers$/, "接近：压缩传输"],
     [/^naive patches, for comparison$/, "互不交换的分片（对照）"],
-    [/^not in (?:bands|patches): (.*)$/, "没有分片：{1}"],
+    [/^not in patches: (.*)$/, "没有分片：{1}"],
     [/^step cache: (\d+) of (\d+) model calls computed$/, "步缓存：$2 次模型调用算了 $1 次"],
     [/^step cache: not used, because (.*)$/, "步缓存：没有使用，因为{1}"],
     [
@@ -118,9 +134,7 @@ const LINES = [
     [/^degrees auto: (.*) on (.*), planned ([\d.]+) s$/, "auto 的选择：$1，设备 $2，预计 $3 秒"],
     [/^degrees auto: (.*) on (.*), because (.*) cannot be timed$/, "auto 的选择：$1，设备 $2，因为无法为 $3 计时"],
     [/^degrees auto has one device only\.(.*)$/, "degrees 为 auto，但只有一个设备。{1}"],
-    [/^one (?:GPU|rank) would take about ([\d.]+) s \(see Parallel Doctor\)$/, "只用一张卡约需 $1 秒（见并行诊断）"],
-    [/^(.*), (\d+) patches would take about ([\d.]+) s \(see Parallel Doctor\)$/, "换成 $1、$2 个分片约需 $3 秒（见并行诊断）"],
-    [/^(.*) would take about ([\d.]+) s \(see Parallel Doctor\)$/, "换成 $1 约需 $2 秒（见并行诊断）"],
+    [/^(.*) would take about ([\d.]+) s \(see Parallel Doctor\)$/, "换成 {1} 约需 $2 秒（见并行诊断）"],
     // of what is said in a run (nodes/model, client/memory_guard.py, processes/failure_text.py)
     [
         /^split_batch_degree (\d+), but there is work for only (\d+) of (\d+) copies of the model at a time\. Raise batch_size\. To split one image over GPUs, use pipefusion_degree or ulysses_degree instead\.$/,
@@ -138,6 +152,7 @@ const LINES = [
         /^(\d+) of (\d+) layers of this LoRA do not fit this model and are left out$/,
         "这个 LoRA 的 $2 层里有 $1 层与此模型不符，已略去",
     ],
+    [/^this LoRA asks for an attention kernel, and is used with that of the MODEL$/, "这个 LoRA 要求的注意力内核没有使用，按 MODEL 的内核计算"],
     [/^no layer of this LoRA is in this model, so it changes nothing$/, "这个 LoRA 没有此模型的层，不起作用"],
     [/^(.*) of this LoRA does not fit this model and is left out$/, "这个 LoRA 的 $1 与此模型不符，已略去"],
     [
@@ -153,11 +168,6 @@ const LINES = [
     [/^(.*) died in step (\d+) of (\d+)\. The run goes on with (.*)$/, "第 $2 步（共 $3 步）$1 的计算进程意外结束，运行用 $4 继续"],
     [/^(.*) failed in step (\d+) of (\d+)\. The run goes on with (.*)$/, "第 $2 步（共 $3 步）$1 出错，运行用 $4 继续"],
     [/^step (\d+) of (\d+) was computed again, ([\d.]+) s$/, "第 $1 步（共 $2 步）已重算，用了 $3 秒"],
-    [new RegExp(`^${P2P_OFF}$`), "P2P 已关闭：显卡直连时 NCCL 的互联自检没有通过，所以数据经内存传输"],
-    [
-        new RegExp(`^${NCCL_OFF}$`),
-        "NCCL 已关闭：无论显卡是否直连，NCCL 的互联自检都没有通过，所以由 Gloo 传输，每次都在两端经内存复制，较慢，也不能与计算同时进行",
-    ],
     [
         /^left out, as in ComfyUI, because no part of the model uses them: (\d+) tensors \((.*)\)$/,
         "文件里有 $1 个张量模型用不到，已略去（与 ComfyUI 相同）：$2",
@@ -165,41 +175,20 @@ const LINES = [
     [/^ranks do not follow these start options of ComfyUI: (.*)$/, "各计算进程不遵循 ComfyUI 的这些启动选项：$1"],
     // of long work (nodes/ui/loading_bar.py, client/loading.py, nodes/self_test.py)
     [/^starting (\d+) ranks$/, "正在启动 $1 个计算进程"],
-    [/^loading, (\d+) %$/, "正在加载模型，$1 %"],
-    [/^loading$/, "正在加载模型"],
-    [
-        new RegExp(`^([\\d.]+ [GM]B) of weights on (\\d+) ranks?, (weights streamed .*), ${P2P_OFF}$`),
-        "已加载：$2 个计算进程共 $1 权重，{3}；P2P 已关闭，数据经内存传输",
-    ],
-    [new RegExp(`^([\\d.]+ [GM]B) of weights on (\\d+) ranks?, ${P2P_OFF}$`), "已加载：$2 个计算进程共 $1 权重；P2P 已关闭，数据经内存传输"],
-    [
-        new RegExp(`^([\\d.]+ [GM]B) of weights on (\\d+) ranks?, (weights streamed .*), ${NCCL_OFF}$`),
-        "已加载：$2 个计算进程共 $1 权重，{3}；NCCL 已关闭，由 Gloo 传输",
-    ],
-    [new RegExp(`^([\\d.]+ [GM]B) of weights on (\\d+) ranks?, ${NCCL_OFF}$`), "已加载：$2 个计算进程共 $1 权重；NCCL 已关闭，由 Gloo 传输"],
-    [/^([\d.]+ [GM]B) of weights on (\d+) ranks?, (weights streamed .*)$/, "已加载：$2 个计算进程共 $1 权重，{3}"],
+    [/^loading((?:, \d+ %)?)$/, "正在加载模型{1}"],
+    [/^([\d.]+ [GM]B) of weights on (\d+) ranks?, (.*)$/, "已加载：$2 个计算进程共 $1 权重，{3}"],
     [/^([\d.]+ [GM]B) of weights on (\d+) ranks?$/, "已加载：$2 个计算进程共 $1 权重"],
-    [/^calibrating, about 10 s, once for this machine and kind of model, (\d+) s$/, "正在测量，约 10 秒，每种模型一次，已 $1 秒"],
-    [/^calibrating, about 10 s, once for this machine and kind of model$/, "正在测量，约 10 秒，每种模型一次"],
-    [/^trying one rank for a few steps(?:, (\d+) s)?$/, "正在单个计算进程上试跑几步"],
-    [/^trying one GPU for a few steps(?:, (\d+) s)?$/, "正在一张卡上试跑几步"],
-    [/^trying (.*) for a few steps(?:, (\d+) s)?$/, "正在用 $1 试跑几步"],
-    [/^trying skipped blocks of (.*), ComfyUI's own class, (\d+) %, (\d+) s$/, "正在试算 $1 跳过的块怎样分到多张卡（用 ComfyUI 的模型代码），$2 %，已 $3 秒"],
-    [/^trying skipped blocks of (.*), ComfyUI's own class$/, "正在试算 $1 跳过的块怎样分到多张卡（用 ComfyUI 的模型代码）"],
-    [/^trying (NAG|WanVideoNAG) of (.*), ComfyUI's own class, (\d+) %, (\d+) s$/, "正在试算 $2 的 $1 怎样分到多张卡（用 ComfyUI 的模型代码），$3 %，已 $4 秒"],
-    [/^trying (NAG|WanVideoNAG) of (.*), ComfyUI's own class$/, "正在试算 $2 的 $1 怎样分到多张卡（用 ComfyUI 的模型代码）"],
-    [/^trying (.*), ComfyUI's own class, before its weights are loaded, (\d+) %, (\d+) s$/, "正在试算 $1 怎样分到多张卡（用 ComfyUI 的模型代码），$2 %，已 $3 秒"],
-    [/^trying (.*), ComfyUI's own class, before its weights are loaded$/, "正在试算 $1 怎样分到多张卡（用 ComfyUI 的模型代码）"],
+    [/^calibrating, about 10 s, once for this machine and kind of model(.*)$/, "正在测量，约 10 秒，每种模型一次{1}"],
+    [/^trying (.*) for a few steps(.*)$/, "正在用 {1} 试跑几步{2}"],
+    [/^trying skipped blocks of (.*), ComfyUI's own class(.*)$/, "正在试算 $1 跳过的块怎样分到多张卡（用 ComfyUI 的模型代码）{2}"],
+    [/^trying (NAG|WanVideoNAG) of (.*), ComfyUI's own class(.*)$/, "正在试算 $2 的 $1 怎样分到多张卡（用 ComfyUI 的模型代码）{3}"],
+    [/^trying (.*), ComfyUI's own class, before its weights are loaded(.*)$/, "正在试算 $1 怎样分到多张卡（用 ComfyUI 的模型代码）{2}"],
     [/^rank (\d+) compiles, (\d+) s$/, "计算进程 $1 正在编译，已 $2 秒"],
     [/^first step, (\d+) s$/, "第一步，已 $1 秒"],
     [/^first step \(each step copies ([\d.]+) GB of weights to the devices\), (\d+) s$/, "第一步（每步向设备复制 $1 GB 权重），已 $2 秒"],
-    [/^(.*), ComfyUI's own class, verified$/, "$1（用 ComfyUI 的模型代码），已验证"],
-    [/^(.*), ComfyUI's own class, verified: (\d+) of (\d+) blocks are shared out$/, "$1（用 ComfyUI 的模型代码），已验证：$3 个块中有 $2 个分给各计算进程"],
+    [/^(.*), ComfyUI's own class, verified(.*): (\d+) of (\d+) blocks are shared out$/, "$1（用 ComfyUI 的模型代码），已验证{2}：$4 个块中有 $3 个分给各计算进程"],
+    [/^(.*), ComfyUI's own class, verified(.*)$/, "$1（用 ComfyUI 的模型代码），已验证{2}"],
     [/^([\d.]+) % of a step's operations are shared out$/, "每步 $1% 的运算分给各计算进程"],
-    [/^(.*), ComfyUI's own class, verified by its shipped plan$/, "$1（用 ComfyUI 的模型代码），已按自带的方案验证"],
-    [/^(.*), ComfyUI's own class, verified by its shipped plan: (\d+) of (\d+) blocks are shared out$/, "$1（用 ComfyUI 的模型代码），已按自带的方案验证：$3 个块中有 $2 个分给各计算进程"],
-    [/^(.*), ComfyUI's own class, verified without its shipped plan, which is for other code$/, "$1（用 ComfyUI 的模型代码），已验证（自带的方案是为其他版本的代码做的，未使用）"],
-    [/^(.*), ComfyUI's own class, verified without its shipped plan, which is for other code: (\d+) of (\d+) blocks are shared out$/, "$1（用 ComfyUI 的模型代码），已验证（自带的方案是为其他版本的代码做的，未使用）：$3 个块中有 $2 个分给各计算进程"],
     [/^self-test passed: (\d+) of (\d+) checks, (\d+) not looked at$/, "自检通过：$1/$2 项，$3 项未检查"],
     [/^self-test passed: (\d+) of (\d+) checks$/, "自检通过：$1/$2 项"],
     [/^self-test FAILED: (.*); (\d+) of (\d+) checks passed$/, "自检未通过：$1；通过 $2/$3 项"],
@@ -212,25 +201,18 @@ const LINES = [
         /^advice: nothing fits these devices\. Use a smaller image, weight_dtype (\S+), or more devices with (\S+)\.$/,
         "建议：这些设备都放不下。请缩小图像，或把 weight_dtype 设为 $1，或用 $2 增加设备。",
     ],
-    [/^advice: (.*), (\d+) patches, ([\d.]+) s, ([\d.]+) x one device$/, "建议：$1、$2 个分片，$3 秒，速度是单个设备的 $4 倍"],
-    [/^advice: (.*), ([\d.]+) s, ([\d.]+) x one device$/, "建议：$1，$2 秒，速度是单个设备的 $3 倍"],
-    [/^advice: (.*), (\d+) patches, ([\d.]+) s$/, "建议：$1、$2 个分片，$3 秒"],
-    [/^advice: (.*), ([\d.]+) s$/, "建议：$1，$2 秒"],
+    [/^advice: (.*), ([\d.]+) s, ([\d.]+) x one device$/, "建议：{1}，$2 秒，速度是单个设备的 $3 倍"],
+    [/^advice: (.*), ([\d.]+) s$/, "建议：{1}，$2 秒"],
     [/^with (.*), predicted: nothing fits$/, "加上 $1（推算）：仍然放不下"],
     [/^with (.*), predicted: no gain$/, "加上 $1（推算）：不会更快"],
-    [/^with (.*), predicted: (.*), (\d+) patches, ([\d.]+) s a step, without it nothing fits$/, "加上 $1（推算）：$2、$3 个分片，每步 $4 秒；没有它放不下"],
-    [/^with (.*), predicted: (.*), ([\d.]+) s a step, without it nothing fits$/, "加上 $1（推算）：$2，每步 $3 秒；没有它放不下"],
-    [/^with (.*), predicted: (.*), (\d+) patches, ([\d.]+) s a step, ([\d.]+) x without it$/, "加上 $1（推算）：$2、$3 个分片，每步 $4 秒，速度是现在的 $5 倍"],
-    [/^with (.*), predicted: (.*), ([\d.]+) s a step, ([\d.]+) x without it$/, "加上 $1（推算）：$2，每步 $3 秒，速度是现在的 $4 倍"],
+    [/^with (.*), predicted: (.*), ([\d.]+) s a step, without it nothing fits$/, "加上 $1（推算）：{2}，每步 $3 秒；没有它放不下"],
+    [/^with (.*), predicted: (.*), ([\d.]+) s a step, ([\d.]+) x without it$/, "加上 $1（推算）：{2}，每步 $3 秒，速度是现在的 $4 倍"],
     [/^(.*), (\d+) of (\d+) checks$/, "正在自检 $1，已完成 $2/$3 项"],
     [/^(\S*_degree \d+.*) on (.*)$/, "$1，设备 $2"],
     // of a VAE (nodes/vae)
-    [/^Decoded in (\d+) parts on (.*)\.$/, "分 $1 份解码，设备 $2。"],
-    [/^Encoded in (\d+) parts on (.*)\.$/, "分 $1 份编码，设备 $2。"],
-    [/^Decoded in tiles on (.*)\.$/, "分块解码，设备 $1。"],
-    [/^Encoded in tiles on (.*)\.$/, "分块编码，设备 $1。"],
-    [/^Decoded whole by ComfyUI, because (.*)\.$/, "由 ComfyUI 整体解码，因为{1}。"],
-    [/^Encoded whole by ComfyUI, because (.*)\.$/, "由 ComfyUI 整体编码，因为{1}。"],
+    [/^(Decoded|Encoded) in (\d+) parts on (.*)\.$/, "分 $2 份{1}，设备 $3。"],
+    [/^(Decoded|Encoded) in tiles on (.*)\.$/, "分块{1}，设备 $2。"],
+    [/^(Decoded|Encoded) whole by ComfyUI, because (.*)\.$/, "由 ComfyUI 整体{1}，因为{2}。"],
 ];
 const PREFIX = "Parallel DiT: ";
 

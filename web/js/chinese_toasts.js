@@ -11,10 +11,6 @@ const WHY = [
     [/^its model file is unknown$/, "不知道它加载的是哪个模型文件"],
     [/^ComfyUI shows no GPU on this machine\.(.*)$/, "ComfyUI 在这台机器上没有可用的显卡。{1}"],
     [/^ComfyUI shows one GPU on this machine\.(.*)$/, "ComfyUI 在这台机器上只显示一张显卡。{1}"],
-    [
-        /^This version of ComfyUI does not say which file a MODEL is from\. Replace its loader by Parallel DiT Loader, or by Parallel Checkpoint Loader for an all-in-one file\.$/,
-        "这个版本的 ComfyUI 不说明 MODEL 来自哪个文件。请用 Parallel DiT 加载器代替加载它的节点；整合文件用 Parallel Checkpoint 加载器。",
-    ],
     ...REASONS,
 ];
 
@@ -32,7 +28,6 @@ const TOASTS = [
     [/^A new workflow has ComfyUI's own nodes in place of: (.*)\.$/, "新工作流用 ComfyUI 自己的节点代替了：$1。"],
     [/^Parallel DiT's nodes are not loaded\.$/, "Parallel DiT 的节点没有加载。"],
     [/^This workflow has no loader of a diffusion model\.$/, "这个工作流里没有扩散模型的加载器。"],
-    [/^Nothing was changed\. (.*)$/, "没有改动。{1}"],
     [
         /^Nothing was changed: this editor would lose the wire to (.*)\. Please report it, and connect the nodes by hand\.$/,
         "没有改动：这个编辑器会断开到 $1 的连线。请报告此问题，并手动连接节点。",

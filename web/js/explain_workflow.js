@@ -1,5 +1,5 @@
 /** Explain this workflow: says what Run on several GPUs would do with each loader of a diffusion model, and changes nothing. */
-import { grouped, look, NO_LOADER, say } from "./loaders.js";
+import { look, say, sayOthers } from "./loaders.js";
 import { size } from "./size.js";
 
 export const EXPLAIN = "ParallelDiT.ExplainWorkflow";
@@ -18,17 +18,10 @@ function said({ name, weights, pipefusion }, cards) {
 }
 
 export async function explain() {
-    const found = await look();
-    if (!found) return say(EXPLAIN_TITLE, "warn", NO_LOADER);
-    const { decided, idle, answer } = found;
-    if (answer.why) return say(EXPLAIN_TITLE, "warn", answer.why);
-    for (const each of decided.filter(({ takes }) => takes)) say(EXPLAIN_TITLE, "info", said(each, answer.cards), SECONDS);
-    const already = decided.filter(({ parallel }) => parallel);
-    if (already.length) {
-        const names = already.map(({ name }) => name).join("; ");
-        say(EXPLAIN_TITLE, "info", `On several GPUs already: ${names}.`, SECONDS);
+    const found = await look(EXPLAIN_TITLE);
+    if (!found) return;
+    for (const each of found.decided.filter(({ takes }) => takes)) {
+        say(EXPLAIN_TITLE, "info", said(each, found.cards), SECONDS);
     }
-    for (const [why, names] of grouped([...decided.filter(({ takes, parallel }) => !takes && !parallel), ...idle], "why")) {
-        say(EXPLAIN_TITLE, "info", `Would not be changed: ${names}: ${why.replace(/\.$/, "")}.`, SECONDS);
-    }
+    sayOthers(EXPLAIN_TITLE, found, "Would not be changed", "info", SECONDS);
 }

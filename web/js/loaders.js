@@ -6,9 +6,9 @@ import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { isChinese } from "./chinese.js";
 import { chineseToast } from "./chinese_toasts.js";
-import { isModel, linksFrom, lost, NODE, wires } from "./wires.js";
+import { isModel, linksFrom, NODE, wires } from "./wires.js";
 
-export const NO_LOADER = "This workflow has no loader of a diffusion model.";
+const NO_LOADER = "This workflow has no loader of a diffusion model.";
 const [NEVER, BYPASS] = [2, 4]; // modes of nodes that do not run
 const SECONDS = { success: 12, info: 8, warn: 15, error: 15 };
 
@@ -127,25 +127,35 @@ export function grouped(entries, key) {
 }
 
 /**
- * {decided: what becomes of each loader that runs, idle: [{name, why}] of those that do not, answer: the server's}. None
- * if the workflow has no loader.
+ * {decided: what becomes of each loader that runs, idle: [{name, why}] of those that do not, cards: the server's}. None if
+ * the workflow has no loader, or nothing would be gained, which is said.
  */
-export async function look() {
+export async function look(title) {
     const { output: prompt } = await app.graphToPrompt();
     const loaders = loadersOf(prompt);
     const idle = idleLoaders(loaders).map((node) => ({ name: nameOf(node), why: "it does not run (bypassed or muted)" }));
     const ids = [...loaders.values()].flat();
-    if (!ids.length && !idle.length) return null;
+    if (!ids.length && !idle.length) return say(title, "warn", NO_LOADER);
     const answer = await plan(ids.map((id) => ({ class_type: prompt[id].class_type, inputs: prompt[id].inputs })));
-    if (answer.why) return { decided: [], idle, answer };
+    if (answer.why) return say(title, "warn", answer.why);
     const decided = decide(prompt, loaders, new Map(ids.map((id, index) => [id, answer.loaders[index]])));
-    return { decided, idle, answer };
+    return { decided, idle, cards: answer.cards };
 }
 
-/** The open workflow as a file: its text and its wires. */
-function now() {
-    const file = rootGraph().serialize();
-    return { text: JSON.stringify(file), wires: wires(file) };
+/** Say which loaders are on several GPUs already, and which ones stay as they are, after the words `stays`. */
+export function sayOthers(title, { decided, idle }, stays, severity, seconds) {
+    const already = decided.filter(({ parallel }) => parallel).map(({ name }) => name);
+    if (already.length) say(title, "info", `On several GPUs already: ${already.join("; ")}.`, seconds);
+    const left = [...decided.filter(({ takes, parallel }) => !takes && !parallel), ...idle];
+    for (const [why, names] of grouped(left, "why")) {
+        say(title, severity, `${stays}: ${names}: ${why.replace(/\.$/, "")}.`, seconds);
+    }
+}
+
+/** The open workflow: its file's text, and its prompt's wires. */
+async function now() {
+    const { output } = await app.graphToPrompt();
+    return { text: JSON.stringify(rootGraph().serialize()), wires: wires(output) };
 }
 
 /** Do `work()`, which changes the workflow and returns the graphs, as one step of undo. The error that it ended with. */
@@ -172,10 +182,12 @@ function asOneStep(work) {
 export async function change(title, work) {
     const tracker = app.extensionManager.workflow?.activeWorkflow?.changeTracker;
     tracker?.captureCanvasState ? tracker.captureCanvasState() : tracker?.checkState?.();
-    const before = now();
+    const before = await now();
     const error = asOneStep(work);
-    const after = now();
-    const names = lost(before.wires, after.wires).join("; ");
+    const after = await now();
+    const found = new Map(after.wires);
+    const lost = before.wires.filter(([end, from]) => found.get(end) !== from).map(([end]) => nodeAt(end.split(" ")[0]).title);
+    const names = [...new Set(lost)].join("; ");
     if (!error && !names) return true;
     if (after.text !== before.text) {
         await app.extensionManager.command.execute("Comfy.Undo");

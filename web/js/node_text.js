@@ -9,10 +9,10 @@ import { isChinese } from "./chinese.js";
 import { chinese } from "./chinese_lines.js";
 
 const SAID = "parallel_dit.said"; // of nodes/ui/node_text.py, which sends it behind ComfyUI's own event of the same line
-const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
+export const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
 const AFTER = 100; // ms: the editor has dealt with the end
 
-const lines = new Map(); // node -> its last line in this run
+export const lines = new Map(); // node -> its last line in this run
 
 const show = (nodeId, text) => api.dispatchEvent(new CustomEvent("progress_text", { detail: { nodeId, text } }));
 

@@ -6,16 +6,13 @@ import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { isChinese } from "./chinese.js";
 import { chinese } from "./chinese_lines.js";
+import { ENDS, lines } from "./node_text.js";
 import { place } from "./place.js";
 import { size } from "./size.js";
 
 const ID = "parallel-dit-ranks";
 const MILLISECONDS = 1000; // from one question to the server to the next
-const SAID = "parallel_dit.said"; // of nodes/ui/node_text.py
-const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
 const MOST_RUNS = 5;
-const INSET = 120; // pixels, of a node that is added: from the panel, and below the editor's bars
-const MOST_LINKS = 6; // all pairs of four ranks; of more, the slowest and the fastest link
 
 const ENGLISH = {
     title: "Ranks",
@@ -37,14 +34,8 @@ const ENGLISH = {
     parked: "parked in host memory",
     onDevices: (size) => `${size} on the devices`,
     streamed: (size) => `${size} in host memory`,
-    lastRun: "Its last run: computing, and waiting for others",
-    share: (rank, percent) => `rank ${rank} computed for ${percent} % of the time`,
     openTrace: "Add Trace",
     openTraceTip: "Put a Parallel Trace node into the workflow. It says how long each GPU computed and waited in the last run.",
-    links: "Links, as measured",
-    link: (one, two, rate, latency) => `${one} – ${two}: ${rate} GB/s, ${latency} µs`,
-    slowest: "slowest",
-    fastest: "fastest",
     runs: "Last runs",
     logs: (folder) => `Logs: ${folder}`,
     unload: "Unload",
@@ -72,14 +63,8 @@ const CHINESE = {
     parked: "暂存在内存",
     onDevices: (size) => `设备上 ${size}`,
     streamed: (size) => `内存中 ${size}`,
-    lastRun: "上次运行：计算，以及等待其他计算进程",
-    share: (rank, percent) => `计算进程 ${rank} 的计算时间占 ${percent} %`,
     openTrace: "添加时间线节点",
     openTraceTip: "在工作流中放入“并行时间线”节点，它显示上次运行中每张卡计算和等待了多久。",
-    links: "测得的互联",
-    link: (one, two, rate, latency) => `${one} – ${two}：${rate} GB/s，${latency} µs`,
-    slowest: "最慢",
-    fastest: "最快",
     runs: "最近的运行",
     logs: (folder) => `日志：${folder}`,
     unload: "释放显存",
@@ -98,8 +83,6 @@ const STYLE = `
     background: var(--border-color, #444); }
 .pdit .weights { background: #4c8bf5; }
 .pdit .run { background: #a371f7; }
-.pdit .share { background: #3fb950; }
-.pdit .timeline .bar { height: 6px; margin: 3px 0; }
 .pdit .other { background: repeating-linear-gradient(45deg, #6e7681 0 3px, #a3abb5 3px 6px); }
 .pdit .dot { display: inline-block; width: 8px; height: 8px; border-radius: 50%; margin-right: 6px; background: #8a8f98; }
 .pdit .dot.working { background: #3fb950; }
@@ -114,8 +97,7 @@ const STYLE = `
 .pdit .legend i { display: inline-block; width: 8px; height: 8px; margin-right: 4px; border-radius: 2px; }
 `;
 
-const runs = []; // what was said of the last runs, the newest first
-const said = new Map(); // node -> the last text on it in this run
+const runs = []; // what was said in the last runs, the newest first
 let shown = null; // the panel's element
 let state = null; // what the server has told last
 let told = ""; // the same, as text
@@ -172,45 +154,14 @@ function rankRow(rank, number, onSame) {
     return row;
 }
 
-/** `isLast`: of the pool's models the one that was used last, whose run a trace shows. */
-function modelRow(model, isLast) {
+function modelRow(model) {
     const row = element("div", "row");
     row.append(element("div", "device", model.name), element("div", "quiet", model.degrees));
     const streamed = sum(model.streamed);
     const parts = model.parked ? [words.parked] : [words.onDevices(size(sum(model.weights)))];
     if (!model.parked && streamed) parts.push(words.streamed(size(streamed)));
     row.append(element("div", "quiet", parts.join(", ")));
-    if (model.computing.length) row.append(lastRun(model.computing, isLast));
     return row;
-}
-
-/** A bar for each rank: the share of the last run's time that it computed. `isTraced`: with a button for a trace of it. */
-function lastRun(computing, isTraced) {
-    const made = element("div", "timeline quiet");
-    made.append(words.lastRun);
-    for (const [rank, share] of computing.entries()) {
-        const line = element("div", "bar");
-        const part = element("div", "share");
-        part.style.width = `${100 * share}%`;
-        line.title = words.share(rank, Math.round(100 * share));
-        line.setAttribute("role", "img");
-        line.setAttribute("aria-label", line.title);
-        line.append(part);
-        made.append(line);
-    }
-    if (isTraced) made.append(button(words.openTrace, words.openTraceTip, () => addNode("ParallelTrace")));
-    return made;
-}
-
-/** `links`: [lower rank, higher rank, bytes a second, seconds of latency] of each pair. */
-function linkParts(links) {
-    const text = ([one, two, rate, latency]) => words.link(one, two, Number((rate / 1e9).toPrecision(3)), Math.round(latency * 1e6));
-    if (links.length <= MOST_LINKS) return links.map((link) => element("div", "quiet", text(link)));
-    const byRate = [...links].sort((a, b) => a[2] - b[2]);
-    return [
-        [words.slowest, byRate[0]],
-        [words.fastest, byRate.at(-1)],
-    ].map(([label, link]) => element("div", "quiet", `${label}: ${text(link)}`));
 }
 
 function poolParts(pool) {
@@ -221,10 +172,9 @@ function poolParts(pool) {
         parts.push(rankRow(rank, number, onSame));
     }
     for (const note of pool.notes) parts.push(element("div", "quiet", inWords(note)));
-    if (pool.links.length) parts.push(element("h3", "", words.links), ...linkParts(pool.links));
     parts.push(element("h3", "", words.models));
     if (!pool.models.length) parts.push(element("div", "quiet", words.noModel));
-    parts.push(...[...pool.models].reverse().map((model, place) => modelRow(model, !place)));
+    parts.push(...[...pool.models].reverse().map(modelRow));
     if (pool.logs) parts.push(element("div", "quiet", words.logs(pool.logs)));
     return parts;
 }
@@ -256,28 +206,29 @@ function draw() {
     else parts.push(legend(), ...state.pools.flatMap(poolParts));
     if (runs.length) {
         parts.push(element("h3", "", words.runs));
-        for (const text of runs) parts.push(element("div", "row quiet", inWords(text)));
+        for (const text of runs) parts.push(element("div", "row quiet", text));
     }
     const buttons = element("div", "buttons");
     const unload = () => api.fetchApi("/free", { method: "POST", body: JSON.stringify({ unload_models: true }) });
-    buttons.append(button(words.unload, words.unloadTip, unload), button(words.selfTest, words.selfTestTip, () => addNode("ParallelSelfTest")));
+    buttons.append(
+        button(words.unload, words.unloadTip, unload),
+        button(words.openTrace, words.openTraceTip, () => addNode("ParallelTrace")),
+        button(words.selfTest, words.selfTestTip, () => addNode("ParallelSelfTest")),
+    );
     parts.push(buttons);
     shown.replaceChildren(...parts);
     shown.scrollTop = at;
     if (focused >= 0) shown.querySelectorAll("button")[focused]?.focus(); // the keyboard's place stays
 }
 
-/** Put a node into the graph that is looked at, where the panel does not cover it. */
+/** Put a node into the middle of the graph that is looked at, where the panel does not cover it. */
 function addNode(type) {
     const node = LiteGraph.createNode(type);
     if (!node) return;
-    const { canvas, ds } = app.canvas;
-    const [seen, panel] = [canvas.getBoundingClientRect(), shown.getBoundingClientRect()];
-    const isLeft = panel.left - seen.left < seen.right - panel.right;
-    const left = (isLeft ? Math.max(0, panel.right - seen.left) : 0) + INSET;
     const graph = app.canvas.graph ?? app.graph;
+    const [left, top, width, height] = app.canvas.visible_area;
     graph.add(node);
-    place(graph, node, [[left / ds.scale - ds.offset[0], INSET / ds.scale - ds.offset[1]]]);
+    place(graph, node, [[left + width / 2, top + height / 2]]);
 }
 
 async function ask() {
@@ -290,8 +241,7 @@ async function ask() {
 }
 
 function noteRun() {
-    runs.unshift(...said.values());
-    said.clear();
+    runs.unshift(...lines.values());
     runs.length = Math.min(runs.length, MOST_RUNS);
     draw();
 }
@@ -301,8 +251,6 @@ app.registerExtension({
     setup() {
         if (!app.extensionManager?.registerSidebarTab) return; // an editor without a sidebar
         words = isChinese(app) ? CHINESE : ENGLISH;
-        api.addEventListener("execution_start", () => said.clear());
-        api.addEventListener(SAID, ({ detail }) => said.set(detail.node, detail.text));
         for (const end of ENDS) api.addEventListener(end, noteRun);
         app.extensionManager.registerSidebarTab({
             id: ID,

@@ -4,7 +4,7 @@
  */
 import { app } from "../../../scripts/app.js";
 import { explain, EXPLAIN, EXPLAIN_TITLE } from "./explain_workflow.js";
-import { change, grouped, look, NO_LOADER, say } from "./loaders.js";
+import { change, grouped, look, say, sayOthers } from "./loaders.js";
 import { MOVE_IN, MOVE_IN_TITLE, moveIn } from "./move_in.js";
 import { placeNear } from "./place.js";
 import { takeOut, TAKE_OUT, TAKE_OUT_TITLE } from "./take_out.js";
@@ -39,23 +39,16 @@ function insertBehind(chosen) {
 
 async function runOnSeveralGpus() {
     if (!LiteGraph.registered_node_types[NODE]) return say(TITLE, "error", "Parallel DiT's nodes are not loaded.");
-    const found = await look();
-    if (!found) return say(TITLE, "warn", NO_LOADER);
-    const { decided, idle, answer } = found;
-    if (answer.why) return say(TITLE, "warn", `Nothing was changed. ${answer.why}`);
+    const found = await look(TITLE);
+    if (!found) return;
     const still = ({ node }) => node.graph?.getNodeById(node.id) === node; // the server was asked meanwhile
-    const chosen = decided.filter((each) => each.takes && still(each));
+    const chosen = found.decided.filter((each) => each.takes && still(each));
     if (chosen.length && !(await change(TITLE, () => insertBehind(chosen)))) return;
     for (const [pipefusion, names] of grouped(chosen, "pipefusion")) {
         const more = pipefusion ? `, and Apply PipeFusion, because ${pipefusion}` : "";
         say(TITLE, "success", `Parallelize Model is now behind ${names}${more}. Undo reverts it.`);
     }
-    const already = decided.filter((each) => each.parallel);
-    if (already.length) say(TITLE, "info", `On several GPUs already: ${already.map((each) => each.name).join("; ")}.`);
-    const left = [...decided.filter((each) => !each.takes && !each.parallel), ...idle];
-    for (const [why, names] of grouped(left, "why")) {
-        say(TITLE, chosen.length ? "info" : "warn", `Not changed: ${names}: ${why.replace(/\.$/, "")}.`);
-    }
+    sayOthers(TITLE, found, "Not changed", chosen.length ? "info" : "warn");
 }
 
 app.registerExtension({

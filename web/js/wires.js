@@ -1,4 +1,4 @@
-/** The wires of a workflow: which ones a change must keep, and how a wire gets another beginning. */
+/** The wires of a workflow: what a change must keep, and how a wire gets another beginning. */
 export const NODE = "ParallelizeModel";
 export const PIPELINE = "ApplyPipeFusion";
 
@@ -28,42 +28,15 @@ export function beginAt(graph, link, id, slot) {
     if (!joined.includes(link.id)) joined.push(link.id);
 }
 
-/** A wire of a workflow file, which has a list for one in the outermost graph, and an object for one in a subgraph. */
-function inFile(link) {
-    if (!Array.isArray(link)) return link;
-    const [id, origin_id, origin_slot, target_id, target_slot] = link;
-    return { id, origin_id, origin_slot, target_id, target_slot };
-}
-
 /**
- * Of a workflow file: [end of a wire, its beginning, the title of the node that it ends at]. A wire through nodes of this pack
- * that are put behind loaders counts as one, and begins where the first of them gets its MODEL.
+ * Of a prompt: [a node's id and input, what it gets] for each wire. What a node of this pack that is put behind loaders gives
+ * out counts as what that node gets.
  */
-export function wires(file) {
-    return [file, ...(file.definitions?.subgraphs ?? [])].flatMap((graph) => {
-        const links = new Map((graph.links ?? []).map(inFile).map((link) => [link.id, link]));
-        const isOurs = ({ type }) => type === NODE || type === PIPELINE;
-        const ours = new Map(graph.nodes.filter(isOurs).map((node) => [String(node.id), node]));
-        const beginning = (id, passed = []) => {
-            const link = passed.includes(id) ? undefined : links.get(id);
-            if (!link) return null;
-            const through = ours.get(String(link.origin_id));
-            if (!through) return `${link.origin_id}.${link.origin_slot}`;
-            return beginning(through.inputs.find(isModel)?.link, [...passed, id]);
-        };
-        const others = graph.nodes.filter((node) => !isOurs(node));
-        const inputs = others.flatMap((node) =>
-            (node.inputs ?? []).map(({ name, link }) => [`${node.id}.${name}`, beginning(link), node.title ?? node.type]),
-        );
-        const isNode = new Set(graph.nodes.map(({ id }) => String(id)));
-        const outputs = [...links.values()].filter(({ target_id }) => !isNode.has(String(target_id)));
-        const all = [...inputs, ...outputs.map(({ id, target_slot }) => [`.${target_slot}`, beginning(id), graph.name])];
-        return all.filter(([, from]) => from).map(([end, ...rest]) => [`${graph.id} ${end}`, ...rest]);
-    });
-}
-
-/** Titles of the nodes that have lost a wire, or whose wire begins elsewhere now. Both are `wires` of a workflow file. */
-export function lost(before, after) {
-    const found = new Map(after);
-    return [...new Set(before.filter(([end, from]) => found.get(end) !== from).map(([, , title]) => title))];
+export function wires(prompt) {
+    const isOurs = (id) => [NODE, PIPELINE].includes(prompt[id]?.class_type);
+    const from = (wire) => (isOurs(wire?.[0]) ? from(prompt[wire[0]].inputs.model) : String(wire));
+    const others = Object.entries(prompt).filter(([id]) => !isOurs(id));
+    return others.flatMap(([id, { inputs }]) => Object.entries(inputs)
+        .filter(([, value]) => Array.isArray(value))
+        .map(([name, wire]) => [`${id} ${name}`, from(wire)]));
 }

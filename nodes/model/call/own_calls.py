@@ -123,7 +123,7 @@ def changes_and_options(
     """Return (attention of a call with `entries` batch entries, other nodes' changes in it, transformer_options for ranks).
     `loaded`: see chosen_attention. Raises ValueError for options that ranks cannot get, see told_to_own_class."""
     built, override = checkpoint.built, options.get(OVERRIDE)
-    preferred = preferred_attention(checkpoint, loaded, options) if HEEDS_FILES else ""
+    preferred = preferred_attention(checkpoint, loaded) if HEEDS_FILES else ""
     kernel, unknown = kernel_of_call(override, loaded, preferred)
     replaced = options.get(REPLACED) or {}
     skipped, replaced = ({}, replaced) if built.own.unet else skipped_keys(replaced)

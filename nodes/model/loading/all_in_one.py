@@ -6,7 +6,6 @@ from typing import Any
 
 import comfy.memory_management
 import comfy.model_detection
-import comfy.model_patcher
 import comfy.sd
 import comfy.utils
 import folder_paths
@@ -25,29 +24,15 @@ def clip_and_vae(path: Path) -> tuple[comfy.sd.CLIP | None, comfy.sd.VAE]:
     As with Load Checkpoint, a file without a text encoder gives None, and one without a VAE gives a VAE that raises when
     used. Raises ValueError for a file that only has a transformer.
     """
-    parts = _load(path)
-    for index, part in enumerate(parts):
-        if (patcher := getattr(part, "patcher", None)) is not None:
-            patcher.cached_patcher_init = (_patcher, (path, index))  # ComfyUI's nodes for several GPUs make a copy by it
-    return parts
-
-
-def _patcher(path: Path, index: int, **options: Any) -> comfy.model_patcher.ModelPatcher:
-    """Return the patcher of the CLIP (index 0) or the VAE (1), loaded again."""
-    part = _load(path, **options)[index]
-    assert part is not None  # only a part with a patcher has this function on it
-    return part.patcher
-
-
-def _load(path: Path, **options: Any) -> tuple[comfy.sd.CLIP | None, comfy.sd.VAE]:
     tensors, metadata = _mapped(path)
+    embeddings = folder_paths.get_folder_paths("embeddings")
     _, clip, vae, _ = comfy.sd.load_state_dict_guess_config(
-        tensors,
-        embedding_directory=folder_paths.get_folder_paths("embeddings"),
-        output_model=False,
-        metadata=metadata,
-        **options,
+        tensors, embedding_directory=embeddings, output_model=False, metadata=metadata
     )
+    loaders = comfy.sd.load_checkpoint_clip_patcher, comfy.sd.load_checkpoint_vae_patcher
+    for part, loader in zip((clip, vae), loaders, strict=True):
+        if (patcher := getattr(part, "patcher", None)) is not None:
+            patcher.cached_patcher_init = (loader, (str(path), embeddings))  # for copies on ComfyUI's other GPUs
     return clip, vae
 
 

@@ -10,7 +10,7 @@ from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import values_of
 from parallel_backend.core.own_class import name_pattern
 
-from ...ui.host import on_behalf, refuse
+from ...ui.host import refuse
 
 
 class NativeNames:
@@ -44,7 +44,7 @@ class NativeNames:
             if re.fullmatch(name_pattern(pattern), whole):
                 return value
         raise AttributeError(
-            f"model: '{whole}' of ComfyUI's model{on_behalf()} is not possible, because Parallel DiT's weights are on "
+            f"model: '{whole}' of ComfyUI's model is not possible, because Parallel DiT's weights are on "
             "its ranks. Remove the node that asks for it (some ControlNets do), or load the model with ComfyUI's own "
             "loader."
         )

@@ -5,28 +5,15 @@ run on the ranks. A function whose name is known becomes the name of the same ke
 """
 
 import inspect
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.checkpoints.single_file import PREFERENCE, asked_kernel
 from parallel_backend.core.attention_kernels import AUTO, KERNELS, SAGE_VARIANTS, SDPA, wanted
-from parallel_backend.core.short_text import short
 
 from ...ui.other_nodes import name_of
-from ..lora.lora import PREFIX
-from .reach import OURS, Unread, refuse_unread
 
-PREFERRED = f"{OURS}preferred_attention"
-"""Entry of transformer_options: attention layer -> the kernel that a LoRA asks for; empty if it is unknown."""
-LORA = "model: this LoRA"
-"""The beginning of an error about a request that cannot be read."""
-ATTENTION = PREFERENCE.removesuffix(".config")
-"""The end of the name of an attention layer's object with the request."""
 CORE = re.compile(r"model_patcher\.ModelPatcher\.set_model_optimized_attention\.<locals>\.optimized_attention_override")
 """The function that ModelPatcher puts there for nodes such as Model Attention Backend."""
 SAGE_KJ = re.compile(r"model_optimization_nodes\.PathchSageAttentionKJ\.patch\.<locals>\.attention_override_sage")
@@ -55,53 +42,11 @@ def chosen_attention(override: Any, loaded: str) -> str | None:
     return "" if exact and wanted(loaded)[0].exact else kernel
 
 
-def without_settings(patches: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the patches for weights, or for a text encoder. ComfyUI from 0.38 on converts the others to object patches."""
-    return {key: value for key, value in patches.items() if not _is_setting(key, value)}
-
-
-def _is_setting(key: Any, value: Any) -> bool:
-    named = isinstance(key, str) and key.startswith(PREFIX)
-    return named and isinstance(value, tuple) and len(value) == 2 and value[0] == "config"
-
-
-def wishes(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return attention layer -> kernel as in PREFERRED, from a LoRA's settings (name -> ("config", (bytes of JSON,))).
-    Raises ValueError for a setting of anything else, and for a request that cannot be read."""
-    refuse_unread(Unread(f"a LoRA's setting '{key}'") for key in settings if not key.endswith(PREFERENCE))
-    return {
-        (layer := _layer(key.removesuffix(PREFERENCE))): asked_kernel(LORA, layer, _read(layer, value[1][0]))
-        for key, value in settings.items()
-    }
-
-
-def wished_of_object(name: str, obj: Any) -> dict[str, str]:
-    """As `wishes`, from the object that ComfyUI has made of a LoRA's setting. Empty: it is another object."""
-    if not name.endswith(ATTENTION) or type(obj).__name__ != "ComfyAttention":
-        return {}
-    layer = _layer(name.removesuffix(ATTENTION))
-    return {layer: "" if obj.config is None else asked_kernel(LORA, layer, obj.config)}
-
-
-def _layer(name: str) -> str:
-    return name.removeprefix(PREFIX)
-
-
-def _read(layer: str, text: torch.Tensor) -> Any:
-    try:
-        return json.loads(bytes(text.flatten().tolist()))
-    except ValueError as error:
-        raise ValueError(
-            f"{LORA} has an attention setting for {short(layer)} that is not JSON. The file is damaged. Use another copy."
-        ) from error
-
-
-def preferred_attention(checkpoint: Checkpoint, loaded: str, options: Mapping[str, Any]) -> str:
-    """`BlockChanges.attention` that the model's file, or a LoRA in a call's transformer_options, asks for. Empty if there is
-    none, if blocks differ, or if the user's widget `attention` (`loaded`) names a kernel."""
-    asked = {**checkpoint.attention, **options.get(PREFERRED, {})}
-    kernels = set(asked.values())
-    in_all = len(asked) >= len(checkpoint.built.own.blocks)
+def preferred_attention(checkpoint: Checkpoint, loaded: str) -> str:
+    """`BlockChanges.attention` that the model's file asks for. Empty if there is none, if blocks differ, or if the user's
+    widget `attention` (`loaded`) names a kernel."""
+    kernels = set(checkpoint.attention.values())
+    in_all = len(checkpoint.attention) >= len(checkpoint.built.own.blocks)
     free = loaded.partition("/")[0] == AUTO
     return kernels.pop() if free and in_all and len(kernels) == 1 else ""
 

@@ -14,8 +14,8 @@ class RunReport:
     bands: int
     steps: int
     seconds: float
-    calls: tuple[int, int] | None
-    """Numbers of (exact, banded) model calls. None: the run was not in bands."""
+    exact_calls: int | None
+    """Number of exact model calls of a run in bands. None: the run was not in bands, and all calls were exact."""
     reason: str | None
     """Why the run was not in bands."""
     ranks: tuple[RunStats, ...]
@@ -23,8 +23,6 @@ class RunReport:
     """StepCache.summary. None: the run had no step cache."""
     notes: tuple[str, ...] = ()
     """Pool.notes."""
-    along: str | None = None
-    """The axis, "rows" or "frames", along which a video was cut. None: an image."""
     gained: str = ""
     """Speed relative to one GPU, as "1.7 x one GPU". Empty: unknown."""
     transfer_dtype: str = "full"
@@ -40,43 +38,21 @@ class RunReport:
         return total
 
     @property
-    def what(self) -> str:
-        """A clause with the numbers of exact calls and of calls with keys one step old."""
-        if self.degrees.naive:
-            return "patches that never see each other (naive patches, for comparison)"
-        if self.calls is None:
-            return "all model calls exact" + (f", because {self.reason}" if self.reason else "")
-        exact, banded = self.calls
-        how = "in displaced patches" if self.degrees.displaced else f"pipelined in {self.bands} patches"
-        how += f" of {self.along}" if self.along else ""
-        calls = "model call" if exact == 1 else "model calls"
-        return f"{exact} {calls} exact (warm-up), {banded} {how} with keys one step old"
-
-    @property
-    def summary(self) -> str:
-        """The first line of the report."""
-        return f"{self.degrees}, {self.what}" + (f", {self.cache}" if self.cache else "")
-
-    @property
     def shown(self) -> tuple[str, ...]:
         """Lines for the sampler's node: duration, exactness, and other facts that the user should know. The node shows two
         lines of about 38 characters, with "Parallel DiT: " before the first. A larger node shows the others."""
-        exact, _ = self.calls or (0, 0)
         if self.degrees.naive:
             how = "naive patches, for comparison"
-        elif self.calls is None:
+        elif self.exact_calls is None:
             close = ["step cache"] * (self.cache is not None) + ["packed transfers"] * (self.transfer_dtype != "full")
             ranks = f"exact, on {self.degrees.world} {'rank' if self.degrees.world == 1 else 'ranks'}"
             how = f"close to exact: {', '.join(close)}" if close else ranks
         else:
-            how = f"close to exact: {'patches' if self.degrees.displaced else f'{self.bands} patches'}, warm-up {exact}"
-        lines = (f"{self.seconds:.1f} s, {self.gained or f'{self._step_seconds:.2f} s a step'}", how)
-        why = f"not in patches: {self.reason}" if self.calls is None and self.reason else None
+            patches = "patches" if self.degrees.displaced else f"{self.bands} patches"
+            how = f"close to exact: {patches}, warm-up {self.exact_calls}"
+        lines = (f"{self.seconds:.1f} s, {self.gained or f'{self.seconds / max(1, self.steps):.2f} s a step'}", how)
+        why = f"not in patches: {self.reason}" if self.exact_calls is None and self.reason else None
         return (*lines, *filter(None, (why, self.cache)), *self.notes)
-
-    @property
-    def _step_seconds(self) -> float:
-        return self.seconds / max(1, self.steps)
 
     def __str__(self) -> str:
         busy, waited, under_way = (
@@ -85,9 +61,8 @@ class RunReport:
         )
         moved = ", ".join(f"{axis} {count / 1e6:.1f} MB" for axis, count in self.bytes_sent.items()) or "nothing"
         lines = [
-            self.summary,
-            *self.notes,
-            f"{self.seconds:.2f} s, {self._step_seconds:.3f} s per step" + (f", about {self.gained}" if self.gained else ""),
+            str(self.degrees),
+            *self.shown,
             f"moved between ranks: {moved} ({sum(self.bytes_sent.values()) / max(1, self.steps) / 1e6:.2f} MB per step)",
         ]
         if under_way:

@@ -27,19 +27,13 @@ def probe_links(rank: int, devices: tuple[str, ...], sizes: tuple[int, ...]) -> 
                 if rank == one:
                     links[two] = times
             dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
-    peers, free, total, name = {}, None, None, f"CPU ({platform.machine()})"
+    free, total, name = None, None, f"CPU ({platform.machine()})"
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         name = torch.cuda.get_device_name(device)
-        sees_others = torch.cuda.device_count() > 1
-        peers = {
-            other: torch.cuda.can_device_access_peer(device, theirs)
-            for other, theirs in enumerate(devices)
-            if theirs.startswith("cuda") and theirs != devices[rank] and sees_others
-        }
     together = _all_at_once(max(sizes), rank, len(devices), device)
-    return LinksProbed(rank, name, free, total, links, peers, together)
+    return LinksProbed(rank, name, free, total, links, together)
 
 
 def _to_and_fro(size: int, peer: int, first: bool, device: torch.device) -> tuple[int, float]:

@@ -7,7 +7,6 @@ merge of models) overwrites it. To undo that, the loaded value is read from the 
 Adapters come in groups, whose strengths may change at every call. Adapters of a group with strength 0 stay on the device.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -91,7 +90,6 @@ class Adapters:
     ):
         self._model, self._checkpoint, self._plan, self._store = model, checkpoint, plan, store
         self._device, self._dtype = device, dtype
-        self._factors: list[Adapt] = []  # the rank's shards before scaling, for `rescale`
         self._low_rank: list[_LowRank] = []
         self._values: dict[str, _Values] = {}
         self._replaced: set[str] = set()  # parameters whose loaded values are written over
@@ -101,11 +99,6 @@ class Adapters:
     def nbytes(self) -> int:
         """Bytes of all additions on the device, whatever their strengths."""
         return sum(each.nbytes for each in self._low_rank) + sum(each.nbytes for each in self._values.values())
-
-    @property
-    def changed(self) -> frozenset[str]:
-        """Names of the parameters whose own values contain additions."""
-        return frozenset(self._replaced) | self._values.keys()
 
     def add(self, part: Adapt) -> None:
         """Add to one of the rank's parameters, or replace its value. Raises AttributeError if the rank does not have it."""
@@ -118,18 +111,7 @@ class Adapters:
         if part.instead:
             self._replace(part)
             return
-        if part.down is not None:
-            self._factors.append(part)
         self._put(part)
-
-    def rescale(self, scales: Sequence[float]) -> None:
-        """Replace the scales of all additions, in the order of `add`. All of them must have two factors. `weigh` must
-        follow, as it must after `drop`."""
-        factors = [replace(part, scale=scale) for part, scale in zip(self._factors, scales, strict=True)]
-        self.drop()
-        self._factors = factors
-        for part in factors:
-            self._put(part)
 
     @torch.no_grad()
     def weigh(self, strengths: tuple[float, ...]) -> None:
@@ -152,7 +134,7 @@ class Adapters:
             self._store.rejoin(name)
         if self._replaced:
             self._load_again()
-        self._factors, self._low_rank, self._values, self._strengths = [], [], {}, ()
+        self._low_rank, self._values, self._strengths = [], {}, ()
 
     def _strength(self, group: int) -> float:
         if group == 0:

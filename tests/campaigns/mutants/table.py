@@ -295,9 +295,6 @@ a run that was given up counts on | tests/client/test_several_models.py -k given
 # parallel_backend/client/lora.py
 other factors keep the strengths of those before | tests/rank/test_lora.py | tests/campaigns/test_states.py | default
 -                self._strengths = ()
-a LoRA keeps the scale of its first use | tests/rank/test_lora.py | default
--Rescale(tuple(same[number].scale
-+Rescale(tuple(known[number].scale
 # nodes/model/carry_over.py
 a node's wrappers are not carried over | tests/nodes
 -            if key not in without:
