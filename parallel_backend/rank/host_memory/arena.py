@@ -102,7 +102,7 @@ def open_arena(layout: Layout, process: int, handle: int) -> Arena:
         if new:
             os.truncate(lock, layout.nbytes)
             fcntl.fcntl(lock, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        segment = open_segment(OpenSegment(0, layout.nbytes, ""), os.dup(lock))
+        segment = open_segment(OpenSegment(0, layout.nbytes), os.dup(lock))
         digest = segment.memory[:DIGEST_BYTES].view(torch.int64)
         if new:
             digest.fill_(layout.digest)
