@@ -103,12 +103,6 @@ class LoadedStage:
             block.register_forward_hook(lambda *_: heartbeat.done())
         self._blocks_here = len(stage.modules)
 
-    @property
-    def computes_alone(self) -> bool:
-        """Whether this rank computes without transfers between a receive and a send."""
-        degrees = self._degrees
-        return degrees.patch == degrees.ring == degrees.ulysses == degrees.tensor == 1
-
     def image(self, tokens: Span) -> Span:
         """Return this rank's part of a micro-step's image tokens."""
         return self.cut.image(tokens)[self.place]
