@@ -279,13 +279,18 @@ def _joined(name: str, key: str, pieces: list[tuple[Entry, Span]]) -> Entry:
 def asked_kernel(asker: str, layer: str, wishes: Any) -> str:
     """Return the ranks' kernel that a layer's `wishes`, read from JSON, ask for; empty if all methods are unknown. Raises
     ValueError, which begins with `asker`, if they are neither an object nor a list of objects."""
-    listed = wishes if isinstance(wishes, list) else [wishes]
-    if other := [wish for wish in listed if not isinstance(wish, dict)]:
+    methods = [_method(asker, layer, wish) for wish in (wishes if isinstance(wishes, list) else [wishes])]
+    return next((KERNELS[method] for method in methods if method in KERNELS), "")
+
+
+def _method(asker: str, layer: str, wish: Any) -> str:
+    if not isinstance(wish, dict):
         raise ValueError(
-            f"{asker} has an attention setting for {short(layer)} in an unknown form: {short(other[0])}. The file is "
+            f"{asker} has an attention setting for {short(layer)} in an unknown form: {short(wish)}. The file is "
             "damaged. Use another copy."
         )
-    return next((kernel for wish in listed for method, kernel in KERNELS.items() if wish.get("attention") == method), "")
+    method = wish.get("attention")
+    return method if isinstance(method, str) else ""
 
 
 def check_own_arguments(name: str, arguments: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> None:

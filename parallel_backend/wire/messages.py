@@ -4,6 +4,8 @@ A message is a frozen dataclass of numbers, strings, tuples, dicts and tensors (
 Floats are finite. Tensors arrive on the CPU. The messages that ranks send, and no others, have a field `rank`.
 """
 
+from parallel_backend.core.spans import Span
+
 from .diagnosis import PROBE_COLUMNS as PROBE_COLUMNS
 from .diagnosis import PROBE_TEXT as PROBE_TEXT
 from .diagnosis import (
@@ -44,14 +46,17 @@ from .sampling import CloseRun, DropConditioning, OpenRun, Output, PutConditioni
 from .shared_memory import DropSegment, OpenSegment
 from .vae import BeginVAE, DropVAE, EndVAE, PutVAE, RunVAE, VAEBegun, VAEOutput
 
-_TYPES = (
-    *(Ready, HeartbeatMessage, Unload, Unloaded, Failure, Stop),
-    *(Load, Loading, Loaded, PutConditioning, DropConditioning),
-    *(DropAdapters, Adapt, Rescale, Weigh, AdaptersSent, Adapted, SetResident, Residency),
-    *(PutVAE, BeginVAE, VAEBegun, RunVAE, VAEOutput, EndVAE, DropVAE),
-    *(Step, Output, OpenRun, CloseRun, RunStats, Probe, Probed, ProbeLinks, LinksProbed),
-    *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, DropSegment),
-    *(ReadMemory, DeviceMemoryReport, ReleaseUnused, UnusedReleased, FindNotFinite, NotFiniteFound),
-)
-_ENCODING = Encoding(_TYPES)
+_TYPES = {
+    cls.__name__: cls
+    for cls in (
+        *(Ready, HeartbeatMessage, Unload, Unloaded, Failure, Stop, Span),
+        *(Load, Loading, Loaded, PutConditioning, DropConditioning),
+        *(DropAdapters, Adapt, Rescale, Weigh, AdaptersSent, Adapted, SetResident, Residency),
+        *(PutVAE, BeginVAE, VAEBegun, RunVAE, VAEOutput, EndVAE, DropVAE),
+        *(Step, Output, OpenRun, CloseRun, RunStats, Probe, Probed, ProbeLinks, LinksProbed),
+        *(BeginTimeline, ReadTimeline, Timeline, OpenSegment, DropSegment),
+        *(ReadMemory, DeviceMemoryReport, ReleaseUnused, UnusedReleased, FindNotFinite, NotFiniteFound),
+    )
+}
+_ENCODING = Encoding(_TYPES.values())
 encode, decode_header = _ENCODING.encode, _ENCODING.decode

@@ -200,7 +200,7 @@ def test_nothing_follows_a_message_that_was_cut_short(ends, monkeypatch):
 
 
 def test_every_type_is_tried():
-    types = {cls for cls in vars(m).values() if dataclasses.is_dataclass(cls)}
+    types = {cls for cls in vars(m).values() if dataclasses.is_dataclass(cls)} - {Span}
     assert {type(message) for message in MESSAGES} == types
 
 
@@ -244,9 +244,7 @@ WRONG = {
     "nothing for something": ["DropConditioning", None],
     "a field too few": ["Loading", 0],
     "a field too many": ["Ready", 0, 0],
-    "a span that ends before it starts": [
-        *("Step", 1, 2, 7, [8, 4], False, True, False, [0, 1], ["float32", [1]], [], [], ["float32", [0]])
-    ],
+    "a span that ends before it starts": ["Span", 3, 2],
     "a key twice": ["Probed", 0, [["a", [1.0]], ["a", [1.0]]], [1.0, 1.0], None],
     "a tensor for a number": ["Ready", ["float32", [1]]],
     "a number for a tensor": ["Output", 0, 1, 3],
