@@ -76,7 +76,7 @@ class Request:
     """The properties of model calls for one conditioning that determine their memory."""
 
     grid: tuple[int, ...]
-    """Number of the image's tokens along each axis."""
+    """Number of the image's tokens along each axis. It may also have other tokens (BuiltClass.counted)."""
     references: int
     """Tokens of reference images."""
     text: int
@@ -98,8 +98,6 @@ class Request:
     """Number of tensors of hidden states that controls add after blocks."""
     streams: tuple[tuple[int, int], ...] = ()
     """See Counted."""
-    picture: tuple[int, ...] = ()
-    """The grid of the latent, the same for each conditioning. `grid` may also have other tokens (BuiltClass.counted)."""
 
     @property
     def image(self) -> int:
