@@ -66,11 +66,6 @@ class Meeting:
     def meet(self) -> None:
         self.distributed.meet(self.group)
 
-    def is_any(self, what: str, value: bool) -> bool:
-        """The value itself: all ranks are in one process, with equal values."""
-        self.meet()
-        return value
-
 
 @dataclass
 class ThreadRanks:

@@ -107,7 +107,7 @@ def recorded(checkpoint: Checkpoint, call: mini.Call, degrees: Degrees, bands: i
 
 def replayed(log: list[Any], degrees: Degrees, device: str) -> dict[str, float]:
     """Milliseconds of the main thread, and of the clock, for a step."""
-    settings = RankSettings(0, (device,) * degrees.world, Path("nowhere"), 1, timedelta(minutes=1))
+    settings = RankSettings((device,) * degrees.world, 1, timedelta(minutes=1), rank=0, rendezvous=Path("nowhere"))
     if degrees.world > 1:
         dist.init_process_group("fake", rank=0, world_size=degrees.world, store=FakeStore())
     try:

@@ -63,7 +63,7 @@ def row(degrees: Degrees) -> dict[str, Any]:
 def with_predictions(degrees: Degrees, found: dict[str, Any]) -> dict[str, Any]:
     """The row with the memory model's bytes of each rank: "predicted" beside "peak", "kept" of that in keys and values, and
     "state", a hidden state of the rank's tokens."""
-    gone = "padding", "looked_at"  # of results before 2026-12-01
+    gone = "padding", "looked_at", "picture"  # of results before 2026-12-01
     known = {name: value for name, value in found["request"].items() if name not in gone}
     request = Request(**known | {"grid": tuple(known["grid"])})
     for each, need, kept, state in zip(found["ranks"], *predicted(FLUX_DEV, degrees, request), strict=True):

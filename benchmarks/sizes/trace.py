@@ -147,7 +147,7 @@ def predicted(real: MiniModel, degrees: Degrees, request: Request) -> tuple[list
         for rank in range(degrees.world)
     ]
     needs = memory_by_rank(sizes, degrees, spans, (request,))
-    return needs, [need.buffers + need.arriving for need in needs], [state * sizes.token_bytes for state in states]
+    return needs, [need.buffers for need in needs], [state * sizes.token_bytes for state in states]
 
 
 @functools.lru_cache(maxsize=8)

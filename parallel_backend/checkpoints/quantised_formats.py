@@ -75,9 +75,11 @@ class Format:
     (`convrot_groupsize`)."""
 
 
-_FP8_SCALES = {
-    "weight_scale": ScaleLayout(ScalePlace.ROW_OR_WHOLE, FLOATS),
-    "input_scale": ScaleLayout(ScalePlace.WHOLE, FLOATS, False),
+_INPUT_SCALE = {"input_scale": ScaleLayout(ScalePlace.WHOLE, FLOATS, False)}
+_FP8_SCALES = {"weight_scale": ScaleLayout(ScalePlace.ROW_OR_WHOLE, FLOATS), **_INPUT_SCALE}
+_RELATIVE_SCALES = {
+    "weight_s_rel": ScaleLayout(ScalePlace.BLOCK, ("fp8_e4m3fn", "U8", "fp32")),
+    "weight_s_channel": ScaleLayout(ScalePlace.ROW, FLOATS),
 }
 
 FORMATS = {
@@ -92,7 +94,7 @@ FORMATS = {
         {
             "weight_scale": ScaleLayout(ScalePlace.TILED, ("fp8_e4m3fn", "U8")),
             "weight_scale_2": ScaleLayout(ScalePlace.WHOLE, FLOATS),
-            "input_scale": ScaleLayout(ScalePlace.WHOLE, FLOATS, False),
+            **_INPUT_SCALE,
             "pre_quant_scale": ScaleLayout(ScalePlace.COLUMN, FLOATS, False),
         },
         block=16,
@@ -101,10 +103,7 @@ FORMATS = {
     "mxfp8": Format(
         "fp8_e4m3fn",
         "TensorCoreMXFP8Layout",
-        {
-            "weight_scale": ScaleLayout(ScalePlace.TILED, ("F8_E8M0", "U8")),
-            "input_scale": ScaleLayout(ScalePlace.WHOLE, FLOATS, False),
-        },
+        {"weight_scale": ScaleLayout(ScalePlace.TILED, ("F8_E8M0", "U8")), **_INPUT_SCALE},
         block=32,
     ),
     "convrot_w4a4": Format(
@@ -118,11 +117,7 @@ FORMATS = {
     "asym_w4a8_int8": Format(
         "I8",
         "AsymW4A8Int8Layout",
-        {
-            "weight_s_rel": ScaleLayout(ScalePlace.BLOCK, ("fp8_e4m3fn", "U8", "fp32")),
-            "weight_s_channel": ScaleLayout(ScalePlace.ROW, FLOATS),
-            "weight_codebook": ScaleLayout(ScalePlace.WHOLE, FLOATS, False),
-        },
+        {**_RELATIVE_SCALES, "weight_codebook": ScaleLayout(ScalePlace.WHOLE, FLOATS, False)},
         block=0,
         usual_block=16,
         bits=4,
@@ -131,10 +126,7 @@ FORMATS = {
     "w6a8_int8": Format(
         "I8",
         "AsymW4A8Int8Layout",
-        {
-            "weight_s_rel": ScaleLayout(ScalePlace.BLOCK, ("fp8_e4m3fn", "U8", "fp32")),
-            "weight_s_channel": ScaleLayout(ScalePlace.ROW, FLOATS),
-        },
+        _RELATIVE_SCALES,
         block=0,
         usual_block=16,
         bits=6,

@@ -15,7 +15,7 @@ from parallel_backend.placement.balance import (
     timed_rows,
 )
 from parallel_backend.placement.memory_model import Request, bytes_by_block, bytes_outside_blocks
-from parallel_backend.placement.model_sizes import block_bytes, block_lists, model_sizes
+from parallel_backend.placement.model_sizes import block_lists, model_sizes
 from parallel_backend.processes.pool import Poll
 from parallel_backend.processes.pool_part import SomeRanks
 
@@ -41,13 +41,11 @@ def balance(
     if by_hand is not None or stage_split.strip().lower() == "even" or degrees.pipe == degrees.patch == 1:
         return Balance(by_hand or even_stages(len(lists), degrees.pipe), even, None)
     rows = timed_rows(expected, degrees, on_gpus=all("cuda" in device for device in pool.devices))
+    model = model_sizes(checkpoint, dtype, pool.devices[0])
     if (probe := probe_of(checkpoint, dtype, rows)) is None:
-        return Balance(stages_by_size(block_bytes(checkpoint, lists, dtype, 1), degrees.pipe), even, None)
+        return Balance(stages_by_size(model.block_bytes, degrees.pipe), even, None)
     probes = measured_blocks(pool, probe[0], lists, poll)
-    sizes, other_bytes = block_bytes(checkpoint, lists, dtype, degrees.tensor), None
-    if expected is not None:
-        model = model_sizes(checkpoint, dtype, pool.devices[0])
-        sizes = bytes_by_block(model, degrees, (expected,))
-        other_bytes = bytes_outside_blocks(model, degrees, expected)
+    sizes = bytes_by_block(model, degrees, () if expected is None else (expected,))
+    other_bytes = None if expected is None else bytes_outside_blocks(model, degrees, expected)
     cut = divide(degrees, lists, sizes, probes, other_bytes=other_bytes, spill=spill_seconds(copy_rates, expected))
     return replace(cut, timed_tokens=probe[1][0])

@@ -305,5 +305,4 @@ def request_of(
         conditioning.changes.together,
         added,
         counted.streams,
-        layout.grid,
     )

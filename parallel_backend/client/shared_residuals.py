@@ -14,7 +14,7 @@ import torch
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.device_copies import page_locked
 from parallel_backend.core.host_memory import host_memory
-from parallel_backend.core.pinned import pinning
+from parallel_backend.core.pinned import pin
 from parallel_backend.processes.model_ranks import ModelRanks
 from parallel_backend.processes.pool import RankError
 from parallel_backend.wire.shared_memory import Segment, bytes_of_copies, make_segment, sharing_possible
@@ -38,7 +38,7 @@ class SharedResiduals:
         self._possible = sharing_possible()
         self._free: list[list[Segment]] = [[] for _ in range(degrees.batch)]  # by replica
         self._used: dict[int, tuple[int, Segment]] = {}  # by micro-step: its replica and segment
-        self._unpins: dict[int, Callable[[], None]] = {}  # by number of a segment that this process has page-locked
+        self._unpins: dict[int, Callable[[], None] | None] = {}  # by number of a segment that this process has page-locked
         self._nbytes = 0
 
     def place(self, replica: int, seq: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ class SharedResiduals:
         self._used[seq] = replica, segment
         for device in {tensor.device for tensor in tensors}:
             if page_locked(device) and segment.number not in self._unpins:
-                self._unpins[segment.number] = pinning(device)(segment.memory)
+                self._unpins[segment.number] = pin(segment.memory, device)
         return segment.copies(tensors)
 
     def done(self, seq: int) -> None:

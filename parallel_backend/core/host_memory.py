@@ -10,7 +10,6 @@ import torch
 from .control_groups import CONTROL_GROUPS, MEMBERSHIP, groups
 from .device_copies import page_locked
 
-MEMINFO = Path("/proc/meminfo")
 UNLIMITED = 1 << 60
 """Version 1 of control groups writes a number above this if there is no limit."""
 LEFT_FREE = 1 << 29
@@ -41,13 +40,11 @@ def room_for_weights(device: torch.device) -> int:
 
 def _memories(swap: bool) -> list[tuple[int, int]]:
     """Return (free, total) bytes of the machine, and of each control group of this process that has a limit."""
+    memory = psutil.virtual_memory()
     if sys.platform != "linux":
-        memory = psutil.virtual_memory()
         return [(memory.available, memory.total)]
-    lines = (line.split() for line in MEMINFO.read_text().splitlines())
-    known = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
-    machine = known["MemAvailable"] + (known.get("SwapFree", 0) if swap else 0), known["MemTotal"]
-    return [machine, *group_limits(MEMBERSHIP.read_text(), CONTROL_GROUPS)]
+    free = memory.available + (psutil.swap_memory().free if swap else 0)
+    return [(free, memory.total), *group_limits(MEMBERSHIP.read_text(), CONTROL_GROUPS)]
 
 
 def group_limits(membership: str, root: Path) -> Iterable[tuple[int, int]]:

@@ -38,18 +38,14 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Recur
 def write_kept(path: Path, key: dict[str, object], name: str, content: object) -> None:
     """Atomically: a concurrent reader sees the old file or the new one. OSError if it cannot be written. ValueError for NaN
     and infinity, which are not JSON."""
-    _write_json(path, {"key": key, name: content, "digest": digest(content)})
-
-
-def _write_json(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=1, allow_nan=False)
-        os.replace(name, path)
+            json.dump({"key": key, name: content, "digest": digest(content)}, file, indent=1, allow_nan=False)
+        os.replace(part, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        Path(part).unlink(missing_ok=True)
         raise
 
 

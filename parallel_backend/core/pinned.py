@@ -1,7 +1,6 @@
 """Pins existing host memory, so that a GPU copies from and to it at the speed of its link and the host does not wait."""
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable
 
@@ -16,13 +15,14 @@ PORTABLE = 1
 
 
 def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None:
-    """Pin a tensor's memory for a CUDA device. Returns a function that unpins it. None: the driver refused.
+    """Pin a tensor's memory for a CUDA device. Returns a function that unpins it. None: it is not pinned, because the driver
+    refused or copies for this device use no pinned memory (page_locked).
 
-    Does nothing for other devices and on Windows (see page_locked). The returned function waits for the device, so only the
-    thread that computes on it may call it: CUDA forbids synchronizing while another thread captures a graph.
+    The returned function waits for the device, so only the thread that computes on it may call it: CUDA forbids
+    synchronizing while another thread captures a graph.
     """
     if not memory.nbytes or not page_locked(device):
-        return _nothing
+        return None
     with torch.cuda.device(device):  # a thread begins with device 0, and would make a context there
         cudart = torch.cuda.cudart()
         failed = cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)
@@ -39,19 +39,6 @@ def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None
             cudart.cudaHostUnregister(memory.data_ptr())
 
     return unpin
-
-
-def pinning(device: torch.device) -> Callable[[torch.Tensor], Callable[[], None]]:
-    """`pin` for one device, for memory that also works unpinned."""
-    return functools.partial(_pin_or_leave, device)
-
-
-def _pin_or_leave(device: torch.device, memory: torch.Tensor) -> Callable[[], None]:
-    return pin(memory, device) or _nothing
-
-
-def _nothing() -> None:
-    """The function that unpins memory which was not pinned."""
 
 
 def _forget_error(device: torch.device) -> None:

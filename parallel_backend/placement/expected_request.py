@@ -28,5 +28,4 @@ def expected_request(
         kept=kept,
         bands=bands,
         band_dim=built.patching.cut(built.patching.best_axis(image_grid)).band_dim,
-        picture=image_grid,
     )

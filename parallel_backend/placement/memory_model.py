@@ -49,12 +49,11 @@ class MemoryNeed:
 
     weights: int
     buffers: int
-    """Keys and values that are stored from call to call."""
+    """Keys and values that are stored from call to call, and those of other ranks that arrive during a call for the next one
+    (displaced patches)."""
     activations: int
     """Other tensors at the peak of a micro-step."""
-    arriving: int = 0
-    """Keys of other ranks that arrive during a call for the next one (displaced patches)."""
-    least: int = 0
+    least: int
     """The certain part of the activations."""
 
     @property
@@ -64,12 +63,12 @@ class MemoryNeed:
     @property
     def run(self) -> int:
         """Bytes at the peak of a run in addition to the weights."""
-        return self.buffers + self.arriving + self.activations
+        return self.buffers + self.activations
 
     @property
     def certain(self) -> int:
         """The part of `run` that is certain, not estimated."""
-        return self.buffers + self.arriving + self.least
+        return self.buffers + self.least
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Request:
     """The properties of model calls for one conditioning that determine their memory."""
 
     grid: tuple[int, ...]
-    """Number of the image's tokens along each axis."""
+    """Number of the image's tokens along each axis. It may also have other tokens (BuiltClass.counted)."""
     references: int
     """Tokens of reference images."""
     text: int
@@ -99,8 +98,6 @@ class Request:
     """Number of tensors of hidden states that controls add after blocks."""
     streams: tuple[tuple[int, int], ...] = ()
     """See Counted."""
-    picture: tuple[int, ...] = ()
-    """The grid of the latent, the same for each conditioning. `grid` may also have other tokens (BuiltClass.counted)."""
 
     @property
     def image(self) -> int:
@@ -138,9 +135,8 @@ def memory_of(
     added = max(additions, default=0) * sizes.token_bytes
     return MemoryNeed(
         rank_weights(sizes, degrees, span).total,
-        sum(buffer_bytes(sizes, degrees, span, at, request) for request in requests),
+        sum(_kept_bytes(sizes, degrees, span, at, request) for request in requests),
         max((likely for _, likely in computing), default=0) + added,
-        sum(_arriving_bytes(sizes, degrees, span, at, request) for request in requests),
         max((least for least, _ in computing), default=0) + added,
     )
 
@@ -158,8 +154,7 @@ def bytes_by_block(sizes: ModelSizes, degrees: Degrees, requests: tuple[Request,
     places = {replace(at, pipe=0, patch=0, ring=0) for at in coordinates}  # along these axes all ranks keep as much
 
     def kept(block: Span, at: Coordinate) -> int:
-        parts = ((sizes, degrees, block, at, request) for request in requests)
-        return sum(buffer_bytes(*part) + _arriving_bytes(*part) for part in parts)
+        return sum(_kept_bytes(sizes, degrees, block, at, request) for request in requests)
 
     return [
         size + max(kept(Span(index, index + 1), at) for at in places)
@@ -195,15 +190,15 @@ def head_values(layers: Iterable[StreamKeys], image: float, text: int, streams: 
     return sum(map(values, layers))
 
 
-def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """Return the bytes of this call's keys of all ranks, which the next call reads."""
+def _kept_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
+    """Return `buffer_bytes`, and under displaced patches those of this call's keys of all ranks, which the next call
+    reads."""
+    stored = buffer_bytes(sizes, degrees, span, at, request)
     if not degrees.displaced or not request.kept:
-        return 0
-    keys = buffer_bytes(sizes, degrees, span, at, request) // request.kept
-    if not (bits := change_bits(sizes.transfer_dtype)):
-        return keys
+        return stored
+    keys, bits = stored // request.kept, change_bits(sizes.transfer_dtype)
     # Changes are sent quantised, so a rank also keeps the values that all ranks have decoded so far.
-    return keys + change_bytes(keys // sizes.itemsize, sizes.head_size, bits)
+    return stored + keys + (change_bytes(keys // sizes.itemsize, sizes.head_size, bits) if bits else 0)
 
 
 def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: Request) -> tuple[int, int]:

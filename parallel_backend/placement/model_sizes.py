@@ -101,11 +101,17 @@ class RankWeights:
 
 def model_sizes(checkpoint: Checkpoint, dtype: str, device: str) -> ModelSizes:
     """Return the sizes on ranks whose devices are like `device`. `dtype`: of the weights, as in Setup."""
-    built = checkpoint.built
+    built, ends = checkpoint.built, 0
+    blocks = {(name, index): 0 for name, count in built.counts.items() for index in range(count)}
+    for target in checkpoint.key_map:
+        if (place := built.place(target)) is not None:
+            blocks[place] += checkpoint.nbytes(target, dtype)
+        elif not built.is_elsewhere(target):
+            ends += checkpoint.nbytes(target, dtype)
     computed = compute_dtype(dtype, torch.device("cuda" if "cuda" in device else "cpu")).itemsize
     return ModelSizes(
-        tuple(block_bytes(checkpoint, block_lists(checkpoint), dtype, 1)),
-        ends_bytes(checkpoint, dtype),
+        tuple(blocks.values()),
+        ends,
         built.attention,
         built.own.heads,
         built.own.sharing,
@@ -123,22 +129,6 @@ def block_lists(checkpoint: Checkpoint) -> list[str]:
     """Return the name of each block's list."""
     counts = checkpoint.built.counts
     return [name for name, count in counts.items() for _ in range(count)]
-
-
-def block_bytes(checkpoint: Checkpoint, lists: list[str], dtype: str, tensor: int) -> list[int]:
-    """Return the bytes of each block's weights on one of `tensor` ranks. `lists`: see block_lists."""
-    sizes = dict.fromkeys(((name, lists[:place].count(name)) for place, name in enumerate(lists)), 0)
-    for target in checkpoint.key_map:
-        if (place := checkpoint.built.place(target)) is not None:
-            sizes[place] += checkpoint.nbytes(target, dtype) // tensor
-    return list(sizes.values())
-
-
-def ends_bytes(checkpoint: Checkpoint, dtype: str) -> int:
-    """Return the bytes of the weights outside the blocks."""
-    built = checkpoint.built
-    outside = (name for name in checkpoint.key_map if built.place(name) is None and not built.is_elsewhere(name))
-    return sum(checkpoint.nbytes(name, dtype) for name in outside)
 
 
 def weights_of_blocks(sizes: ModelSizes, degrees: Degrees) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ class ModelRanks(PoolPart):
         self._on_output: Callable[[m.Output], None] = lambda output: None
         self._on_failure: Callable[[Exception], None] = lambda error: None
         self._failure: Exception | None = None
-        self.pool, self.number = pool, pool.enter(self, keep_others)
+        self.pool, self.number = pool, self.whole.enter(self, keep_others)
 
     def listen(self, on_output: Callable[[m.Output], None], on_failure: Callable[[Exception], None]) -> None:
         """Call `on_output` for every later Output of the model, and `on_failure` with the error that ends the model; at once

@@ -43,6 +43,9 @@ LoadProgress = Callable[[str, float], None]
 class Listener(Protocol):
     """Receives the ranks' messages about one model. Its methods run on the pool's receiving thread."""
 
+    part_ranks: tuple[int, ...]
+    """The pool's ranks that have the model. The `rank` of a message is the sender's index among them."""
+
     def on_output(self, output: m.Output) -> None: ...
 
     def on_loading(self, loading: m.Loading) -> None: ...
@@ -98,7 +101,6 @@ class Pool:
         self.segments = itertools.count(1)
         """The next numbers for segments of shared memory."""
         self._models: WeakValueDictionary[int, Listener] = WeakValueDictionary()
-        self._ranks_of: dict[int, Sequence[int]] = {}  # by the model's number
         self._numbers = itertools.count(1)  # of models
         self._newest = 0  # number of the newest model
         self._order = threading.RLock()  # held while sending, so that messages to several ranks have one order on all ranks
@@ -147,31 +149,25 @@ class Pool:
         """Return the number among these ranks of a rank of the pool, or None if it is not one of them."""
         return rank
 
-    def enter(self, model: Listener, keep_others: bool = False, ranks: Sequence[int] | None = None) -> int:
+    def enter(self, model: Listener, keep_others: bool = False) -> int:
         """Register a model and return its number. `model` gets its ranks' messages until it is garbage-collected or leaves.
-
-        `ranks`: those that have the model; None: all. A message's `rank` is the sender's index in `ranks`. Without
-        `keep_others` all other models end, and the ranks free them before they handle later messages.
-        """
+        Without `keep_others` all other models end, and the ranks free them before they handle later messages."""
         if not keep_others:
             self.clear(RuntimeError("Parallel DiT: another model has been loaded on these ranks"))
         self._newest = number = next(self._numbers)
         self._models[number] = model
-        self._ranks_of[number] = range(len(self.devices)) if ranks is None else ranks
         return number
 
     def clear(self, why: Exception) -> None:
         """Let all models fail with the error `why`. The ranks free them, and parts of VAEs, after all earlier messages."""
         while self._models:
             self._models.popitem()[1].on_failure(why)
-        self._ranks_of.clear()
         if self._newest and self.error is None:
             self.tell(m.Unload())
 
     def leave(self, number: int) -> None:
         """Drop all later messages about the model with that number."""
         self._models.pop(number, None)
-        self._ranks_of.pop(number, None)
 
     def send(self, rank: int, message: Any, request_id: int | None = None, model: int | None = None) -> None:
         """Send a message to a rank. Raises RankError if the pool has failed; if a rank has just ended, the receiving thread
@@ -375,11 +371,9 @@ class Pool:
                     raise m.BadMessage(f"{type(message).__name__} about a model that was never loaded")
                 if (listener := self._models.get(model)) is None:  # the model has been let go meanwhile
                     return
-                if (ranks := self._ranks_of.get(model)) is None:
-                    return
-                if rank not in ranks:
+                if rank not in listener.part_ranks:
                     raise m.BadMessage(f"{type(message).__name__} from a rank that does not have the model")
-                message = replace(message, rank=ranks.index(rank))
+                message = replace(message, rank=listener.part_ranks.index(rank))
                 if isinstance(message, m.Output):
                     listener.on_output(message)
                 else:

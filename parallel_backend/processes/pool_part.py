@@ -8,7 +8,7 @@ from typing import Any
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.wire.shared_memory import Segment
 
-from .pool import Listener, Pool
+from .pool import Pool
 
 
 class PoolPart:
@@ -47,9 +47,6 @@ class PoolPart:
 
     def doing(self, rank: int) -> str:
         return self.whole.doing(self.part_ranks[rank])
-
-    def enter(self, model: Listener, keep_others: bool = False) -> int:
-        return self.whole.enter(model, keep_others, self.part_ranks)
 
     def send(self, rank: int, message: Any, request_id: int | None = None) -> None:
         self.whole.send(self.part_ranks[rank], message, request_id, self.number)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.spans import Span
 from parallel_backend.wire.diagnosis import Timeline
 from parallel_backend.wire.loading import Load, Residency
@@ -30,7 +31,7 @@ class Engine:
         self._words = WordsOnce()
         self._traffic, self._link = stage.traffic, stage.link
         self._graphs = None
-        if load.setup.cuda_graphs and stage.computes_alone and device.type in CAPTURES:
+        if load.setup.cuda_graphs and receives_early(load.setup.degrees) and device.type in CAPTURES:
             self._graphs = MicroStepGraphs(device, stage.blocks_done, stage.heartbeat.unasked, stage.without_graphs)
         self._forward = StageForward(stage, self._graphs)
         self._micro_steps = 0  # since the last report

@@ -1,7 +1,7 @@
 """A rank's part of a model, loaded and ready to compute: its stage, its position on the mesh, and its transfers."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,7 +81,12 @@ class LoadedStage:
         host = HostStore(rank, device, degrees, checkpoint, peers)
         resident = load.resident[rank] if load.resident else None
         self.store = store = WeightStore(self.copies, host, self.traffic, resident)
-        read = functools.partial(self._read, store, progress, setup.fp8_products)
+
+        def read(weights: StageWeights, blocks: Sequence[str]) -> None:
+            if setup.fp8_products:
+                multiply_plain_fp8(weights.model)
+            store.load(weights, blocks, progress)
+
         plan = TensorPlan(built.tensor_plan, self.tensor)
         stage = build_own_stage(checkpoint, span, device, setup.dtype, plan, read, self.own_link)
         self.model, self.blocks, plan = stage.model, stage.blocks, stage.plan
@@ -102,12 +107,6 @@ class LoadedStage:
         for block in stage.modules.values():
             block.register_forward_hook(lambda *_: heartbeat.done())
         self._blocks_here = len(stage.modules)
-
-    @property
-    def computes_alone(self) -> bool:
-        """Whether this rank computes without transfers between a receive and a send."""
-        degrees = self._degrees
-        return degrees.patch == degrees.ring == degrees.ulysses == degrees.tensor == 1
 
     def image(self, tokens: Span) -> Span:
         """Return this rank's part of a micro-step's image tokens."""
@@ -151,11 +150,8 @@ class LoadedStage:
     @property
     def arithmetic(self) -> str:
         """The arithmetic with packed weights, as text for the user. Empty: nothing to report."""
-        return "; ".join(sorted({layer.arithmetic.word for layer in self._packed} - {""}))
-
-    @property
-    def _packed(self) -> list[PackedLinear]:
-        return [module for module in self.model.modules() if isinstance(module, PackedLinear)]
+        packed = (module for module in self.model.modules() if isinstance(module, PackedLinear))
+        return "; ".join(sorted({layer.arithmetic.word for layer in packed} - {""}))
 
     def close(self) -> None:
         """Wait for sends in progress, and end the mesh's groups. Collective over all ranks."""
@@ -165,14 +161,6 @@ class LoadedStage:
         self.blocks.close()
         self.store.close()
         self._peers.leave_mesh(self._degrees)
-
-    @staticmethod
-    def _read(
-        store: WeightStore, progress: Callable[[float], None], fp8_products: bool, weights: StageWeights, blocks: list[str]
-    ) -> None:
-        if fp8_products:
-            multiply_plain_fp8(weights.model)
-        store.load(weights, blocks, progress=progress)
 
     def _compile(self, blocks: Mapping[str, nn.Module], ranks: int) -> "Compiler":
         from parallel_backend.rank.stage.compile import Compiler  # takes a second

@@ -20,7 +20,7 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import open_own_class
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.pinned import pinning
+from parallel_backend.core.pinned import pin
 from parallel_backend.core.torch_settings import write_settings
 from parallel_backend.rank.comm.guard import Guard
 from parallel_backend.rank.comm.link_probe import probe_links
@@ -343,7 +343,8 @@ class Worker:
 
 def run(settings: RankSettings, connection: Connection, make_worker: Callable[..., Worker] | None = None) -> None:
     """Run a rank: join the other ranks, serve, and report errors. `make_worker`: called in place of Worker."""
-    channel, heartbeat = Channel(connection, borrowed=pinning(torch.device(settings.device))), Heartbeat()
+    device, heartbeat = torch.device(settings.device), Heartbeat()
+    channel = Channel(connection, borrowed=functools.partial(pin, device=device))
     beating = (heartbeat, settings.rank, channel, settings.heartbeat_seconds)
     threading.Thread(target=send_heartbeats, args=beating, name="heartbeat", daemon=True).start()
 
@@ -368,7 +369,7 @@ def run(settings: RankSettings, connection: Connection, make_worker: Callable[..
             torch.cuda.set_device(settings.device)
         else:
             keep_freed()
-        heartbeat.memory = functools.partial(device_memory, torch.device(settings.device))
+        heartbeat.memory = functools.partial(device_memory, device)
         rendezvous = Rendezvous(settings.rendezvous, len(settings.devices), settings.timeout)
         peers = Peers(settings, rendezvous, Guard(heartbeat, rendezvous.check, fail))
         peers.join()

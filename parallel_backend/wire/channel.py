@@ -28,9 +28,9 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-Borrowed = Callable[[torch.Tensor], Callable[[], None]]
+Borrowed = Callable[[torch.Tensor], Callable[[], None] | None]
 """Function that is called on the receiving thread with the memory of a new segment that this end reads. It returns a
-function, which `return_segment` calls."""
+function, which `return_segment` calls, or None."""
 
 
 class Channel:
@@ -48,7 +48,7 @@ class Channel:
         self._lent: dict[int, Segment] = {}
         self._borrowed: dict[int, Segment] = {}
         self._on_borrowed = borrowed
-        self._let_go: dict[int, Callable[[], None]] = {}  # by borrowed segment, what `borrowed` returned
+        self._let_go: dict[int, Callable[[], None] | None] = {}  # by borrowed segment, what `borrowed` returned
         self._models: dict[int, int | None] = {}  # by borrowed segment, the model whose messages use it
 
     def send(self, message: Any, request_id: int | None = None, model: int | None = None) -> None:
@@ -67,10 +67,10 @@ class Channel:
         assert self.lends, "the other end is not on this machine"
         with self._sending:
             with self._whole():  # no other message may come between OpenSegment and the handle
-                self._send(OpenSegment(segment.number, segment.nbytes, segment.name), model=model)
-                if segment.handle is not None:
-                    with socket_of(self.connection) as ours:
-                        socket.send_fds(ours, [HANDLE_FOLLOWS], [segment.handle])
+                assert segment.handle is not None, "it is closed"
+                self._send(OpenSegment(segment.number, segment.nbytes), model=model)
+                with socket_of(self.connection) as ours:
+                    socket.send_fds(ours, [HANDLE_FOLLOWS], [segment.handle])
             self._lent[segment.number] = segment
 
     def drop(self, number: int) -> None:
@@ -122,7 +122,7 @@ class Channel:
         if message.number in self._borrowed or len(self._borrowed) == MAX_SEGMENTS or message.nbytes > MAX_SEGMENT_BYTES:
             raise BadMessage(f"segment {message.number}: {message.nbytes} bytes, {len(self._borrowed)} segments are open")
         try:
-            segment = open_segment(message, None if message.name else self._handle())
+            segment = open_segment(message, self._handle())
         except (ValueError, OSError) as error:
             raise BadMessage(f"a segment of shared memory that cannot be opened: {error}") from error
         self._let_go[message.number] = on_borrowed(segment.memory)
@@ -132,7 +132,8 @@ class Channel:
         """Return a borrowed segment. Must be called on the thread that computes with its tensors."""
         if self._borrowed.pop(number, None) is not None:
             self._models.pop(number, None)
-            self._let_go.pop(number)()
+            if (let_go := self._let_go.pop(number)) is not None:
+                let_go()
 
     def _handle(self) -> int:
         with socket_of(self.connection) as ours:

@@ -27,29 +27,6 @@ SELF_TEST = SelfTest()
 
 
 @dataclass(frozen=True)
-class RankSettings:
-    """Settings of one rank. Fields without a docstring: see StartSettings."""
-
-    rank: int
-    devices: tuple[str, ...]
-    rendezvous: Path | tuple[str, int]
-    """The process group's store: a file if all ranks are on one machine, or the address of a server that all machines
-    reach."""
-    threads: int
-    timeout: timedelta
-    log: Path | None = None
-    """File for the rank's output. None: the output goes to the client's output."""
-    heartbeat_seconds: float = 1.0
-    self_test: SelfTest = SELF_TEST
-    torch_settings: dict[str, bool | str] = field(default_factory=dict)
-
-    @property
-    def device(self) -> str:
-        """The rank's device, by the name that torch gives it in the rank's process."""
-        return in_its_process(self.devices[self.rank])
-
-
-@dataclass(frozen=True)
 class StartSettings:
     """Settings of all ranks of a pool."""
 
@@ -67,6 +44,22 @@ class StartSettings:
     torch_settings: dict[str, bool | str] = field(default_factory=dict)
     """Settings of torch in the ranks, see core/torch_settings.py."""
 
-    def of_rank(self, rank: int, rendezvous: Path | tuple[str, int], log: Path | None = None) -> RankSettings:
-        more = log, self.heartbeat_seconds, self.self_test, self.torch_settings
-        return RankSettings(rank, self.devices, rendezvous, self.threads, self.timeout, *more)
+    def of_rank(self, rank: int, rendezvous: Path | tuple[str, int], log: Path | None = None) -> "RankSettings":
+        return RankSettings(**vars(self), rank=rank, rendezvous=rendezvous, log=log)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings(StartSettings):
+    """Settings of one rank."""
+
+    rank: int
+    rendezvous: Path | tuple[str, int]
+    """The process group's store: a file if all ranks are on one machine, or the address of a server that all machines
+    reach."""
+    log: Path | None = None
+    """File for the rank's output. None: the output goes to the client's output."""
+
+    @property
+    def device(self) -> str:
+        """The rank's device, by the name that torch gives it in the rank's process."""
+        return in_its_process(self.devices[self.rank])

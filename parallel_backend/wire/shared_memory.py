@@ -2,14 +2,12 @@
 
 The client creates a segment, copies tensors into it, and gives their offsets in a message's header. On Linux a segment is an
 anonymous file in memory whose handle is sent over the control socket: no other process can open it, the size of /dev/shm
-does not limit it, and it is freed with the last process that has it. On Windows a segment has a random name, and is freed
-with the last handle. On other systems, and to other machines, all tensors are sent over the connection.
+does not limit it, and it is freed with the last process that has it. On other systems, and to other machines, all tensors
+are sent over the connection.
 """
 
 import mmap
 import os
-import secrets
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,13 +24,12 @@ MAX_SEGMENT_BYTES = 1 << 33
 
 @dataclass(frozen=True)
 class OpenSegment:
-    """Client -> rank: open this segment, because tensors of later messages may be in it."""
+    """Client -> rank: open this segment, because tensors of later messages may be in it. Its handle follows over the control
+    socket, together with one byte."""
 
     number: int
     """A number that is unique among the open segments."""
     nbytes: int
-    name: str
-    """The system's name of the segment. Empty: the handle follows over the control socket, together with one byte."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,8 @@ class DropSegment:
 class Segment:
     """One end's view of a segment: `memory` [nbytes] uint8."""
 
-    def __init__(self, number: int, memory: torch.Tensor, handle: int | None = None, name: str = ""):
-        self.number, self.memory, self.handle, self.name = number, memory, handle, name
+    def __init__(self, number: int, memory: torch.Tensor, handle: int | None = None):
+        self.number, self.memory, self.handle = number, memory, handle
 
     @property
     def nbytes(self) -> int:
@@ -90,14 +87,11 @@ def bytes_of_copies(tensors: Iterable[torch.Tensor]) -> int:
 
 def sharing_possible() -> bool:
     """Return whether this system supports shared segments."""
-    return hasattr(os, "memfd_create") or sys.platform == "win32"
+    return hasattr(os, "memfd_create")
 
 
 def make_segment(number: int, nbytes: int) -> Segment:
     """Create a segment. Raises OSError if the system refuses it. Memory is used only when it is written to."""
-    if sys.platform == "win32":
-        name = f"parallel-dit-{secrets.token_hex(16)}"
-        return Segment(number, _named(name, nbytes), name=name)
     import fcntl
 
     handle = os.memfd_create("parallel-dit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -110,10 +104,8 @@ def make_segment(number: int, nbytes: int) -> Segment:
         raise
 
 
-def open_segment(opened: OpenSegment, handle: int | None) -> Segment:
+def open_segment(opened: OpenSegment, handle: int) -> Segment:
     """Open the rank's view of a segment, and close `handle`. Raises ValueError or OSError if it is not as `opened` says."""
-    if handle is None:
-        return Segment(opened.number, _named(opened.name, opened.nbytes))
     import fcntl
 
     try:
@@ -124,12 +116,6 @@ def open_segment(opened: OpenSegment, handle: int | None) -> Segment:
         return Segment(opened.number, _mapped(handle, opened.nbytes))
     finally:
         os.close(handle)
-
-
-def _named(name: str, nbytes: int) -> torch.Tensor:
-    if sys.platform != "win32":
-        raise ValueError("a segment with a name")
-    return torch.frombuffer(mmap.mmap(-1, nbytes, tagname=name), dtype=torch.uint8)
 
 
 def _mapped(handle: int, nbytes: int) -> torch.Tensor:

@@ -39,7 +39,7 @@ def receives_early(start_all_to_all):
     """collectives.start_all_to_all. Rank 0 posts a receive before it that rank 1 answers behind it."""
 
     def started(x_N, send, receive, axis, traffic):
-        word, swap = torch.zeros(1), collectives._start_swap
+        word, swap = torch.zeros(1), collectives.start_swap
         early = swap([(1, word)], [], axis, traffic) if axis.index == 0 else None
         exchange = start_all_to_all(x_N, send, receive, axis, traffic)
         (early or swap([], [(0, word)], axis, traffic)).wait()

@@ -273,7 +273,7 @@ def test_shards_are_cuts_of_the_expanded_weights(pools, files, expected, what, r
             if not isinstance(layer, RankLinear):
                 continue
             value = whole_model.get_submodule(name).weight
-            shard = stage.adapters._plan.shards({f"{name}.weight": tuple(value.shape)}).get(f"{name}.weight")
+            shard = stage.adapters._plan.shard(f"{name}.weight", tuple(value.shape))
             if shard is not None:
                 value = torch.cat([value.narrow(shard.dim, span.start, len(span)) for span in shard.spans], shard.dim)
             assert torch.equal(layer.weight, value), name

@@ -208,7 +208,7 @@ def test_pinned_segments_are_unpinned_before_they_go():
     """Where ranks are on CUDA; the calls, on a stand-in for its runtime."""
     segment = make_segment(1, 4096)
     with fake_cuda.fake_cuda(fake_cuda.ADA, fake_cuda.ADA) as cuda:
-        let_go = pinned.pinning(torch.device("cuda", 1))(segment.memory)
+        let_go = pinned.pin(segment.memory, torch.device("cuda", 1))
         assert cuda.runtime.locked == {segment.memory.data_ptr(): 4096}
         assert cuda.runtime.devices == [1]
         assert cuda.current_device() == 0  # this thread's own
@@ -216,4 +216,4 @@ def test_pinned_segments_are_unpinned_before_they_go():
         assert cuda.waits == 1  # for what still reads it
         assert not cuda.runtime.locked
     segment.close()
-    assert pinned.pinning(torch.device("cpu"))(LARGE)() is None
+    assert pinned.pin(LARGE, torch.device("cpu")) is None

@@ -56,7 +56,7 @@ def test_a_rank_has_comfyuis_settings_of_torch(before, monkeypatch, name):
     monkeypatch.setattr(worker.os, "_exit", found.append)  # with it a rank ends after an error
     ours, theirs = Pipe()
     serving = lambda *_: SimpleNamespace(serve=lambda: found.append(read_settings()))  # noqa: E731
-    rank = RankSettings(0, ("cpu",), ("", 0), 1, timedelta(1), torch_settings=settings.torch_settings)
+    rank = RankSettings(("cpu",), 1, timedelta(1), torch_settings=settings.torch_settings, rank=0, rendezvous=("", 0))
     thread = threading.Thread(target=worker.run, args=(rank, theirs, serving))
     thread.start()
     thread.join(30)

@@ -9,7 +9,7 @@ import torch
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.device_copies import to_device, to_host
-from parallel_backend.core.pinned import pinning
+from parallel_backend.core.pinned import pin
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.wire.heartbeat import Heartbeat
@@ -63,7 +63,7 @@ def test_copies_to_a_busy_device_are_not_waited_for_and_those_from_it_are():
 
 def test_a_segment_is_read_while_the_host_goes_on():
     segment = make_segment(1, 1 << 24)
-    let_go = pinning(DEVICE)(segment.memory)
+    let_go = pin(segment.memory, DEVICE)
     values = segment.tensor(torch.float32, [1 << 20], 64).copy_(torch.randn(1 << 20))
     expected = values.clone()
     torch.cuda._sleep(LONG)
@@ -77,8 +77,8 @@ def test_a_segment_is_read_while_the_host_goes_on():
 
 def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel():
     segment = make_segment(1, 1 << 16)
-    let_go = pinning(DEVICE)(segment.memory)
-    pinning(DEVICE)(segment.memory)()  # a second time: refused
+    let_go = pin(segment.memory, DEVICE)
+    assert pin(segment.memory, DEVICE) is None  # a second time: refused
     assert torch.ones(4, device=DEVICE).sum().item() == 4
     let_go()
     segment.close()

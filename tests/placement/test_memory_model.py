@@ -5,7 +5,9 @@ import gc
 import itertools
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -107,14 +109,12 @@ def test_activations(mini_file):
 
 
 @pytest.fixture
-def machine(monkeypatch, tmp_path):
+def machine(monkeypatch):
     """`machine(total, limits)`: 28 of `total` GB are available, and 32 GB of swap. `limits`: see group_limits."""
 
     def be(total: int, limits: list[tuple[int, int]]) -> None:
-        sizes = {"MemTotal": total, "MemFree": 1, "MemAvailable": 28, "SwapTotal": 32, "SwapFree": 32}
-        meminfo = tmp_path / "meminfo"
-        meminfo.write_text("".join(f"{name}: {size << 20} kB\n" for name, size in sizes.items()))
-        monkeypatch.setattr(host_memory_module, "MEMINFO", meminfo)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=total * GIB, available=28 * GIB))
+        monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=32 * GIB))
         monkeypatch.setattr(host_memory_module, "group_limits", lambda *_: limits)
         monkeypatch.setattr(sys, "platform", "linux")
 

@@ -481,6 +481,8 @@ def test_a_close_out_of_a_models_failure_does_not_wait_for_itself(pipe_pool):
     closed = []
 
     class Closing:
+        part_ranks = ()
+
         def on_failure(self, error):
             pool.close()
             closed.append(error)

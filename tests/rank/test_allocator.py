@@ -74,7 +74,9 @@ def worker(monkeypatch, tmp_path):
     monkeypatch.setattr(worker_module, "REST_SECONDS", 0.01)
 
     def make(device: str = "cpu") -> Worker:
-        made = Worker(RankSettings(0, (device,), tmp_path / "store", 1, timedelta(1)), Mute(), Heartbeat(), None)
+        made = Worker(
+            RankSettings((device,), 1, timedelta(1), rank=0, rendezvous=tmp_path / "store"), Mute(), Heartbeat(), None
+        )
         made.given_back, here = [], threading.get_ident()
 
         def give_back() -> None:

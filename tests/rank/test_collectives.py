@@ -73,8 +73,8 @@ def test_only_an_error_of_the_transfer_may_be_another_ranks(error, peers):
 def test_ulysses_over_a_network_gives_the_same_bits(degrees, thread_pools, mini_file, monkeypatch):
     """Uneven heads and tokens, some ranks with none of the picture."""
     sizes = {"batch": 2, "height": 15, "width": 11}, {"batch": 1, "height": 4, "width": 10, "text": 3}
-    given, swaps, swap = [mini.inputs(**each) for each in sizes], [], collectives._start_swap
-    monkeypatch.setattr(collectives, "_start_swap", lambda *parts: swaps.append(len(parts)) or swap(*parts))
+    given, swaps, swap = [mini.inputs(**each) for each in sizes], [], collectives.start_swap
+    monkeypatch.setattr(collectives, "start_swap", lambda *parts: swaps.append(len(parts)) or swap(*parts))
 
     def outputs() -> tuple[list[torch.Tensor], int]:
         """And how many transfers were receives and sends."""

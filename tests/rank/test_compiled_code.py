@@ -97,7 +97,7 @@ def test_torch_reads_nothing_from_a_folder_that_another_user_has_made(home, shar
         "    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir, triton_cache_dir\n"
         "    print(cache_dir(), default_cache_dir(), triton_cache_dir(0), codecache._HEADER_DIR, sep='\\n')\n"
         "worker.run = run\n"
-        "main(RankSettings(0, ('cpu',), ('', 0), 1, timedelta(minutes=1)), None)"
+        "main(RankSettings(('cpu',), 1, timedelta(minutes=1), rank=0, rendezvous=('', 0)), None)"
     )
     environment = {name: value for name, value in os.environ.items() if name not in (*FOLDERS, "XDG_CACHE_HOME")}
     planted = shared / "torchinductor_me"

@@ -82,7 +82,7 @@ def test_a_rank_is_bound_before_it_serves(machine, monkeypatch):
     monkeypatch.setattr(os, "_exit", found.append)  # with it a rank ends after an error
     serving = lambda *_: SimpleNamespace(serve=lambda: found.append(os.sched_getaffinity(0)))  # noqa: E731
     ours, theirs = Pipe()
-    settings = RankSettings(0, ("cuda:0",), ("", 0), 7, timedelta(1))
+    settings = RankSettings(("cuda:0",), 7, timedelta(1), rank=0, rendezvous=("", 0))
     thread = threading.Thread(target=worker.run, args=(settings, theirs, serving))
     thread.start()
     thread.join(30)

@@ -37,7 +37,7 @@ def test_a_model_that_the_driver_refuses_leaves_page_locked_memory_to_small_copi
     assert cuda.runtime.refused == 1
     assert "0.01 GB of the model's blocks are page-locked, the rest is copied more slowly" in caplog.text
     segment = torch.empty(2 * MB, dtype=torch.uint8)
-    let_go = pinned.pinning(CUDA)(segment)
+    let_go = pinned.pin(segment, CUDA)
     assert cuda.runtime.holds(segment)
     let_go()
     locks.close()

@@ -1,9 +1,7 @@
 """The file by which ranks find each other: what removes or damages it is an error at once, and no wait without end."""
 
-import itertools
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -72,11 +70,3 @@ def test_who_comes_first_waits_for_who_comes_last(path):
         last.meet()
         assert met.wait(20)
         thread.join()
-
-
-@pytest.mark.parametrize("own", list(itertools.product((False, True), repeat=2)))
-def test_ranks_agree_on_what_any_of_them_knows(path, own):
-    """One that cannot name its interface does not know that the others are far: it would make one call, they another."""
-    ranks = [Rendezvous(path, 2, timedelta(seconds=30)) for _ in own]
-    with ThreadPoolExecutor(len(ranks)) as threads:
-        assert list(threads.map(Rendezvous.is_any, ranks, ["far"] * len(ranks), own)) == [any(own)] * len(ranks)

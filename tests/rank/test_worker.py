@@ -30,7 +30,7 @@ def worker(monkeypatch, tmp_path):
     monkeypatch.setattr(worker_module, "os", SimpleNamespace(_exit=end))
     ours, theirs = Pipe(duplex=True)
     client, channel = Channel(ours), Channel(theirs)
-    settings = RankSettings(0, ("cpu",), tmp_path / "ranks" / "store", 1, timedelta(1))
+    settings = RankSettings(("cpu",), 1, timedelta(1), rank=0, rendezvous=tmp_path / "ranks" / "store")
     os.makedirs(settings.rendezvous.parent)
     yield Worker(settings, channel, Heartbeat(), None), client
     client.close()

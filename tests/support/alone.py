@@ -11,7 +11,7 @@ from parallel_backend.wire.rank_settings import RankSettings
 
 def nobody() -> Peers:
     """The peers of a CPU rank that has none."""
-    settings = RankSettings(0, ("cpu",), ("", 0), 1, timedelta(1))
+    settings = RankSettings(("cpu",), 1, timedelta(1), rank=0, rendezvous=("", 0))
     rendezvous = Rendezvous(settings.rendezvous, 1, settings.timeout)
 
     def end(error: BaseException) -> None:

@@ -34,7 +34,7 @@ TENSORS = {
 }
 
 MESSAGES = [
-    m.OpenSegment(1, 4096, ""),
+    m.OpenSegment(1, 4096),
     m.DropSegment(2**63),
     m.Ready(3),
     m.Load(

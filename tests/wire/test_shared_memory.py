@@ -1,10 +1,8 @@
 """Tensors in memory that a client shares with a rank: they arrive without a byte in the pipe, and nothing else does."""
 
 import array
-import mmap
 import os
 import socket
-import sys
 from multiprocessing import Pipe
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 from parallel_backend.wire import channel as channels
 from parallel_backend.wire import messages as m
 from parallel_backend.wire.channel import Channel
-from parallel_backend.wire.shared_memory import DropSegment, OpenSegment, make_segment, sharing_possible
+from parallel_backend.wire.shared_memory import DropSegment, OpenSegment, make_segment
 from parallel_backend.wire.tcp import socket_of
 
 fcntl = pytest.importorskip("fcntl", reason="files without a name are Linux's")
@@ -145,7 +143,7 @@ def test_a_place_that_is_not_in_an_open_segment_is_refused(place, segment):
 
 @pytest.mark.parametrize("nbytes", [0, NBYTES - 1, NBYTES + 1, 1 << 40])
 def test_a_segment_of_another_size_is_refused(ends, segment, nbytes):
-    ends.client.send(OpenSegment(1, nbytes, ""))
+    ends.client.send(OpenSegment(1, nbytes))
     with socket_of(ends.client.connection) as ours:
         socket.send_fds(ours, [channels.HANDLE_FOLLOWS], [segment.handle])
     with pytest.raises(m.BadMessage):
@@ -156,7 +154,7 @@ def test_a_segment_that_could_be_cut_short_is_refused(ends):
     """Whoever reads beyond the end of a file that was cut is killed by the system."""
     handle = os.memfd_create("open")
     os.truncate(handle, NBYTES)
-    ends.client.send(OpenSegment(1, NBYTES, ""))
+    ends.client.send(OpenSegment(1, NBYTES))
     with socket_of(ends.client.connection) as ours:
         socket.send_fds(ours, [channels.HANDLE_FOLLOWS], [handle])
     with pytest.raises(m.BadMessage, match="shrink"):
@@ -169,10 +167,7 @@ def test_a_segment_cannot_be_cut_short(segment):
         os.truncate(segment.handle, 1)
 
 
-def test_segments_by_name_numbers_that_are_taken_are_refused(ends, segment):
-    ends.client.send(OpenSegment(1, NBYTES, "../../etc/passwd"))
-    with pytest.raises(m.BadMessage, match="name"):
-        ends.rank.receive()
+def test_a_segment_with_a_number_that_is_taken_is_refused(ends, segment):
     ends.client.lend(segment)
     ends.client.lend(segment)
     with pytest.raises(m.BadMessage, match="1 segments are open"):
@@ -187,28 +182,3 @@ def test_a_client_that_opens_ever_more_segments_is_refused(ends, monkeypatch):
         segment.close()
     with pytest.raises(m.BadMessage, match="1 segments are open"):
         ends.rank.receive()
-
-
-def test_windows_has_segments_by_name(ends, monkeypatch):
-    """Its branch, on a stand-in for its named mappings. Never run on Windows."""
-    mappings: dict[str, mmap.mmap] = {}
-
-    class Named:
-        @staticmethod
-        def mmap(handle: int, nbytes: int, tagname: str):
-            assert handle == -1
-            return mappings.setdefault(tagname, mmap.mmap(-1, nbytes))
-
-    monkeypatch.setattr("parallel_backend.wire.shared_memory.mmap", Named)
-    monkeypatch.setattr(sys, "platform", "win32")
-    assert sharing_possible()
-    segment = make_segment(3, NBYTES)
-    (name,) = mappings
-    assert segment.handle is None
-    assert make_segment(4, NBYTES).name != name
-    ends.client.lend(segment)
-    values = segment.tensor(torch.float32, [1000], 64).copy_(torch.randn(1000))
-    message, nbytes = ends.crossed(conditioning(values))
-    assert nbytes < 1000
-    assert torch.equal(message.tensors["0"], values)
-    segment.close()

@@ -19,7 +19,7 @@ Parts = Iterable[tuple[int, torch.Tensor]]
 """(index of the other rank on the axis, tensor)."""
 
 
-def _start_swap(receives: Parts, sends: Parts, axis: Axis, traffic: Traffic) -> Transfer | None:
+def start_swap(receives: Parts, sends: Parts, axis: Axis, traffic: Traffic) -> Transfer | None:
     """Start sending and receiving the tensors that are not empty, and count the bytes sent. None if all are empty."""
     # Both ends know every length, so both leave out the same empty tensors.
     sends = [(index, part) for index, part in sends if part.numel()]
@@ -50,7 +50,7 @@ def start_all_to_all(x_N: torch.Tensor, send: list[int], receive: list[int], axi
     """Start an all-to-all, [sum(send)] -> [sum(receive)]: send[i] values go to rank i of the axis, receive[i] come from
     it."""
     source, target = sendable(x_N, axis.group), receivable((sum(receive),), x_N, axis.group)
-    # Gloo's all-to-all issues sends before receives: over a slow link it takes nearly twice as long as _start_swap, but
+    # Gloo's all-to-all issues sends before receives: over a slow link it takes nearly twice as long as start_swap, but
     # within a machine it takes less of the cores.
     if target.is_cuda or not axis.far:
         traffic.bytes_sent[axis.name] += (sum(send) - send[axis.index]) * x_N.element_size()
@@ -64,7 +64,7 @@ def start_all_to_all(x_N: torch.Tensor, send: list[int], receive: list[int], axi
     others = [(axis.index + distance) % axis.size for distance in range(1, axis.size)]
     sends = [(index, leaving[index]) for index in others]
     receives = [(index, coming[index]) for index in reversed(others)]
-    return Exchange(source, target, x_N.device, _start_swap(receives, sends, axis, traffic))
+    return Exchange(source, target, x_N.device, start_swap(receives, sends, axis, traffic))
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:
@@ -110,7 +110,7 @@ def start_gather(part: torch.Tensor, lengths: Sequence[int], dim: int, axis: Axi
     ]
     others = [index for index in range(len(lengths)) if index != axis.index]
     receives, sends = [(index, parts[index]) for index in others], [(index, source) for index in others]
-    return Gathering(parts, source, part.device, _start_swap(receives, sends, axis, traffic))
+    return Gathering(parts, source, part.device, start_swap(receives, sends, axis, traffic))
 
 
 def start_shift(x: torch.Tensor, length: int, dim: int, axis: Axis, traffic: Traffic) -> Exchange:

@@ -70,7 +70,7 @@ def _all_at_once(size: int, rank: int, world: int, device: torch.device) -> floa
 
     def exchange() -> None:
         source = sendable(sent_Y, None)
-        # Receives first, for both directions of a link at once: see collectives._start_swap.
+        # Receives first, for both directions of a link at once: see collectives.start_swap.
         operations = [
             dist.P2POp(dist.irecv, part, other) for other, part in zip(others, received_Y.split(size), strict=True)
         ]

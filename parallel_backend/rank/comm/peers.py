@@ -73,7 +73,8 @@ class Peers:
         with self._guard.waiting():
             test = settings.self_test
             join(settings.rank, settings.devices, self._rendezvous, settings.timeout, test.p2p, test.gloo)
-            self._far = self._rendezvous.is_any("far", is_far())  # the same on all ranks, see Axis.far
+            # The same on all ranks. One that cannot name its interface does not know that the others are far.
+            self._far = any(far for (far,) in self._rendezvous.tell_all(settings.rank, [is_far()]))
         everyone = Axis("world", world, settings.rank, tuple(range(world)), None)
         self._try_axis(everyone, "all ranks", SHORT_SUMS[self._device.type])
 

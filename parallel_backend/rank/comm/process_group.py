@@ -4,7 +4,6 @@ import contextlib
 import os
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from parallel_backend.core.devices import device_kind, on_ray
@@ -36,13 +35,6 @@ DEFAULTS = {
     RECORDER: "0",
 }
 """Environment variables of a rank, set before its process group is created. A user's setting is kept."""
-
-NO_GLOO_DEVICE = "unsupported gloo device"
-"""Part of torch's error if its Gloo was built without a transport for this system."""
-
-
-class GlooError(RuntimeError):
-    """Raised if this torch's Gloo cannot run here."""
 
 
 def backend_for(devices: tuple[str, ...]) -> str:
@@ -76,18 +68,7 @@ def join(
     # No device_id: bound to a device, all transfers between two ranks would share one communicator and wait for each other
     # (pytorch #154132). Unbound, every group makes its communicator when first used, by self_test.py.
     backend = "gloo" if gloo else backend_for(devices)
-    try:
-        dist.init_process_group(
-            backend,
-            store=rendezvous.store,
-            rank=rank,
-            world_size=len(devices),
-            timeout=timeout,
-        )
-    except RuntimeError as error:
-        if NO_GLOO_DEVICE in str(error).lower():
-            raise GlooError(gloo_advice(str(error))) from error
-        raise
+    dist.init_process_group(backend, store=rendezvous.store, rank=rank, world_size=len(devices), timeout=timeout)
 
 
 def set_defaults() -> None:
@@ -101,16 +82,6 @@ def set_defaults() -> None:
 def is_far() -> bool:
     """Whether Gloo's transfers may leave this machine, because its interface is not the loopback one."""
     return os.environ.get(GLOO_INTERFACE, "") not in ("", interface_with(LOOPBACK))
-
-
-def gloo_advice(error: str) -> str:
-    """Return advice to the user if Gloo cannot run. `error`: torch's message. Windows wheels of torch 2.8 and 2.9 have a
-    Gloo without a transport (pytorch issue 150381, OneTrainer issue 1122); pull request 170491 of December 2025 fixes it."""
-    return (
-        f"several ranks without NCCL need Gloo, and that of torch {torch.__version__} cannot run here ({error}). On "
-        "Windows torch 2.8 and 2.9 lack it. Install torch 2.11 or newer, or run ComfyUI in WSL2, which has NCCL. One "
-        "rank (all degrees 1) runs without it"
-    )
 
 
 def leave() -> None:

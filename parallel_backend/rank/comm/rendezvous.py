@@ -75,14 +75,6 @@ class Rendezvous:
         if self._file is not None:
             self._file.check()
 
-    def is_any(self, key: str, here: bool) -> bool:
-        """Whether `here` is true on any rank. Collective over all ranks, once for each `key`."""
-        if self.store is None:
-            return here
-        self.store.add(key, int(here))
-        self.meet()
-        return self.store.add(key, 0) > 0
-
     def part(self, ranks: tuple[int, ...]) -> "Rendezvous":
         """Return the store for these ranks only. This rank must be one of them."""
         part = copy.copy(self)

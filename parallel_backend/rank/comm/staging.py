@@ -17,14 +17,10 @@ def staged(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     return tensor.is_cuda and dist.is_initialized() and dist.get_backend(group) == "gloo"
 
 
-def to_staging(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the tensor on the host. It is complete on return, because Gloo reads it without waiting for the device."""
-    return host_buffer(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
-
-
 def sendable(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the tensor that `group` sends: `tensor` itself, or a copy on the host."""
-    return to_staging(tensor) if staged(tensor, group) else tensor
+    """Return the tensor that `group` sends: `tensor` itself, or a copy on the host. The copy is complete on return, because
+    Gloo reads it without waiting for the device."""
+    return host_buffer(tensor.shape, tensor.dtype, tensor.device).copy_(tensor) if staged(tensor, group) else tensor
 
 
 def receivable(shape: Sequence[int], like: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Host memory for blocks, shared by ranks of one machine or private to one rank.
+"""Host memory for blocks that ranks of one machine share.
 
-Shared memory is an anonymous file as large as all blocks. Its pages are reserved block by block as blocks are written. It
+It is an anonymous file as large as all blocks. Its pages are reserved block by block as blocks are written. It
 begins with the layout's digest and a byte of state for each block. The first rank that claims a block writes it. So all
 ranks read about equally much from disk, and may need different blocks.
 """
@@ -21,64 +21,26 @@ EMPTY, BEING_WRITTEN, WRITTEN = range(3)
 
 
 class Arena:
-    """Memory of one rank, for systems without anonymous files."""
-
-    def __init__(self, layout: Layout):
-        self._layout = layout
-        self._blocks: dict[str, torch.Tensor] = {}
-        self._written: set[str] = set()
-        self._unwritten: torch.Tensor | None = None
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return the block's memory, [nbytes] uint8. Blocks that are not written yet may share memory."""
-        if name in self._blocks:
-            return self._blocks[name]
-        if self._unwritten is None:  # parameters that are parked without a copy in memory need some address
-            self._unwritten = torch.empty(max(map(len, self._layout.spans.values())), dtype=torch.uint8)
-        return self._unwritten[: len(self._layout.spans[name])]
-
-    def state(self, name: str) -> int:
-        """Return the block's state: EMPTY, BEING_WRITTEN or WRITTEN."""
-        return WRITTEN if name in self._written else BEING_WRITTEN if name in self._blocks else EMPTY
-
-    def claim(self, name: str) -> bool:
-        """Whether the block was EMPTY; then the caller must write it. Raises MemoryError if there is no memory for it."""
-        if name in self._blocks:
-            return False
-        try:
-            self._blocks[name] = torch.empty(len(self._layout.spans[name]), dtype=torch.uint8)
-        except RuntimeError as error:
-            raise MemoryError(str(error)) from error
-        return True
-
-    def written(self, name: str) -> None:
-        """Mark the block, which the caller has claimed and written, as WRITTEN."""
-        self._written.add(name)
-
-    def close(self) -> None:
-        """Release the handle. The memory is freed with its last tensor on any rank."""
-        self._blocks, self._unwritten = {}, None
-
-
-class SharedArena(Arena):
-    """One rank's view of memory that ranks share. The memory is freed with the last rank's view."""
+    """One rank's view of the memory, which is freed with the last rank's view."""
 
     def __init__(self, layout: Layout, segment: Segment, lock: int):
         """`lock`: this rank's handle of the segment, which ranks lock to exclude each other. `close` closes it. If a model
         fails to load, it is closed when the arena is freed."""
-        super().__init__(layout)
-        self._segment, self._lock = segment, lock
+        self._layout, self._segment, self._lock = layout, segment, lock
         self._close_lock = weakref.finalize(self, os.close, lock)
         self._states = segment.memory[DIGEST_BYTES : DIGEST_BYTES + len(layout.spans)]
 
     def tensor(self, name: str) -> torch.Tensor:
+        """Return the block's memory, [nbytes] uint8."""
         return self._segment.memory[self._layout.spans[name].slice]
 
     def state(self, name: str) -> int:
+        """Return the block's state: EMPTY, BEING_WRITTEN or WRITTEN."""
         with self._locked():
             return int(self._states[self._layout.numbers[name]])
 
     def claim(self, name: str) -> bool:
+        """Whether the block was EMPTY; then the caller must write it. Raises MemoryError if there is no memory for it."""
         number = self._layout.numbers[name]
         with self._locked():
             if self._states[number] != EMPTY:
@@ -95,9 +57,11 @@ class SharedArena(Arena):
         return True
 
     def written(self, name: str) -> None:
+        """Mark the block, which the caller has claimed and written, as WRITTEN."""
         self._set(name, WRITTEN)
 
     def close(self) -> None:
+        """Release the handle."""
         self._close_lock()
 
     def _set(self, name: str, state: int) -> None:
@@ -118,11 +82,11 @@ class SharedArena(Arena):
 
 
 def new_file() -> int:
-    """Return the handle of an empty anonymous file for `shared_arena`. Raises OSError if the system refuses one."""
+    """Return the handle of an empty anonymous file for `open_arena`. Raises OSError if the system refuses one."""
     return os.memfd_create("parallel-dit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
-def shared_arena(layout: Layout, process: int, handle: int) -> SharedArena:
+def open_arena(layout: Layout, process: int, handle: int) -> Arena:
     """Return the arena in the file that another process of this user on this machine has open as `handle`.
 
     The first rank sets the file's size, for good. Raises OSError if this process may not open the file, ValueError if the
@@ -138,14 +102,14 @@ def shared_arena(layout: Layout, process: int, handle: int) -> SharedArena:
         if new:
             os.truncate(lock, layout.nbytes)
             fcntl.fcntl(lock, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        segment = open_segment(OpenSegment(0, layout.nbytes, ""), os.dup(lock))
+        segment = open_segment(OpenSegment(0, layout.nbytes), os.dup(lock))
         digest = segment.memory[:DIGEST_BYTES].view(torch.int64)
         if new:
             digest.fill_(layout.digest)
         elif int(digest) != layout.digest:
             raise ValueError("it is for weights in a different form")
         fcntl.flock(lock, fcntl.LOCK_UN)
-        return SharedArena(layout, segment, lock)
+        return Arena(layout, segment, lock)
     except BaseException:
         os.close(lock)
         raise

@@ -40,10 +40,10 @@ class HostStore:
         self._meeting = Meeting(self._ranks, rank, peers)
         self._device, self._page_locks = device, PageLocks(device)
         self._sizes: Mapping[str, int] = {}
-        self._arena = Arena(Layout.of({}))
+        self._arena: Arena | None = None
         self._buffer: torch.Tensor | None = None
         self._written: set[str] = set()  # blocks of the arena that this rank has written
-        self._private: dict[str, torch.Tensor] = {}
+        self._private: dict[str, torch.Tensor] = {}  # all blocks in memory if there is no arena
         self._warned = False
 
     def allot(self, sizes: Mapping[str, int], read: Read) -> None:
@@ -65,13 +65,14 @@ class HostStore:
         # Ranks begin at different blocks, so that they do not race for the same one while reading from disk.
         first = len(names) * self._ranks.index(self._rank) // len(self._ranks)
         for name in names[first:] + names[:first]:
-            if name not in self._private and self._arena.state(name) == EMPTY and self._room(name) and self._claim(name):
+            if self._state(name) == EMPTY and self._room(name) and self._claim(name):
                 yield name
 
     def written(self, name: str) -> None:
         """Record that the block is in `tensor`."""
-        self._arena.written(name)
-        self._written.add(name)
+        if self._arena is not None:
+            self._arena.written(name)
+            self._written.add(name)
 
     def fill(self, names: Iterable[str]) -> None:
         """Read blocks that no rank has from the files, if there is memory. Then wait for blocks that other ranks read."""
@@ -84,10 +85,9 @@ class HostStore:
     def wait(self, names: Iterable[str]) -> None:
         """Wait until other ranks have written the blocks that they claimed. Page-locks all written blocks."""
         for name in names:
-            state = self._arena.state(name)
-            if state not in (EMPTY, WRITTEN):
+            if (state := self._state(name)) not in (EMPTY, WRITTEN):
                 with self._peers.blocked():
-                    while (state := self._arena.state(name)) not in (EMPTY, WRITTEN):
+                    while (state := self._state(name)) not in (EMPTY, WRITTEN):
                         time.sleep(LOOK_SECONDS)
             if state == WRITTEN:
                 self.page_lock(name)
@@ -97,12 +97,14 @@ class HostStore:
         self._page_locks.add(self.tensor(name))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the block's memory. Only `private` changes it."""
-        return self._private[name] if name in self._private else self._arena.tensor(name)
+        """Return the block's memory. Without an arena, blocks that are not in memory share the buffer."""
+        if name in self._private:
+            return self._private[name]
+        return self._in_buffer(name) if self._arena is None else self._arena.tensor(name)
 
     def holds(self, name: str) -> bool:
         """Whether the block is in memory."""
-        return name in self._private or self._arena.state(name) == WRITTEN
+        return self._state(name) == WRITTEN
 
     def private(self, name: str, whole: bool = False) -> torch.Tensor:
         """Return the block's bytes in memory of this rank only, which is its `tensor` from now on. The caller may write to
@@ -130,9 +132,7 @@ class HostStore:
             self.fill([name])
         if self.holds(name):
             return self.tensor(name)
-        if self._buffer is None:
-            self._buffer = torch.empty(max(self._sizes.values()), dtype=torch.uint8)
-        buffer = self._buffer[: self._sizes[name]]
+        buffer = self._in_buffer(name)
         self._read_unchanged(name, buffer)
         return buffer
 
@@ -141,8 +141,20 @@ class HostStore:
         self._page_locks.close()
         self._private, self._buffer = {}, None
         self._meeting.close()
-        self._arena.close()
-        self._arena = Arena(Layout.of({}))
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = None
+
+    def _state(self, name: str) -> int:
+        """Return the block's state, see Arena.state."""
+        if name in self._private:
+            return WRITTEN
+        return EMPTY if self._arena is None else self._arena.state(name)
+
+    def _in_buffer(self, name: str) -> torch.Tensor:
+        if self._buffer is None:
+            self._buffer = torch.empty(max(self._sizes.values()), dtype=torch.uint8)
+        return self._buffer[: self._sizes[name]]
 
     def _read_unchanged(self, name: str, into: torch.Tensor) -> None:
         # Before reading, since behind the new end of a file that was cut it would end the process (SIGBUS); and after it.
@@ -159,10 +171,13 @@ class HostStore:
 
     def _claim(self, name: str) -> bool:
         try:
-            return self._arena.claim(name)
-        except MemoryError as error:
+            if self._arena is not None:
+                return self._arena.claim(name)
+            self._private[name] = torch.empty(self._sizes[name], dtype=torch.uint8)
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError if there is no memory
             self._warn_of_short_memory(str(error))
             return False
+        return True
 
     def _warn_of_short_memory(self, why: str) -> None:
         if not self._warned:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from parallel_backend.core.device_copies import page_locked
 from parallel_backend.core.pinned import pin
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ class PageLocks:
     def __init__(self, device: torch.device):
         self._device = device
         self._locked: dict[int, tuple[int, Callable[[], None]]] = {}  # address -> bytes, function that unlocks
-        self._refused = False
+        self._refused = not page_locked(device)
 
     def add(self, memory: torch.Tensor) -> None:
         """Page-lock a block [n] uint8 if possible. It must stay at its address until `close`."""
@@ -40,7 +41,7 @@ class PageLocks:
         """Unlock all blocks. Waits for the device."""
         while self._locked:
             self._unlock_newest()
-        self._refused = False
+        self._refused = not page_locked(self._device)
 
     def _leave_reserve(self) -> None:
         left = 0

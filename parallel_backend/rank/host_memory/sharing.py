@@ -9,7 +9,7 @@ from pathlib import Path
 
 from parallel_backend.rank.comm.peers import Peers
 
-from .arena import Arena, new_file, shared_arena
+from .arena import Arena, new_file, open_arena
 from .layout import Layout, digest
 
 log = logging.getLogger(__name__)
@@ -42,17 +42,17 @@ class Meeting:
             self._first = next(other for other in ranks if other == rank or NOWHERE != places[other][0] == place[0])
             self._file = places[self._first][1:]
 
-    def arena(self, layout: Layout) -> Arena:
-        """Return the shared memory, or this rank's own if the system cannot share. Does not wait for other ranks."""
+    def arena(self, layout: Layout) -> Arena | None:
+        """Return the shared memory, or None if the system cannot share. Does not wait for other ranks."""
         if self._handle is None:
-            return Arena(layout)
+            return None
         try:
-            return shared_arena(layout, *self._file)
+            return open_arena(layout, *self._file)
         except (OSError, ValueError) as error:
             if self._first == self._rank:
                 raise
             log.warning("host memory of rank %d cannot be shared (%s): this rank has its own copy", self._first, error)
-        return shared_arena(layout, os.getpid(), self._handle)
+        return open_arena(layout, os.getpid(), self._handle)
 
     def close(self) -> None:
         """Close this rank's file. To be called once all of the ranks have their arena."""

@@ -143,7 +143,7 @@ class Adapters:
 
     def _shard(self, parameter: str) -> Shard | None:
         """Return the rank's part of a parameter. None: the whole parameter."""
-        return self._plan.shards({parameter: self._checkpoint.shape(parameter)}).get(parameter)
+        return self._plan.shard(parameter, self._checkpoint.shape(parameter))
 
     @torch.no_grad()
     def _put(self, part: Adapt) -> None:

@@ -6,7 +6,6 @@ compute modulation vectors are column-cut and their small outputs gathered, so t
 """
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +26,10 @@ class TensorPlan:
     plan: LayerCuts
     axis: Axis
 
-    def shards(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
-        """Return this rank's shard of each parameter in `shapes` that is cut. The rank has the other parameters whole."""
-        shards: dict[str, Shard] = {}
-        if self.axis.size == 1:
-            return shards
-        for parameter, shape in shapes.items():
-            if (cut := cut_of(self.plan, parameter)) is not None:
-                shard = shard_of(cut, parameter, shape, self.axis.index, self.axis.size)
-                shards |= {} if shard is None else {parameter: shard}
-        return shards
+    def shard(self, parameter: str, shape: tuple[int, ...]) -> Shard | None:
+        """Return this rank's shard of a parameter of this complete `shape`. None: the rank has all of it."""
+        cut = cut_of(self.plan, parameter) if self.axis.size > 1 else None
+        return None if cut is None else shard_of(cut, parameter, shape, self.axis.index, self.axis.size)
 
     def apply(self, model: nn.Module, traffic: Traffic) -> None:
         """Hook the cut layers, so that ranks sum or gather their outputs. The weights must be in place."""

@@ -43,8 +43,7 @@ class StageWeights:
         self._checkpoint, self._dtype_name = checkpoint, dtype_name
         self._reader: Reader | None = None  # while the model is loaded
         dtype, known = compute_dtype(dtype_name, device), model.state_dict()
-        shapes = {target: checkpoint.shape(target) for target in self.targets}
-        self._shards = plan.shards(shapes)
+        self._shards = {target: plan.shard(target, checkpoint.shape(target)) for target in self.targets}
         with reading(checkpoint) as reader:
             for target in self.targets:
                 self._outline(target, known[target].shape, dtype, reader)
@@ -73,7 +72,7 @@ class StageWeights:
                 self._read(target, tensors, reader)
 
     def _outline(self, target: str, whole: torch.Size, dtype: torch.dtype, reader: Reader) -> None:
-        (module, leaf), shard, meta = self.place(target), self._shards.get(target), torch.device("meta")
+        (module, leaf), shard, meta = self.place(target), self._shards[target], torch.device("meta")
         if shard is not None and not shard.spans:
             setattr(module, leaf, None)
             return
@@ -86,7 +85,7 @@ class StageWeights:
         setattr(module, leaf, nn.Parameter(values.view(whole) if shard is None else values, requires_grad=False))
 
     def _read(self, target: str, places: Mapping[str, torch.Tensor], reader: Reader) -> None:
-        shard = self._shards.get(target)
+        shard = self._shards[target]
         if VALUES in places:
             reader.read_values(target, shard, places[VALUES])
         elif PACKED in places:

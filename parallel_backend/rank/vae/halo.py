@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from parallel_backend.core.device_copies import host_buffer
+from parallel_backend.rank.comm.collectives import start_swap
 from parallel_backend.rank.comm.mesh import Axis
-from parallel_backend.rank.comm.staging import from_staging, staged, to_staging
+from parallel_backend.rank.comm.staging import from_staging, receivable, sendable
 from parallel_backend.rank.comm.transfers import Traffic, Transfer
 
 
@@ -34,24 +33,18 @@ def start_halo(x: torch.Tensor, dim: int, before: int, behind: int, axis: Axis, 
     Receives the last `before` rows of the previous band and the first `behind` rows of the next band. Sends this band's rows
     to the neighbours likewise. Rows are counted along `dim`.
     """
-    length, on_host = x.shape[dim], staged(x, axis.group)
+    length = x.shape[dim]
     assert length >= max(before, behind), f"a band of {length} rows has fewer than its neighbours need"
-    sent: list[torch.Tensor] = []
     received: list[torch.Tensor | None] = [None, None]
-    operations = []
+    sends, receives = [], []
     # The neighbour before needs this band's first rows as its rows behind, and the other way round.
     sides = ((axis.index - 1, (0, behind), before), (axis.index + 1, (length - before, before), behind))
     for side, (index, rows, wanted) in enumerate(sides):
-        if not 0 <= index < axis.size:
-            continue
-        if rows[1]:
-            part = x.narrow(dim, *rows).contiguous()
-            sent.append(to_staging(part) if on_host else part)
-            operations.append(dist.P2POp(dist.isend, sent[-1], axis.ranks[index], axis.group))
-        if wanted:
-            shape = list(x.shape)
-            shape[dim] = wanted
-            received[side] = buffer = host_buffer(shape, x.dtype, x.device) if on_host else x.new_empty(shape)
-            operations.append(dist.P2POp(dist.irecv, buffer, axis.ranks[index], axis.group))
-    transfer = traffic.start(lambda: dist.batch_isend_irecv(operations)) if operations else None
-    return Halo(sent, received, x.device, transfer)
+        if 0 <= index < axis.size:
+            sends.append((index, sendable(x.narrow(dim, *rows).contiguous(), axis.group)))
+            if wanted:
+                shape = list(x.shape)
+                shape[dim] = wanted
+                received[side] = buffer = receivable(shape, x, axis.group)
+                receives.append((index, buffer))
+    return Halo([part for _, part in sends], received, x.device, start_swap(receives, sends, axis, traffic))
