@@ -5,6 +5,7 @@ by the order in which they are issued. The group's own methods take half the hos
 Letters of shapes: rank/attention; tensors without a suffix may have any shape.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ def start_all_to_all(x_N: torch.Tensor, send: list[int], receive: list[int], axi
     # within a machine it takes less of the cores.
     if target.is_cuda or not axis.far:
         traffic.bytes_sent[axis.name] += (sum(send) - send[axis.index]) * x_N.element_size()
-        transfer = traffic.start(lambda: axis.group.alltoall_base(target, source, receive, send))
+        transfer = traffic.start(lambda: axis.joined.alltoall_base(target, source, receive, send))
         return Exchange(source, target, x_N.device, transfer)
     leaving, coming = source.split(send), target.split(receive)
     coming[axis.index].copy_(leaving[axis.index])
@@ -71,7 +72,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:
     traffic.bytes_sent[axis.name] += 2 * (axis.size - 1) * x.nbytes // axis.size
     x = x.contiguous()
     target = sendable(x, axis.group)
-    traffic.run(lambda: axis.group.allreduce([target]))
+    traffic.run(lambda: axis.joined.allreduce([target]))
     return target if target is x else x.copy_(target)
 
 
@@ -112,18 +113,13 @@ def start_gather(part: torch.Tensor, lengths: Sequence[int], dim: int, axis: Axi
 
 
 def start_shift(x: torch.Tensor, length: int, dim: int, axis: Axis, traffic: Traffic) -> Exchange:
-    """Start sending `x`, which is contiguous, to the next rank of the axis, and receiving the previous one's, which has
-    `length` along `dim`."""
-    source, target = sendable(x, axis.group), receivable(_resized(x, dim, length), x, axis.group)
-    ahead, behind = (axis.index + 1) % axis.size, axis.index - 1
-    if axis.far and not target.is_cuda:
-        return Exchange(source, target, x.device, _start_swap([(behind, target)], [(ahead, source)], axis, traffic))
+    """Start sending `x` to the next rank of the axis and receiving the previous one's, which has `length` along `dim`."""
     # As an all-to-all of which other parts are empty: one call of torch.distributed in place of three.
-    send, receive = [0] * axis.size, [0] * axis.size
-    send[ahead], receive[behind] = source.numel(), target.numel()
-    traffic.bytes_sent[axis.name] += source.nbytes
-    transfer = traffic.start(lambda: axis.group.alltoall_base(target.view(-1), source.view(-1), receive, send))
-    return Exchange(source, target, x.device, transfer)
+    shape, send, receive = _resized(x, dim, length), [0] * axis.size, [0] * axis.size
+    send[(axis.index + 1) % axis.size], receive[axis.index - 1] = x.numel(), math.prod(shape)
+    exchange = start_all_to_all(x.reshape(-1), send, receive, axis, traffic)
+    exchange.target = exchange.target.view(shape)
+    return exchange
 
 
 def _resized(x: torch.Tensor, dim: int, length: int) -> list[int]:
