@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -22,10 +22,18 @@ LIMIT = 60.0
 
 @dataclass(frozen=True)
 class Group:
-    """A process group. `number`: how many the world had made before, the same on all of its ranks."""
+    """A process group. `number`: how many the world had made before, the same on all of its ranks. `through`: what carries
+    out the operations that torch's groups have as methods."""
 
     number: int
     ranks: tuple[int, ...]
+    through: Any = field(default=None, compare=False, repr=False)
+
+    def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, came: list[int], left: list[int]) -> Any:
+        return self.through.all_to_all_single(output, input, came, left, self, True)
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        return self.through.all_reduce(*tensors, self, True)
 
 
 @dataclass(frozen=True)
@@ -239,7 +247,7 @@ class Distributed:
     def new_group(self, ranks: list[int], timeout: timedelta | None = None, group_desc: str | None = None) -> Group | object:
         """Every rank calls it for every group; one that is not in it gets torch's sign for that."""
         member = self._here.member
-        group = Group(member.groups, tuple(ranks))
+        group = Group(member.groups, tuple(ranks), self)
         member.groups += 1
         return group if member.rank in ranks else torch.distributed.GroupMember.NON_GROUP_MEMBER
 

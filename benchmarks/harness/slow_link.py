@@ -175,7 +175,12 @@ class SlowGroup(dist.ProcessGroup):
         return self._work(lambda: self._gloo.recv(tensors, source, tag), parts)
 
     def alltoall_base(
-        self, output: torch.Tensor, given: torch.Tensor, receive: list[int], send: list[int], options: object
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        receive: list[int],
+        send: list[int],
+        options: object = dist.AllToAllOptions(),
     ) -> SlowWork:
         def sizes(tensor: torch.Tensor, counts: list[int]) -> list[int]:
             """Bytes by rank: `counts` of the first dimension, or all alike."""
@@ -209,7 +214,7 @@ class SlowGroup(dist.ProcessGroup):
             parts += [self._send(target, own), self._receive(source, others[source])]
         return parts
 
-    def allreduce(self, tensors: list[torch.Tensor], options: object) -> SlowWork:
+    def allreduce(self, tensors: list[torch.Tensor], options: object = dist.AllreduceOptions()) -> SlowWork:
         parts, count = [], self.size()
         if count > 1:
             size = 2 * (count - 1) * tensors[0].nbytes // count

@@ -1,5 +1,6 @@
 """Spans of tokens, rows, blocks or batch entries, and the functions by which client and ranks split them."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ class Span:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    @property
+    @functools.cached_property  # attention reads it many times in each layer
     def slice(self) -> slice:
         return slice(self.start, self.stop)
 

@@ -321,11 +321,11 @@ class TokenCut(ABC):
             return [[span] for span in self.ranks.parts(Span(0, self.tokens[stream]))]
         return [[part.rows for part in of_rank] for of_rank in self.band.parts(stream, self.tokens, self.ranks)]
 
-    def lengths(self, streams: Sequence[int]) -> list[int]:
+    def lengths(self, streams: Sequence[int]) -> tuple[int, ...]:
         """Return the number of tokens of these streams, by rank."""
         key = LENGTHS, tuple(streams)
         if key not in self._known:
-            self._known[key] = [sum(map(len, self.picks(streams, rank))) for rank in range(self.ranks.size)]
+            self._known[key] = tuple(sum(map(len, self.picks(streams, rank))) for rank in range(self.ranks.size))
         return self._known[key]
 
     def leaves(self, number: int) -> bool:

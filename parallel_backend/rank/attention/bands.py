@@ -67,7 +67,7 @@ class DisplacedPatches(Bands):
             known = self._update(at, k_BShD, v_BShD, range(patches[-1].stop))
         return self._inner.attend(at, q_BQhD, *known)
 
-    def _start(self, at: LayerCall, kv_2BshD: torch.Tensor, lengths: list[int]) -> Gathering | ChangeGathering:
+    def _start(self, at: LayerCall, kv_2BshD: torch.Tensor, lengths: tuple[int, ...]) -> Gathering | ChangeGathering:
         """Start to gather keys and values over the patch ranks, which have `lengths` tokens each. Stale micro-steps send
         only changes, if there is a codec for changes and the ranks hold values of an exact call."""
         patch, traffic = self._context.patch, self._context.traffic

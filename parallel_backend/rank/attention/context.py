@@ -2,7 +2,7 @@
 and LayerCall, one call as it passes through the forms of attention (rank_tokens.py)."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -133,9 +133,9 @@ class LayerCall:
     spec: OwnAttention = WHOLE
     layer: int = 0
     """Number of the call among all attention calls of the class."""
-    queries: Sequence[int] = ()
+    queries: tuple[int, ...] = ()
     """Number of query tokens, by sequence rank."""
-    keys: Sequence[int] = ()
+    keys: tuple[int, ...] = ()
     """Number of key tokens, by sequence rank."""
 
 

@@ -1,6 +1,6 @@
 """Forms of attention in which a rank gets all keys and values before the kernel runs."""
 
-from collections.abc import Sequence
+import functools
 
 import torch
 
@@ -15,7 +15,7 @@ class Gathered:
     """Gathers the keys and values of all ranks of an axis. `inner`: attends to them. `ranks`: sequence ranks by index on the
     axis."""
 
-    def __init__(self, inner: Form, axis: Axis, ranks: Sequence[range], traffic: Traffic):
+    def __init__(self, inner: Form, axis: Axis, ranks: tuple[range, ...], traffic: Traffic):
         self._inner, self._axis, self._ranks, self._traffic = inner, axis, ranks, traffic
 
     def attend(self, at: LayerCall, q_BQhD: torch.Tensor, k_BshD: torch.Tensor, v_BshD: torch.Tensor) -> torch.Tensor:
@@ -49,6 +49,7 @@ class Together:
         return at.kernel.attend(at, q_BQhD, k_BKhD, v_BKhD)
 
 
-def of_axis(lengths: Sequence[int], ranks: Sequence[range]) -> list[int]:
+@functools.lru_cache
+def of_axis(lengths: tuple[int, ...], ranks: tuple[range, ...]) -> tuple[int, ...]:
     """Number of tokens for each index on an axis. `lengths`: by sequence rank. `ranks`: sequence ranks by index."""
-    return [sum(lengths[some.start : some.stop]) for some in ranks]
+    return tuple(sum(lengths[some.start : some.stop]) for some in ranks)

@@ -154,7 +154,7 @@ class RankTokens(TokenCut):
 
     def gather(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
         context, lengths = self._context, self.lengths(streams)
-        of_ulysses = [range(rank, rank + 1) for rank in context.of_ulysses]
+        of_ulysses = tuple(range(rank, rank + 1) for rank in context.of_ulysses)
         axes = (context.ulysses, of_ulysses), (context.ring, context.of_ring), (context.patch, context.of_patches)
         for axis, ranks in axes:
             if axis.size > 1:

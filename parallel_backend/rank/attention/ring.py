@@ -48,7 +48,7 @@ class Ring:
                 found = part
             if shift is not None:
                 block_2BsHD = shift.wait() if overlap else next_2BsHD
-        return q_BsHD.clone() if found is None else found[0].to(q_BsHD.dtype)
+        return q_BsHD.clone() if found is None else found[0].type_as(q_BsHD)
 
 
 def merge(one: Part, two: Part, masked: bool) -> Part:
@@ -60,7 +60,7 @@ def merge(one: Part, two: Part, masked: bool) -> Part:
 def mix(one: Part, two: Part, masked: bool) -> torch.Tensor:
     """Return the merged output of two sets of keys, without the log-sum-exp."""
     # A set's weight is exp(lse) over the sum of both, which is a sigmoid of the difference: neither exponential overflows.
-    weight_BQH = torch.sigmoid(two[1] - one[1])
+    weight_BQH = (two[1] - one[1]).sigmoid_()
     if masked:  # if neither set has a key, the difference is -inf + inf, and both outputs are zeros
         weight_BQH.nan_to_num_(0.0)
     # float32, since a bf16 sum would be rounded again with every block of the ring.

@@ -1,7 +1,8 @@
 """Transfers between the ranks of one mesh axis. All bytes are counted (transfers.py).
 
 All ranks of the axis call each function, and all functions in the same order: NCCL and Gloo pair the transfers of two ranks
-by the order in which they are issued. Letters of shapes: rank/attention; tensors without a suffix may have any shape.
+by the order in which they are issued. The group's own methods take half the host's time of torch.distributed's functions.
+Letters of shapes: rank/attention; tensors without a suffix may have any shape.
 """
 
 import math
@@ -54,9 +55,7 @@ def start_all_to_all(x_N: torch.Tensor, send: list[int], receive: list[int], axi
     # within a machine it takes less of the cores.
     if target.is_cuda or not axis.far:
         traffic.bytes_sent[axis.name] += (sum(send) - send[axis.index]) * x_N.element_size()
-        transfer = traffic.start(
-            lambda: dist.all_to_all_single(target, source, receive, send, group=axis.group, async_op=True)
-        )
+        transfer = traffic.start(lambda: axis.joined.alltoall_base(target, source, receive, send))
         return Exchange(source, target, x_N.device, transfer)
     leaving, coming = source.split(send), target.split(receive)
     coming[axis.index].copy_(leaving[axis.index])
@@ -73,7 +72,7 @@ def all_reduce(x: torch.Tensor, axis: Axis, traffic: Traffic) -> torch.Tensor:
     traffic.bytes_sent[axis.name] += 2 * (axis.size - 1) * x.nbytes // axis.size
     x = x.contiguous()
     target = sendable(x, axis.group)
-    traffic.run(lambda: dist.all_reduce(target, group=axis.group, async_op=True))
+    traffic.run(lambda: axis.joined.allreduce([target]))
     return target if target is x else x.copy_(target)
 
 

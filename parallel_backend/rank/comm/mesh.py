@@ -23,6 +23,12 @@ class Axis:
     far: bool = False
     """Whether ranks are connected by Gloo over a network. Equal on all ranks, because it decides which calls they make."""
 
+    @property
+    def joined(self) -> dist.ProcessGroup:
+        """The `group` of an axis that has one."""
+        assert self.group is not None
+        return self.group
+
 
 @dataclass(frozen=True)
 class LinkEnd:
