@@ -178,7 +178,7 @@ class OwnLatent:
     shared: tuple[str, ...] = ()
     """Modules whose output all bands of a call share, see name_pattern."""
     idle: tuple[str, ...] = ()
-    """Linear layers of blocks that only text passes, named in the same way."""
+    """Modules of blocks that only text passes, named in the same way. Bands without text skip them."""
     steady: bool = False
     """Whether text tokens (and references counted as such) and their keys are equal in all calls: ranks compute them once in
     a run."""

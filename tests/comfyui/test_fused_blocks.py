@@ -5,7 +5,8 @@ import pytest
 from tests.support.requirements import missing
 
 pytestmark = pytest.mark.comfyui
-QWEN, KREA = ["Attention", "QwenImageTransformerBlock"], ["Attention", "RMSNorm", "SingleStreamBlock"]
+QWEN = ["Attention", "QwenImageTransformerBlock"]
+KREA = ["Attention", "DoubleSharedModulation", "RMSNorm", "SingleStreamBlock"]
 LIMIT = 2e-6
 """In fp32, as a share of the largest value."""
 ROUNDING = 1.1

@@ -110,21 +110,33 @@ class FusedKrea2Attention(Form):
         return self.wo(out * F.sigmoid(self.gate(x)))
 
 
+class FusedKrea2Modulation(Form):
+    """Multiplies the norms' weights, 1 + their scales, into the modulation: bands of a call share the products."""
+
+    def forward(self, vec, *scales_of_norms):
+        vectors = super().forward(vec)
+        if not scales_of_norms:
+            return vectors
+        scale, shift, gate, last_scale, last_shift, last_gate = vectors
+        both, last_both = (
+            torch.addcmul(each, of_norm.to(each.dtype), 1 + each)
+            for each, of_norm in zip((scale, last_scale), scales_of_norms, strict=True)
+        )
+        return both, shift, gate, last_both, last_shift, last_gate
+
+
 class FusedKrea2Block(Form):
     """Fuses norms and modulation, if all tokens have the same timestep or each has its own vector."""
 
     def forward(self, x, vec, freqs, mask=None, timestep_zero_index=None, **named):
-        if timestep_zero_index is not None:
+        if timestep_zero_index is not None or not isinstance(self.mod, FusedKrea2Modulation):
             return super().forward(x, vec, freqs, mask, timestep_zero_index, **named)
-        scale, shift, gate, last_scale, last_shift, last_gate = self.mod(vec)
-        normed = self._modulated(self.prenorm, x, scale, shift)
+        vectors = self.mod(vec, self.prenorm.scale, self.postnorm.scale)
+        scale, shift, gate, last_scale, last_shift, last_gate = vectors
+        normed = fused.modulated(without_weight(x.shape[-1], self.prenorm.eps), x, scale, shift)
         x = fused.gated(x, gate, self.attn(normed, freqs, mask, **named))
-        return fused.gated(x, last_gate, self.mlp(self._modulated(self.postnorm, x, last_scale, last_shift)))
-
-    def _modulated(self, norm, x, scale, shift):
-        """Norm and modulation in one operation: the norm's weight, 1 + its scale, is multiplied into the modulation."""
-        both = torch.addcmul(scale, norm.scale.to(scale.dtype), 1 + scale)
-        return fused.modulated(without_weight(x.shape[-1], norm.eps), x, both, shift)
+        normed = fused.modulated(without_weight(x.shape[-1], self.postnorm.eps), x, last_scale, last_shift)
+        return fused.gated(x, last_gate, self.mlp(normed))
 
 
 @functools.cache
@@ -168,6 +180,7 @@ FORMS: Mapping[str, tuple[str, type[Form]]] = {
     f"{ROOT}qwen_image.model.QwenImageTransformerBlock": ("169d7285c3246d03", FusedQwenImageBlock),
     f"{ROOT}krea2.model.RMSNorm": ("b68e900c5514db28", FusedKrea2Norm),
     f"{ROOT}krea2.model.Attention": ("de893300d4a20790", FusedKrea2Attention),
+    f"{ROOT}krea2.model.DoubleSharedModulation": ("40a41e6b26a6ffeb", FusedKrea2Modulation),
     f"{ROOT}krea2.model.SingleStreamBlock": ("7d8ddd79ef19b361", FusedKrea2Block),
     f"{ROOT}minimax.model.Attention": ("a0cee20f42d8e8dc", FusedMinimaxH3Attention),
     f"{ROOT}minimax.model.DiTBlock": ("1b9ce5c81241dd44", FusedMinimaxH3Block),

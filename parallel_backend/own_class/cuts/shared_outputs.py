@@ -1,4 +1,4 @@
-"""Avoids work that bands of one call would repeat: outputs that all bands share, and layers for text in bands without text.
+"""Avoids work that bands of one call would repeat: outputs that all bands share, and modules for text in bands without text.
 
 Each band would compute the whole prologue, and read the weights of each block's modulation again. If a trial has shown that
 a module returns the same for all bands, a rank computes it only in a call's first band (rank/stage/module_cache.py).
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from parallel_backend.core.own_class import OwnBlock, name_pattern
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.forwards import put_forwards
+from parallel_backend.own_class.cuts.token_cut import TokenCut
 
 PLAIN = type(None), bool, int, float, str
 """Types that a shared output may consist of, in addition to tensors."""
@@ -31,17 +32,17 @@ class WatchedOutputs:
         self._modules = {name: module for name, module in model.named_modules() if name and not _is_cheap(module)}
         for block in blocks:
             self._modules.pop(block.name, None)
+        inside = tuple(f"{block.name}." for block in blocks)
+        self._idle = {
+            name: module
+            for name, module in self._modules.items()
+            if name.startswith(inside) and next(module.parameters(), None) is not None
+        }
         self._kept: dict[str, list[Any]] = {}  # of the first run, by module
         self._given: dict[str, list[Any]] = defaultdict(list)  # of the present one
         self._inside: list[str] = []  # modules that run at present, the outer ones first
         self._runs = 0
-        self._layers = {
-            f"{block.name}.{name}": layer
-            for block in blocks
-            for name, layer in model.get_submodule(block.name).named_modules()
-            if isinstance(layer, nn.Linear)
-        }
-        self._rows: dict[str, set[int]] = defaultdict(set)  # of the layers' inputs in the present run
+        self._rows: dict[str, set[int]] = defaultdict(set)  # of the modules' outputs in the present run
 
     @contextmanager
     def run(self, has_words: bool) -> Iterator[None]:
@@ -50,9 +51,7 @@ class WatchedOutputs:
         self._inside.clear()
         self._rows.clear()
         with ExitStack() as hooks:
-            for name, layer in self._layers.items():
-                hooks.enter_context(layer.register_forward_pre_hook(partial(self._note_rows, name)))
-            for name, module in self._modules.items():
+            for name, module in (self._modules | self._idle).items():
                 hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
                 hooks.enter_context(module.register_forward_hook(partial(self._leave, name)))
             yield
@@ -60,48 +59,50 @@ class WatchedOutputs:
             outputs, first = self._given.get(name, []), self._kept.get(name, [])
             if not outputs or not all(map(_is_plain, outputs)) or (self._runs and not _equal(outputs, first)):
                 del self._modules[name]
-        for name in list(self._layers):
+        for name in list(self._idle):
             if not (rows := self._rows[name]) or (min(rows) < 2 if has_words else rows != {1}):
-                del self._layers[name]
+                del self._idle[name]
         self._kept = self._kept or {name: self._given[name] for name in self._modules}
         self._runs += 1
 
-    def attends(self) -> None:
-        """To be called when a block attends. Modules around that call are not shared: ranks count attention calls."""
+    def attends(self, keeps: bool) -> None:
+        """To be called when a block attends. Modules around that call are not shared: ranks count attention calls. They are
+        not idle either if the band, which is without text, `keeps` keys of the call for other bands."""
         for name in self._inside:
             self._modules.pop(name, None)
+            if keeps:
+                self._idle.pop(name, None)
 
     def shared(self) -> tuple[str, ...]:
         """Return the names of the outermost modules whose outputs bands share. Empty before the second run. If all blocks of
         a list share a module, its name has a star for the block's number: see core.own_class.name_pattern."""
         if self._runs < 2:
             return ()
-        names = []
-        for name in self._modules:
-            parts = name.split(".")
-            outer = (".".join(parts[:count]) for count in range(1, len(parts)))
-            if not any(each in self._modules for each in outer):
-                names.append(name)
-        return self._of_all_blocks(names)
+        return self._of_all_blocks(self._modules)
 
     def idle(self) -> tuple[str, ...]:
-        """Names of the blocks' linear layers with one row of input in bands without text, and more rows in others."""
-        return self._of_all_blocks(self._layers) if self._runs > 1 else ()
+        """Names of the blocks' outermost modules that have one row in bands without text, and more in others, and whose
+        attention keeps no keys in bands without text."""
+        return self._of_all_blocks(self._idle) if self._runs > 1 else ()
 
     def _of_all_blocks(self, names: Iterable[str]) -> tuple[str, ...]:
-        found = Counter(_of_list(name, self._blocks) for name in names)
+        """Return the names that all blocks of a list have, without modules inside of others."""
+        counts = Counter(_of_list(name, self._blocks) for name in names)
         blocks = Counter(block.name.rpartition(".")[0] for block in self._blocks)
-        return tuple(name for name, count in found.items() if "*" not in name or count == blocks[name.partition(".*.")[0]])
-
-    def _note_rows(self, name: str, _layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        self._rows[name].add(args[0].shape[1] if args[0].ndim == 3 else 0)
+        found = [name for name, count in counts.items() if "*" not in name or count == blocks[name.partition(".*.")[0]]]
+        return tuple(name for name in found if not name.startswith(tuple(f"{outer}." for outer in found)))
 
     def _enter(self, name: str, *_: Any) -> None:
         self._inside.append(name)
 
-    def _leave(self, name: str, _module: nn.Module, _args: Any, out: Any) -> None:
+    def _leave(self, name: str, _module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         self._inside.remove(name)
-        self._given[name].append(pytree.tree_map_only(torch.Tensor, torch.clone, out))
+        if name in self._modules:
+            self._given[name].append(pytree.tree_map_only(torch.Tensor, torch.clone, out))
+        if name in self._idle:
+            given = args[0] if args else None
+            of_rows = torch.is_tensor(given) and torch.is_tensor(out) and given.shape[:-1] == out.shape[:-1]
+            self._rows[name].add(out.shape[1] if of_rows and out.ndim == 3 else 0)
 
 
 class SharedOutputs:
@@ -109,8 +110,6 @@ class SharedOutputs:
     Unproven if the class writes into one of the outputs."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]):
-        self.has_words = True
-        """Whether the present band has text tokens."""
         self._kept: dict[tuple[str, int], tuple[Any, list[int]]] = {}
         self._calls: Counter[str] = Counter()
         self._modules = modules_of(model, names)
@@ -120,9 +119,8 @@ class SharedOutputs:
         self._kept.clear()
         return put_forwards((module, partial(self._shared, name, module.forward)) for name, module in self._modules.items())
 
-    def begin(self, has_words: bool) -> None:
+    def begin(self) -> None:
         """Begin a band: count the modules' calls from 0."""
-        self.has_words = has_words
         self._calls.clear()
 
     def _shared(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -174,21 +172,27 @@ def _versions(out: Any) -> list[int]:
     return [leaf._version for leaf in pytree.tree_leaves(out) if torch.is_tensor(leaf)]
 
 
-def put_idle_layers(model: nn.Module, names: Sequence[str], has_words: Callable[[], bool], value: float) -> ExitStack:
-    """Have linear layers that only text passes skip their work in bands without text, until the stack is closed.
+def put_idle_modules(
+    model: nn.Module, names: Sequence[str], tokens: Callable[[], TokenCut | None], value: float
+) -> ExitStack:
+    """Have modules that only text passes skip their work in bands without text, until the stack is closed.
 
-    In such bands one row stands in for the text, because a class cannot run without rows (band_tokens.py). The layers then
-    return `value` and do not read their weights. `names`: see core.own_class.name_pattern. `has_words`: whether the band has
-    text."""
-    made: dict[str, tuple[int, torch.dtype]] = {}  # by layer: its outputs' features and dtype
+    In such bands one row stands in for the text, because a class cannot run without rows (band_tokens.py). The modules then
+    return `value`, and neither read their weights nor attend. `names`: see core.own_class.name_pattern. `tokens`: returns
+    the present call's cut of tokens."""
+    made: dict[str, tuple[int, torch.dtype, int]] = {}  # by module: its outputs' features and dtype, its attention calls
 
-    def run(name: str, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        if has_words() or name not in made:
-            out = forward(x)
-            made[name] = out.shape[-1], out.dtype
+    def run(name: str, forward: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        cut = tokens()
+        if cut is None or not cut.runs_block:
+            return forward(x, *args, **kwargs)
+        if cut.has_words or name not in made:
+            before, out = cut.attended, forward(x, *args, **kwargs)
+            made[name] = out.shape[-1], out.dtype, cut.attended - before
             return out
-        features, dtype = made[name]
+        features, dtype, calls = made[name]
+        cut.attended += calls
         return x.new_full((*x.shape[:-1], features), value, dtype=dtype)
 
-    layers = modules_of(model, names).items()
-    return put_forwards((layer, partial(run, name, layer.forward)) for name, layer in layers)
+    modules = modules_of(model, names).items()
+    return put_forwards((module, partial(run, name, module.forward)) for name, module in modules)

@@ -107,10 +107,6 @@ class StageBlocks:
             raise Unproven(f"{self._next} of {len(self.blocks)} blocks ran")
         return out
 
-    def has_words(self) -> bool:
-        """Whether the present call computes tokens other than the image's: text, or a second latent's tokens."""
-        return self.tokens is None or self.tokens.has_words
-
     def _with_second_text(self, second: Mapping[str, Any] | None, named: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Context of a call with a second text, if there is one."""
         if second is None:

@@ -8,7 +8,7 @@ to nothing, nothing attends to it, and it is dropped.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +50,9 @@ class TokenCut(ABC):
         self.number = 0
         """Number of the block that runs."""
         self.attended = 0
-        """Number of attention calls in that block so far, including the present one."""
+        """Number of attention calls in that block so far, including the present one, and those of modules that idle."""
+        self.runs_block = False
+        """Whether a block runs."""
         self.tokens: dict[int, int] = {}
         """Stream -> its number of tokens, for each stream that has entered."""
         self.alone = False
@@ -62,7 +64,6 @@ class TokenCut(ABC):
         self._stand_ins: set[int] = set()  # streams of this call of which this rank has a stand-in alone
         self._known: dict[Any, Any] = {}  # of calls with the same tokens, see `known`
         self._axes: dict[int, TokenAxes] = {}  # of this call, by a tensor's number of axes
-        self._coming: Iterator[OwnAttention] | None = None  # calls of attention still to come in the block that runs
         self._latest: OwnAttention | None = None  # that call in the block that runs whose tokens are cut
         # Of this call: a whole table, and its part.
         self._parts: dict[tuple[int, OwnSlice], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -211,22 +212,22 @@ class TokenCut(ABC):
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of the block that was entered. Raises Unproven if it attends more or less often than in the trial."""
-        self._coming, self.attended = iter(self.block.attention), 0
+        self.runs_block, self.attended = True, 0
         try:
             out = forward(*args, **kwargs)
-            if next(self._coming, None) is not None:
+            if self.attended < len(self.block.attention):
                 raise Unproven(f"{self.block.name} attends less often than in the trial")
             return out
         finally:
-            self._coming = self._latest = None
+            self.runs_block, self._latest = False, None
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Replaces the class's attention function: this rank's queries attend to all ranks' keys. May raise Unproven."""
-        if self._coming is None:  # outside of blocks
+        if not self.runs_block:
             return self.attend_whole(function, *args, **kwargs)
-        spec = next(self._coming, None)
-        if spec is None:
+        if self.attended >= len(self.block.attention):
             raise Unproven(f"{self.block.name} attends more often than in the trial")
+        spec = self.block.attention[self.attended]
         self._latest = spec if spec.keys else None
         self.attended += 1
         if not spec.keys:

@@ -25,7 +25,7 @@ from parallel_backend.own_class.calls.residuals import AROUND, CONTROL
 from parallel_backend.own_class.calls.tried_calls import Call, distance, drawn, smaller
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.band_tokens import ONE, BandTokens, Part, class_numbers
-from parallel_backend.own_class.cuts.shared_outputs import SharedOutputs, WatchedOutputs, put_idle_layers
+from parallel_backend.own_class.cuts.shared_outputs import SharedOutputs, WatchedOutputs, put_idle_modules
 from parallel_backend.own_class.cuts.token_cut import HOST
 from parallel_backend.own_class.trials.comparison import (
     ALL_LAYERS,
@@ -206,10 +206,10 @@ def _check(
         for band in bands if call is calls[-1] else ():
             if not band.has_words:
                 replace(band, alone=True).check(whole, outside[0])
-        with put_idle_layers(runs.model, latent.idle, lambda: shared.has_words, math.nan), shared.of_call():
+        with put_idle_modules(runs.model, latent.idle, lambda: runs.tokens, math.nan), shared.of_call():
             for band, each in itertools.product(bands, outside):
-                shared.begin(band.has_words)
-                with nullcontext() if watched is None else watched.run(shared.has_words):
+                shared.begin()
+                with nullcontext() if watched is None else watched.run(band.has_words):
                     band.check(whole, each, watched)
 
 
@@ -316,9 +316,11 @@ class _InBand(ComparedRank):
         self.ranks, self.band, self._watched = ONE, band, watched
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self._watched is not None and self._coming is not None:
-            self._watched.attends()
-        return super().attend(function, *args, **kwargs)
+        out = super().attend(function, *args, **kwargs)
+        if self._watched is not None and self.runs_block:
+            streams = () if self.has_words or self._latest is None else self._latest.keys
+            self._watched.attends(any(part.is_kept for stream in streams for part in self.band_parts(stream)))
+        return out
 
     def has_rows_of(self, own: torch.Tensor, of_whole: torch.Tensor, streams: Sequence[int]) -> bool:
         """Whether `own` has the band's rows. Rows that stand in for missing text may have any value: their keys are not

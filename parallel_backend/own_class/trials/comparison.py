@@ -127,7 +127,7 @@ class WholeRun(TokenCut):
         return args, kwargs
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self._coming is None:
+        if not self.runs_block:
             return function(*args, **kwargs)
         call, out = attention_call(function, *args, **kwargs), function(*args, **kwargs)
         tensors = call.q_BQHD.clone(), call.k_BKHD.clone(), call.v_BKHD.clone()

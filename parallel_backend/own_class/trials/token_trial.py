@@ -125,7 +125,7 @@ class Learning(ComparedRank):
         return None
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self._coming is None:
+        if not self.runs_block:
             return function(*args, **kwargs)
         self.attended += 1
         whole, call = self.noted(), attention_call(function, *args, **kwargs)
@@ -253,6 +253,8 @@ class Runs:
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock]):
         self.model, self.blocks = model, list(blocks)
+        self.tokens: TokenCut | None = None
+        """How the latest run cuts its tokens."""
         self._counted: dict[tuple[torch.Size, int], int] = {}
 
     def sizes(self, actual: Call) -> tuple[Size, Size]:
@@ -294,6 +296,7 @@ class Runs:
 
     def run(self, call: Call, cut: TokenCut, add_up: Sum = own_sums) -> Any:
         """Return the model's output with tokens cut by `cut`. `add_up`: see run_in_one."""
+        self.tokens = cut
         return run_in_one(self.model, self.blocks, call, cut, add_up)
 
     def noted(self, call: Call) -> WholeRun:

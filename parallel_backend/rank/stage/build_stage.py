@@ -18,7 +18,7 @@ from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.own_class.calls.call_arguments import OPTIONS, from_tensors, run_call, structure_of, timestep_of
 from parallel_backend.own_class.calls.unproven import Unproven
-from parallel_backend.own_class.cuts.shared_outputs import put_idle_layers
+from parallel_backend.own_class.cuts.shared_outputs import put_idle_modules
 from parallel_backend.own_class.cuts.stages import StageBlocks, Wanted, pass_through
 from parallel_backend.own_class.cuts.tensor_plan import divide
 from parallel_backend.rank.attention.context import AttentionContext
@@ -192,7 +192,7 @@ def build_own_stage(
     stage_blocks = StageBlocks(model, order, span, link)
     if built.own.latent is not None:
         # No NaN, since a packed layer may look for its input's largest value.
-        put_idle_layers(model, built.own.latent.idle, stage_blocks.has_words, 0.0)
+        put_idle_modules(model, built.own.latent.idle, lambda: stage_blocks.tokens, 0.0)
     if plan.axis.size > 1:
         for block in order:
             if block.name in own:
