@@ -18,8 +18,8 @@ from parallel_backend.own_class.calls.tried_calls import Call
 from parallel_backend.own_class.calls.unproven import Unproven
 
 FIRST_ALONE, FIRST_OF_SEVERAL, FIRST_READ = 2, 1, 4
-"""How many first blocks of a list are tried: if it is the model's only list, if there are several, and if later blocks may
-read the outputs of the first ones."""
+"""How many first blocks of a list are tried: if it is the model's only list, if there are several, and if blocks of another
+kind come later, which may read the outputs of the first ones."""
 FEWEST_BLOCKS = 2
 """Minimum number of tried blocks of a list: the first and the last."""
 NO_LIST = "it has no list of blocks"

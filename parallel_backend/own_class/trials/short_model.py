@@ -244,13 +244,14 @@ def _tried_representatives(model: nn.Module, lists: Mapping[str, Sequence[str]])
     of each list, another few, all of one list (the smallest first), and all of all lists."""
     few = representatives(model, lists, FIRST_ALONE if len(lists) == 1 else FIRST_OF_SEVERAL)
     yield few
-    if not lists:
-        return
-    yield representatives(model, lists, FIRST_READ)
+    of_two_kinds = representatives(model, lists, FIRST_READ)
+    if lists and all(max(like) == FIRST_READ + 1 for like in of_two_kinds.values()):  # and the last block
+        yield of_two_kinds
     if len(lists) > 1:
         sizes = {name: sum(each.numel() for each in model.get_submodule(name).parameters()) for name in lists}
         yield from (few | {name: range(len(lists[name]))} for name in sorted(lists, key=lambda name: sizes[name]))
-    yield {name: range(len(blocks)) for name, blocks in lists.items()}
+    if lists:
+        yield {name: range(len(blocks)) for name, blocks in lists.items()}
 
 
 def runs(model: nn.Module, call: Call) -> bool:
