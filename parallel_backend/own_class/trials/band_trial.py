@@ -67,7 +67,7 @@ def latent_of(
     call = _even(runs, smaller(actual, *runs.sizes(actual)[0]))
     latent = find_latent(runs, call, steady)
     another = _odd(runs, actual, latent)
-    latent = replace(latent, words=latent.words or find_latent(runs, another, steady).words)
+    latent = _of_both(latent, find_latent(runs, another, steady))
     calls = [drawn(call, 1), drawn(another, 2), *(drawn(call, 3, time) for time in times)]
     latent = replace(latent, pads=all(_pads(runs, latent, each) for each in calls[:2]))
     if not any(next(_bands(runs, latent, each), None) for each in calls):
@@ -91,6 +91,7 @@ def check_in_bands(
     the last band."""
     runs = Runs(model, blocks)
     call = _odd(runs, actual, latent, FEW_ROWS)
+    _of_both(latent, find_latent(runs, call, latent.steady))
     _check(runs, latent, [drawn(call, 1, time)], few=True)
 
 
@@ -134,6 +135,13 @@ def _first_that_runs(runs: Runs, calls: Iterable[Call]) -> Call:
         if not (why := why_not(partial(streams_entering, runs, drawn(call, 1)))):
             return call
     raise Unproven(why)
+
+
+def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
+    """Return the OwnLatent for calls of both sizes. Raises Unproven if tokens are found elsewhere in the second."""
+    if replace(another, words=latent.words, pads=latent.pads, shared=latent.shared, idle=latent.idle) != latent:
+        raise Unproven("its latent's tokens are ordered differently in calls of two sizes")
+    return replace(latent, words=latent.words or another.words)
 
 
 def _check_words(runs: Runs, latent: OwnLatent, call: Call) -> None:
