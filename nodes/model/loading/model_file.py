@@ -20,7 +20,7 @@ from parallel_backend.core.devices import device_kind
 from parallel_backend.core.own_class import DTYPE, ROOT, Conversion, OwnClass
 from parallel_backend.core.setup import TensorSizes
 from parallel_backend.core.short_text import short
-from parallel_backend.own_class.adapters.adapters import unstated
+from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import meta_parameters
 
 HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -131,7 +131,7 @@ def _model_file(contents: Contents, imported: Mapping[str, Any], enlarged: Tenso
     name, stated, other = contents.name, contents.stated or {}, contents.other
     if other is not None and other.what not in (NOT_RUN, UNET):
         raise contents.refusal()
-    if entry := unstated(type(config).__name__, stated):
+    if entry := next((each for each in adapter_of(type(config).__name__).stated if each not in stated), ""):
         raise ValueError(
             f"model_name: the header of {name} lacks its {entry}, which the model's own files have. Without it ComfyUI "
             "too would compute another model. Get the file from another source."

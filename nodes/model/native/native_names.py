@@ -1,6 +1,5 @@
 """Attributes and tensor names of the native model, without values, for other nodes that look them up."""
 
-import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -8,7 +7,6 @@ import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import values_of
-from parallel_backend.core.own_class import name_pattern
 
 from ...ui.host import refuse
 
@@ -40,9 +38,8 @@ class NativeNames:
             return self._tensors[whole]
         if any(key.startswith(f"{whole}.") for key in self._tensors):
             return NativeNames(self._checkpoint, self._tensors, self._keys, f"{whole}.")
-        for pattern, value in self._checkpoint.built.native_values.items():
-            if re.fullmatch(name_pattern(pattern), whole):
-                return value
+        if self._checkpoint.built.lacks(whole):
+            return None
         raise AttributeError(
             f"model: '{whole}' of ComfyUI's model is not possible, because Parallel DiT's weights are on "
             "its ranks. Remove the node that asks for it (some ControlNets do), or load the model with ComfyUI's own "

@@ -105,11 +105,6 @@ def adapt(kind: str, model: nn.Module) -> None:
             put_form(form, block.get_submodule(name))
 
 
-def unstated(kind: str, stated: Mapping[str, Any]) -> str:
-    """The first entry that the header of this class's files must have and that `stated` lacks. Empty: none is missing."""
-    return next((entry for entry in adapter_of(kind).stated if entry not in stated), "")
-
-
 class QwenImageBlock(Form):
     """Qwen-Image's block with a mask of tokens [S] instead of `timestep_zero_index`, so that ranks can cut it by tokens.
 

@@ -127,7 +127,12 @@ class Animate2Model(Form):
         if pose_latents is None:
             return forward()
         if pose_latents.shape[2:] != x.shape[2:]:
-            raise ValueError(why_not_posed(pose_latents.shape[2:], x.shape[2:]))
+            sizes, needed = (" x ".join(map(str, each.shape[2:])) for each in (pose_latents, x))
+            raise ValueError(
+                f"the pose video, with a frame for the reference image, is made for a latent of {sizes} (frames, rows, "
+                f"columns), the latent_image takes {needed}. Give both nodes the same length, width and height, and those "
+                "in multiples of 16."
+            )
         own_text, image = context_pose, clip_fea_pose
         text = self._text(context if own_text is None else own_text, clip_fea if image is None else image)
         pose = Stream(self._time(t, x.dtype), freqs_pose, *text)
@@ -195,12 +200,3 @@ def animate2_arguments(arguments: Mapping[str, Any], _native: Any, _sizes: tuple
     """Return the arguments, with a frame for the character before the pose's. Pose and latent then have the same frames."""
     pose = arguments.get("pose_latents")
     return dict(arguments) if pose is None else {**arguments, "pose_latents": F.pad(pose, (0, 0, 0, 0, 1, 0))}
-
-
-def why_not_posed(pose: torch.Size, latent: torch.Size) -> str:
-    """Return the refusal of a pose whose size differs from the latent's."""
-    sizes, needed = (" x ".join(map(str, each)) for each in (pose, latent))
-    return (
-        f"the pose video, with a frame for the reference image, is made for a latent of {sizes} (frames, rows, columns), "
-        f"the latent_image takes {needed}. Give both nodes the same length, width and height, and those in multiples of 16."
-    )

@@ -14,10 +14,7 @@ from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.built.counts import Counts, counted, counts_of
-from parallel_backend.own_class.calls.call_arguments import (
-    LATENTS,
-    structure_of,
-)
+from parallel_backend.own_class.calls.call_arguments import LATENTS, structure_of
 from parallel_backend.own_class.calls.patching import Companion, Latents, Patching
 from parallel_backend.own_class.calls.tried_calls import Call, conditioning, one_entry, smaller, with_whole_axes
 from parallel_backend.own_class.cuts.tensor_plan import CutKind, LayerCuts
@@ -141,12 +138,10 @@ class BuiltClass:
         """Entries of transformer_options that this pack adds and ranks get."""
         return adapter_of(self.own.kind).options
 
-    @property
-    def native_values(self) -> dict[str, None]:
-        """Name pattern of a layer that other nodes look for in ComfyUI's native model and that this file's blocks lack, see
-        core.own_class.name_pattern. Empty: there is none."""
-        gate = adapter_of(self.own.kind).gate
-        return {} if not gate or any(name.endswith(f"{gate}.weight") for name in self.parameters) else {f"*.{gate}": None}
+    def lacks(self, layer: str) -> bool:
+        """Whether other nodes look for this layer in ComfyUI's native model, and no block of this file has it."""
+        gate = f".{adapter_of(self.own.kind).gate}"
+        return gate != "." and layer.endswith(gate) and not any(name.endswith(f"{gate}.weight") for name in self.parameters)
 
     def is_elsewhere(self, parameter: str) -> bool:
         """Whether only ComfyUI's process computes with this parameter, so that no rank has it."""

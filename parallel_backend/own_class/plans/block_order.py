@@ -17,10 +17,9 @@ from parallel_backend.own_class.calls.block_arguments import by_place
 from parallel_backend.own_class.calls.tried_calls import Call
 from parallel_backend.own_class.calls.unproven import Unproven
 
-KEPT_BLOCKS = 3
-"""How many blocks are tried if a model has a single list: the first two and the last."""
-FIRST, LATER = 4, 2
-"""Minimum number of tried blocks of the first and the later kind, in a list with two kinds."""
+FIRST_ALONE, FIRST_OF_SEVERAL, FIRST_READ = 2, 1, 4
+"""How many first blocks of a list are tried: if it is the model's only list, if there are several, and if blocks of another
+kind come later, which may read the outputs of the first ones."""
 FEWEST_BLOCKS = 2
 """Minimum number of tried blocks of a list: the first and the last."""
 NO_LIST = "it has no list of blocks"
@@ -62,15 +61,9 @@ def choices(
         yield shared, sum(sizes[name] for name in shared) / sum(sizes.values())
 
 
-def representatives(
-    model: nn.Module, lists: Mapping[str, Sequence[str]], most: int = KEPT_BLOCKS
-) -> dict[str, Sequence[int]]:
-    """Choose the blocks to try: the first ones of a list, its last one, and the first of each kind between them.
-
-    Blocks are of one kind if their parameters have the same names and shapes. `most`: maximum number of tried blocks of a
-    list with a single kind.
-    """
-    first = min(most, KEPT_BLOCKS if len(lists) == 1 else KEPT_BLOCKS - 1) - 1
+def representatives(model: nn.Module, lists: Mapping[str, Sequence[str]], first: int) -> dict[str, Sequence[int]]:
+    """Choose the blocks to try: the `first` ones of a list, its last one, and the first of each kind between them. Blocks
+    are of one kind if their parameters have the same names and shapes."""
     found: dict[str, Sequence[int]] = {}
     for name, blocks in lists.items():
         kinds = [_parameters(model.get_submodule(block)) for block in blocks]
@@ -83,23 +76,6 @@ def representatives(
                 tried.append(number)
             like.append(same[-1])
         found[name] = like
-    return found
-
-
-def representatives_of_two_kinds(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> dict[str, Sequence[int]] | None:
-    """Like `representatives`, for lists whose later blocks are of another kind and may read the output of the first ones.
-
-    The first FIRST blocks, the first block of the later kind, and the last block are tried. Returns None if a list has fewer
-    blocks of a kind than FIRST and LATER, or other kinds of blocks.
-    """
-    found: dict[str, Sequence[int]] = {}
-    for name, blocks in lists.items():
-        kinds = [_parameters(model.get_submodule(block)) for block in blocks]
-        later = kinds.index(kinds[-1])
-        if later < FIRST or len(kinds) - later < LATER or kinds != [kinds[0]] * later + [kinds[-1]] * (len(kinds) - later):
-            return None
-        firsts, laters = [*range(FIRST), *[FIRST - 1] * (later - FIRST)], [FIRST] * (len(kinds) - later - 1)
-        found[name] = [*firsts, *laters, FIRST + LATER - 1]
     return found
 
 

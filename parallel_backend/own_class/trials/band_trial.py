@@ -39,9 +39,8 @@ from parallel_backend.own_class.trials.comparison import (
     why_not,
 )
 from parallel_backend.own_class.trials.latent_tokens import (
-    companion_tokens,
     find_latent,
-    grid_of,
+    patching_of,
     reference_tokens,
     streams_entering,
 )
@@ -51,8 +50,6 @@ ROWS = 3, 3, 5
 """Maximum frames, rows and columns of tokens of the second call. They are odd, so that padding by the class shows."""
 FEW_ROWS = 3, 3, 3
 """As ROWS, for a call with which only the first and the last band are tried."""
-AXES = {"rows": -2, "frames": -3}
-"""The latent's axis that bands of this kind cut."""
 OUTSIDE = 99
 """Seed of the random values outside of a band."""
 
@@ -135,13 +132,9 @@ def _odd(runs: Runs, actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS
 def _first_that_runs(runs: Runs, calls: Iterable[Call]) -> Call:
     """Return the first call with which the class runs and its streams enter the blocks. Raises Unproven if there is none."""
     for call in calls:
-        try:
-            streams_entering(runs, drawn(call, 1))
-        except Unproven as unproven:
-            failed = unproven
-        else:
+        if not (why := why_not(partial(streams_entering, runs, drawn(call, 1)))):
             return call
-    raise failed
+    raise Unproven(why)
 
 
 def _of_both(latent: OwnLatent, another: OwnLatent) -> OwnLatent:
@@ -168,9 +161,7 @@ def _check_words(runs: Runs, latent: OwnLatent, call: Call) -> None:
 def _pads(runs: Runs, latent: OwnLatent, call: Call) -> bool:
     """OwnLatent.pads: whether the class pads a latent circularly if its size is not a multiple of the patch size. It does if
     a latent and the same latent padded circularly by us give the same output."""
-    frames, side, _ = latent.patch
-    sides = call.latents[0].shape[2:]
-    patching = Patching(side=side, frames=frames, video=len(sides) == 3)
+    sides, patching = call.latents[0].shape[2:], patching_of(latent, call)
     sizes = [size - (by > 1) for size, by in zip(sides, latent.patch[-len(sides) :], strict=True)]
     smaller_call = smaller(call, sizes, WORDS)
     first, *others = smaller_call.latents
@@ -219,16 +210,17 @@ def _bands(runs: Runs, latent: OwnLatent, call: Call) -> Iterator["_Band"]:
     If the latent is `steady`, also the whole latent as one band whose text ran in an earlier call. An axis with fewer than
     two rows of tokens gives no bands.
     """
-    shape = call.latents[0].shape
-    references = reference_tokens(runs, latent, call)
-    for along, axis in AXES.items():
-        if -axis > len(shape) - 2 or (rows := shape[axis] // latent.patch[axis]) < 2:
+    references, patching = reference_tokens(runs, latent, call), patching_of(latent, call)
+    grid = patching.grid(tuple(call.latents[0].shape))
+    for along in ("rows", "frames")[: len(grid) - 1]:
+        cut = patching.cut(along)
+        if (rows := grid[cut.band_dim]) < 2:
             continue
         first, last = max(1, rows // 3), rows - max(1, rows // 3)
         spans = Span(0, first), Span(first, last), Span(last, rows)
-        yield from (_Band(runs, latent, call, along, span, references) for span in spans if len(span))
+        yield from (_Band(runs, latent, call, cut, span, references) for span in spans if len(span))
         if latent.steady:
-            yield _Band(runs, latent, call, along, Span(0, rows), references, words_have_run=True)
+            yield _Band(runs, latent, call, cut, Span(0, rows), references, words_have_run=True)
 
 
 @dataclass(frozen=True)
@@ -238,7 +230,7 @@ class _Band:
     runs: Runs
     latent: OwnLatent
     call: Call
-    along: str
+    patching: Patching
     rows: Span
     references: int
     """Number of reference tokens in the whole call."""
@@ -261,9 +253,7 @@ class _Band:
         for part, own in zip(self._own(x), self._own(self.call.x), strict=True):
             part.copy_(own)
         call, cut = replace(self.call, x=x, named=self._named()), self.tokens
-        out = self.runs.run(call, _InBand(self.runs.blocks, whole, cut, tensor_rank, watched), tensor_rank.add_up)
-        if out.shape != whole.result.shape:
-            raise Unproven("an output differs in size from its latent")
+        out = self.runs.run(call, _InBand(self.runs.blocks, whole, cut, tensor_rank, watched), tensor_rank)
         return self._own(out)
 
     def _named(self) -> Mapping[str, Any]:
@@ -280,9 +270,8 @@ class _Band:
     def _own(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return the band's part of each latent in `x`, as views. `x` has the form of the call's latent."""
         latent, *companion = self.call.parts(x)
-        axis = AXES[self.along]
-        by = self.latent.patch[axis]
-        band = latent.narrow(axis, by * self.rows.start, by * len(self.rows))
+        by = self.patching.band_size
+        band = self.patching.rows(latent, Span(by * self.rows.start, by * self.rows.stop))
         return [band, *(companion if self.alone or self.has_words else [])]
 
     @property
@@ -292,10 +281,9 @@ class _Band:
     @property
     def tokens(self) -> BandTokens:
         """The band's tokens as ranks get them."""
-        grid = grid_of(self.latent, self.call)
-        row = math.prod(grid) // grid[AXES[self.along]]
-        order = TokenOrder(math.prod(grid), row, self.references, self.along)
-        second = companion_tokens(self.latent, self.call)
+        patching, shapes = self.patching, [tuple(each.shape) for each in self.call.latents]
+        grid, second = patching.grid(shapes[0]), patching.companion_tokens(shapes)
+        order = TokenOrder(math.prod(grid), patching.row_tokens(grid), self.references, patching.along)
         ahead = self.latent.tokens_ahead(self.call.named)
         band, numbers = order.of_rows(self.rows), class_numbers(order, grid)
         return BandTokens(self.latent, order, band, numbers, second, ahead, self.alone, self.words_have_run)

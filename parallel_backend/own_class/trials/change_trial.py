@@ -31,11 +31,11 @@ from parallel_backend.own_class.cuts.stages import pass_through
 from parallel_backend.own_class.plans.block_order import list_of, recorded_blocks, tried_blocks
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 from parallel_backend.own_class.trials.band_trial import runs_of_bands
-from parallel_backend.own_class.trials.comparison import TensorRank, as_unproven, check_equal
+from parallel_backend.own_class.trials.comparison import as_unproven, check_equal
 from parallel_backend.own_class.trials.feature_trial import Run, TensorSharing
 from parallel_backend.own_class.trials.other_calls import check_proven
 from parallel_backend.own_class.trials.short_model import Short, narrow_unet, narrowed, short_model, widened
-from parallel_backend.own_class.trials.stage_trial import WholeOutputs, module_state, run_in_one
+from parallel_backend.own_class.trials.stage_trial import WholeOutputs, module_state
 from parallel_backend.own_class.trials.token_trial import Runs, runs_of_ranks, without_token_cut
 from parallel_backend.own_class.trials.trial import conditions_of_trial
 
@@ -83,9 +83,8 @@ class ChangeTrial(ABC):
     def shown(self) -> Shown:
         """Return the result for a narrower model. If that proves nothing, the result at the class's own width."""
         own, found = self.own, Shown(NOT_TRIED)
-        narrower = () if own.unet else narrowed(own, self._call, self.tensor)
         with conditions_of_trial(self._poll) as poll:
-            for kind, call, factor in (*narrower, (narrow_unet(own) if own.unet else own, self._call, 1)):
+            for kind, call, factor in (*narrowed(own, self._call, self.tensor), (narrow_unet(own), self._call, 1)):
                 poll.begin(0, 1)
                 try:
                     with as_unproven(self.fails):
@@ -224,7 +223,7 @@ class _Guiding(ChangeTrial):
             guided = self.on_ranks(call)
             alone = () if proof.batch else range(len(call.x))
             for each, out in [(guided, whole), *((entry_of(guided, at), whole[at : at + 1]) for at in alone)]:
-                check_equal("ranks that guide it give a different result", run_in_one(model, self.blocks, each), out)
+                check_equal("ranks that guide it give a different result", Runs(model, self.blocks).run(each), out)
             with as_unproven(self.fails, "ranks give a different result if it is guided: "):
                 check_proven(model, tried, (guided, whole), actual, None, self.calls_of_tokens(actual, time), time)
         if self.tensor > 1 and not proof.tensor:
@@ -239,7 +238,7 @@ class _Guiding(ChangeTrial):
         if any(_layers(a) != _layers(b) for a, b in zip(sharing.of_all(tuple(blocks), numbers), blocks, strict=True)):
             raise Unproven("its layers are cut differently from the trial")
         actual = self.on_ranks(self.short.actual)
-        runs: list[Iterable[Run]] = [(partial(_run_of_rank, model, blocks, self.on_ranks(call)) for call in calls)]
+        runs: list[Iterable[Run]] = [(partial(Runs(model, blocks).run, self.on_ranks(call), None) for call in calls)]
         if not self.proof.sequence:
             runs.append(runs_of_ranks(model, blocks, actual))
             runs.append(() if latent is None else runs_of_bands(model, blocks, latent, actual))
@@ -249,10 +248,6 @@ class _Guiding(ChangeTrial):
 def _layers(block: OwnBlock) -> tuple[Any, ...]:
     """Return the layers of a block that tensor ranks share, without widths, because a tried model is narrower."""
     return [(cut.layer, cut.kind) for cut in block.cuts], block.divided, block.headed
-
-
-def _run_of_rank(model: nn.Module, blocks: Sequence[OwnBlock], call: Call, rank: TensorRank) -> Any:
-    return run_in_one(model, blocks, call, None, rank.add_up)
 
 
 class TrialOfGuidance(_Guiding):

@@ -132,10 +132,7 @@ class WholeRun(TokenCut):
         call, out = attention_call(function, *args, **kwargs), function(*args, **kwargs)
         tensors = call.q_BQHD.clone(), call.k_BKHD.clone(), call.v_BKHD.clone()
         of_heads = out.transpose(1, 2) if call.heads_first else out.unflatten(-1, (call.q_BQHD.shape[2], -1))
-        try:
-            key_mask = call.key_mask
-        except Unproven:
-            key_mask = None  # said where the call is cut
+        key_mask, _ = found_or_why(lambda: call.key_mask)  # why not is said where the call is cut
         self.calls[-1].append(NotedAttention(tensors, of_heads.clone(), call.mask is not None, key_mask))
         return out
 

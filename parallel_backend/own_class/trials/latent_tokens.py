@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import COMPANION, LATENT, REFERENCES, WORDS, OwnBlock, OwnEntry, OwnLatent
 from parallel_backend.own_class.calls.block_arguments import Arguments, in_rows, tensor_places
-from parallel_backend.own_class.calls.patching import Companion
+from parallel_backend.own_class.calls.patching import Companion, Patching
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, words_of
 from parallel_backend.own_class.calls.unproven import Unproven, first_line
 from parallel_backend.own_class.cuts.token_cut import entries_of
@@ -73,14 +73,10 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
         raise Unproven(f"a token has {found.patch[-2]} rows and {found.patch[-1]} columns of its latent")
     again = []
     for each in more:
-        behind = found.start == 0 and each.behind == found.behind and each.start > 0
-        if each.patch != found.patch or (each.start and each.behind and not behind):
-            raise Unproven("its latent's tokens are at other positions in a later list of blocks")
+        behind = found.start == 0 and each.start > 0 and each.behind == found.behind
         again.append(OwnEntry(each.stream, each.start > 0, behind))
     pattern, companions = "", Changed({})
     if len(call.latents) > 1:
-        if more:
-            raise Unproven("its call has two latents, and their tokens pass through several lists of blocks")
         pattern, companions = search.companion(found)
     hints = [] if companions else search.hints(found)
     again += [OwnEntry(stream, False, False) for stream in hints]
@@ -100,8 +96,6 @@ def find_latent(runs: Runs, call: Call, steady: bool = False) -> OwnLatent:
     return replace(latent, beside=found.beside > 0, ahead=ahead, steady=steady and words and not pattern)
 
 
-Streams = Mapping[int, torch.Tensor]
-"""Number of a stream -> its tokens where they enter the blocks."""
 Changed = dict[int, tuple[int, ...]]
 """Number of a stream -> the rows that a change of the latent changes. Unchanged streams are missing."""
 
@@ -249,10 +243,16 @@ class _LatentSearch:
 
     def _by_images(self, some: Collection[str] | None = None) -> Changed:
         """The rows that change with images, which are tensors with at least four axes. `some`: only in these arguments."""
+
+        def other(own: Any, another: Any) -> Any:
+            return another if torch.is_tensor(own) and own.ndim > 3 else own
+
         named = dict(self._call.named)
         for name, others in drawn(self._call, OTHER_IMAGES).named.items():
             if some is None or name in some:
-                named[name] = pytree.tree_map(_other_image, named[name], others)
+                named[name] = pytree.tree_map(
+                    lambda a, b: b if torch.is_tensor(a) and a.ndim > 3 else a, named[name], others
+                )
         return self._changed(replace(self._call, named=named))
 
     def _changed(self, call: Call) -> Changed:
@@ -265,27 +265,20 @@ class _LatentSearch:
         return {stream: of_stream for stream, of_stream in rows.items() if of_stream}
 
 
-def _other_image(leaf: Any, another: Any) -> Any:
-    return another if isinstance(leaf, torch.Tensor) and leaf.ndim > 3 else leaf
-
-
-def grid_of(latent: OwnLatent, call: Call) -> tuple[int, ...]:
-    """Return the number of tokens along each axis of the call's first latent."""
-    sides = call.latents[0].shape[2:]
-    return tuple(size // by for size, by in zip(sides, latent.patch[-len(sides) :], strict=True))
-
-
-def companion_tokens(latent: OwnLatent, call: Call) -> int:
-    """Return the number of tokens of the call's second latent; 0 if there is none."""
-    shapes = [tuple(each.shape) for each in call.latents]
-    return Companion(latent.companion, ()).tokens(shapes[1]) if len(shapes) > 1 else 0
+def patching_of(latent: OwnLatent, call: Call) -> Patching:
+    """Return how the call's latents become tokens."""
+    (first, *others), (frames, side, _) = call.latents, latent.patch
+    companion = Companion(latent.companion, tuple(others[0].shape[1:])) if others else None
+    return Patching(side=side, frames=frames, video=first.ndim == 5, companion=companion)
 
 
 def reference_tokens(runs: Runs, latent: OwnLatent, call: Call) -> int:
     """Return the number of the call's reference tokens if bands split them; otherwise 0."""
     if not latent.layout:
         return 0
-    others = {WORDS: words_of(call), COMPANION: companion_tokens(latent, call), LATENT: math.prod(grid_of(latent, call))}
+    patching, shapes = patching_of(latent, call), [tuple(each.shape) for each in call.latents]
+    image, companion = math.prod(patching.grid(shapes[0])), patching.companion_tokens(shapes)
+    others = {WORDS: words_of(call), COMPANION: companion, LATENT: image}
     tokens = streams_entering(runs, call)[latent.stream].shape[1]
     return tokens - sum(count for kind, count in others.items() if kind in latent.layout)
 

@@ -11,7 +11,7 @@ from parallel_backend.own_class.plans.proof import Tried
 from parallel_backend.own_class.trials.band_trial import check_in_bands
 from parallel_backend.own_class.trials.comparison import RANKS, why_not
 from parallel_backend.own_class.trials.feature_trial import TensorSharing
-from parallel_backend.own_class.trials.stage_trial import check_by_entry, check_staged, module_state
+from parallel_backend.own_class.trials.stage_trial import check_by_entry, check_staged, module_state, noted_run
 from parallel_backend.own_class.trials.token_trial import ENDS, Runs, Size, are_cut
 
 ENOUGH = 3
@@ -77,11 +77,3 @@ def check_proven(
     if proof.latent is not None:
         check_in_bands(model, blocks, proof.latent, actual, *time)
     Runs(model, blocks).check_cut(blocks, with_tokens, ENDS if time else range(RANKS))
-
-
-def noted_run(model: nn.Module, call: Call) -> tuple[Call, Any] | None:
-    """Return (the call, the model's output). None: the class raises an exception of any kind."""
-    try:
-        return call, call.run(model)
-    except Exception:
-        return None

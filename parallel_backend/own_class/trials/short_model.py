@@ -33,14 +33,17 @@ from parallel_backend.own_class.calls.tried_calls import (
 from parallel_backend.own_class.plans.block_order import (
     DEPTH,
     FEWEST_BLOCKS,
+    FIRST_ALONE,
+    FIRST_OF_SEVERAL,
+    FIRST_READ,
     Representatives,
     block_lists,
     list_of,
     recorded_blocks,
     representatives,
-    representatives_of_two_kinds,
     shortened,
 )
+from parallel_backend.own_class.trials.stage_trial import noted_run
 
 HEADS = re.compile(r"heads$")
 """Names of arguments that are numbers of heads."""
@@ -63,7 +66,7 @@ def narrowed(own: OwnClass, call: Call, tensor: int) -> Iterator[tuple[OwnClass,
     that are multiples of the factor are reduced by it. The first choice also narrows other widths; the last keeps those of
     the text.
     """
-    given = numbers_of_class(own)
+    given = {} if own.unet else numbers_of_class(own)
     heads = {name: value for name, value in given.items() if HEADS.search(name) and value > 0}  # -1: UNets' "not set"
     wide = {name: value for name, value in given.items() if WIDTHS.search(name) and value >= WIDE}
     alone = {name: value // max(each for each in range(1, MOST + 1) if value % each == 0) for name, value in wide.items()}
@@ -79,9 +82,13 @@ def narrowed(own: OwnClass, call: Call, tensor: int) -> Iterator[tuple[OwnClass,
             if of_heads | widths in tried:
                 continue
             tried.append(of_heads | widths)
-            arguments = json.dumps(json.loads(own.arguments) | of_heads | widths)
             cut = {wide[name]: width for name, width in widths.items()}
-            yield dataclasses.replace(own, arguments=arguments), _narrow(call, cut), factor
+            yield with_arguments(own, of_heads | widths), _narrow(call, cut), factor
+
+
+def with_arguments(own: OwnClass, changes: Mapping[str, int]) -> OwnClass:
+    """Return the class with other values of these arguments."""
+    return dataclasses.replace(own, arguments=json.dumps(json.loads(own.arguments) | changes))
 
 
 def _factors(heads: Mapping[str, int], tensor: int) -> list[int]:
@@ -101,11 +108,10 @@ def _fits(heads: int, factor: int, tensor: int) -> bool:
     return not rest and fewer >= max(FEWEST, tensor) and bool(fewer % tensor) == bool(heads % tensor)
 
 
-def narrow_unet(unet: OwnClass) -> OwnClass:
-    """Return the class with few channels. A UNet is tried with all of its blocks; whether entries are independent does not
-    depend on its width."""
-    arguments = json.loads(unet.arguments)
-    return dataclasses.replace(unet, arguments=json.dumps(arguments | (CHANNELS if set(CHANNELS) <= set(arguments) else {})))
+def narrow_unet(own: OwnClass) -> OwnClass:
+    """Return a UNet's class with few channels; other classes stay. A UNet is tried with all of its blocks; whether entries
+    are independent does not depend on its width."""
+    return with_arguments(own, CHANNELS) if own.unet and set(CHANNELS) <= set(json.loads(own.arguments)) else own
 
 
 def widened(blocks: Sequence[OwnBlock], factor: int | Fraction) -> list[OwnBlock]:
@@ -145,8 +151,8 @@ class Short:
     """A model with few blocks of each list."""
 
     model: nn.Module
-    another: Callable[[], nn.Module]
-    """Builds another model like it, without weights."""
+    build: Callable[[OwnClass], nn.Module]
+    """Builds such a model, without weights, of the class with any widths."""
     lists: Mapping[str, Sequence[str]]
     """List -> names of all blocks of the class."""
     kept: Mapping[str, Sequence[str]]
@@ -157,10 +163,14 @@ class Short:
     """A small call like `actual`."""
 
 
-def _built_short(own: OwnClass, lists: Mapping[str, Sequence[str]], like: Representatives) -> nn.Module:
+def _built_short(lists: Mapping[str, Sequence[str]], like: Representatives, own: OwnClass) -> nn.Module:
     model = build(own)
     shortened(model, lists, like)
     return model
+
+
+def _built_shallower(depths: Mapping[str, int], own: OwnClass) -> nn.Module:
+    return build(with_arguments(own, depths))
 
 
 def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short:
@@ -169,31 +179,40 @@ def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short
     in_full = build(own)
     lists = {} if own.unet else block_lists(in_full)
     for like in _tried_representatives(in_full, lists):
-        make = functools.partial(_built_short, own, lists, like)
-        model = make()
+        make = functools.partial(_built_short, lists, like)
+        model = make(own)
         kept = {name: [f"{name}.{key}" for key, _ in model.get_submodule(name).named_children()] for name in lists}
         give_weights(own, model, poll)
         if LATENTS in actual.named:
             actual = with_whole_axes(actual, functools.partial(runs, model))
         for call in (*(smaller(actual, *size) for size in SIZES), actual):
-            if (error := _error_of(model, call)) is None:
+            try:
+                drawn(call, 1).run(model)
+            except Exception as error:  # of any kind: its code is not known
+                failed = error
+            else:
                 short = Short(model, make, lists, kept, like, actual, call)
                 return _with_all_running(own, short, poll) if len(lists) > 1 else short
-    raise does_not_run(own, call, str(error))
+    raise does_not_run(own, call, str(failed))
 
 
 def _with_all_running(own: OwnClass, short: Short, poll: Callable[..., None]) -> Short:
     """Return the same model; or, if some blocks of a list do not run, a shallower one built by the class's own arguments."""
     lists = _left_out(short.model, short.kept, short.call)
-    for fewer, left in shallower(own, {name: short.lists[name] for name in lists}) if any(lists.values()) else ():
-        model = build(fewer)
+    for depths, left in shallower(own, {name: short.lists[name] for name in lists}) if any(lists.values()) else ():
+        make = functools.partial(_built_shallower, depths)
+        model = make(own)
         kept = block_lists(model)
         if set(kept) != set(short.lists) or any(len(kept[name]) != count for name, count in left.items()):
             continue
         give_weights(own, model, poll)
         if runs(model, short.call) and not any(_left_out(model, kept, short.call).values()):
-            like = representatives_of_shallower(short.lists, kept)
-            return dataclasses.replace(short, model=model, another=functools.partial(build, fewer), kept=kept, like=like)
+            last = {name: len(blocks) - 1 for name, blocks in kept.items()}
+            like = {
+                name: [*(min(number, last[name] - 1) for number in range(len(blocks) - 1)), last[name]]
+                for name, blocks in short.lists.items()
+            }
+            return dataclasses.replace(short, model=model, build=make, kept=kept, like=like)
     return short
 
 
@@ -220,46 +239,33 @@ def give_weights(own: OwnClass, model: nn.Module, poll: Callable[..., None], idl
         module.register_forward_pre_hook(poll)
 
 
-def _values(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def _tried_representatives(model: nn.Module, lists: Mapping[str, Sequence[str]]) -> Iterator[Representatives]:
     """Choices of blocks to keep, tried until the class runs with one, because a class may need all blocks of a list. A few
     of each list, another few, all of one list (the smallest first), and all of all lists."""
-    few = representatives(model, lists)
+    few = representatives(model, lists, FIRST_ALONE if len(lists) == 1 else FIRST_OF_SEVERAL)
     yield few
-    if lists and (of_ends := representatives_of_two_kinds(model, lists)) is not None:
-        yield of_ends
+    of_two_kinds = representatives(model, lists, FIRST_READ)
+    if lists and all(max(like) == FIRST_READ + 1 for like in of_two_kinds.values()):  # and the last block
+        yield of_two_kinds
     if len(lists) > 1:
-        yield from (
-            few | {name: range(len(lists[name]))} for name in sorted(lists, key=lambda at: _values(model.get_submodule(at)))
-        )
+        sizes = {name: sum(each.numel() for each in model.get_submodule(name).parameters()) for name in lists}
+        yield from (few | {name: range(len(lists[name]))} for name in sorted(lists, key=lambda name: sizes[name]))
     if lists:
         yield {name: range(len(blocks)) for name, blocks in lists.items()}
 
 
 def runs(model: nn.Module, call: Call) -> bool:
     """Whether the class runs with the call."""
-    return _error_of(model, call) is None
-
-
-def _error_of(model: nn.Module, call: Call) -> Exception | None:
-    """Return the exception that the class raises for the call, of any kind. None: it runs."""
-    try:
-        drawn(call, 1).run(model)
-    except Exception as error:
-        return error
-    return None
+    return noted_run(model, drawn(call, 1)) is not None
 
 
 MOST_BLOCKS = 16
 """Maximum number of blocks that are kept of all lists together."""
 
 
-def shallower(own: OwnClass, lists: Mapping[str, Sequence[str]]) -> Iterator[tuple[OwnClass, dict[str, int]]]:
-    """(class with shorter lists, list -> its length), the shortest first, as far as the class's arguments allow it. The
-    shortest list has FEWEST_BLOCKS and others twice as many, or all lists are shorter by the same factor."""
+def shallower(own: OwnClass, lists: Mapping[str, Sequence[str]]) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
+    """(arguments with which the class has shorter lists, list -> its length), the shortest first. The shortest list has
+    FEWEST_BLOCKS and others twice as many, or all lists are shorter by the same factor."""
     lengths = {name: len(blocks) for name, blocks in lists.items()}
     numbers = numbers_of_class(own)
     depths = {name: value for name, value in numbers.items() if value in lengths.values() and DEPTH.search(name)}
@@ -272,15 +278,4 @@ def shallower(own: OwnClass, lists: Mapping[str, Sequence[str]]) -> Iterator[tup
     for way in ways:
         left = {name: way[length] for name, length in lengths.items()}
         if sum(left.values()) <= MOST_BLOCKS:
-            arguments = json.loads(own.arguments) | {name: way[value] for name, value in depths.items()}
-            yield dataclasses.replace(own, arguments=json.dumps(arguments)), left
-
-
-def representatives_of_shallower(
-    lists: Mapping[str, Sequence[str]], kept: Mapping[str, Sequence[str]]
-) -> dict[str, Sequence[int]]:
-    """block_order.Representatives for a model with the lists `kept`, if the class has `lists`."""
-    return {
-        name: [*(min(number, len(kept[name]) - 2) for number in range(len(blocks) - 1)), len(kept[name]) - 1]
-        for name, blocks in lists.items()
-    }
+            yield {name: way[value] for name, value in depths.items()}, left

@@ -15,13 +15,19 @@ from parallel_backend.core.spans import Span
 from parallel_backend.own_class.calls.call_arguments import OPTIONS, run_call
 from parallel_backend.own_class.calls.tried_calls import Call, copied, distance, entry_of, stored_tables
 from parallel_backend.own_class.calls.unproven import Unproven
-from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
 from parallel_backend.own_class.cuts.stages import StageBlocks, Wanted
-from parallel_backend.own_class.cuts.token_cut import TokenCut
 from parallel_backend.own_class.trials.comparison import as_unproven, check_equal
 
 WholeOutputs = Sequence[tuple[Call, Any]]
 """Calls, each with the uncut model's output."""
+
+
+def noted_run(model: nn.Module, call: Call) -> tuple[Call, Any] | None:
+    """Return (the call, the model's output). None: the class raises an exception of any kind."""
+    try:
+        return call, call.run(model)
+    except Exception:
+        return None
 
 
 class Mailbox:
@@ -55,8 +61,6 @@ def check_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: WholeOutp
             for number in range(len(blocks)):
                 with closing(StageBlocks(model, blocks, Span(number, number + 1), mailbox)) as stage:
                     out = call.run(stage.call, options=False)
-            if out is None:
-                raise Unproven("stages return nothing")
             check_equal("stages give a different result", out, whole)
 
 
@@ -67,16 +71,6 @@ def check_by_entry(model: nn.Module, wholes: WholeOutputs) -> None:
             with as_unproven("a single entry of a batch does not run"):
                 out = entry_of(call, entry).run(model, options=False)
                 check_equal("a single entry of a batch gives a different result", out, whole[entry : entry + 1])
-
-
-def run_in_one(
-    model: nn.Module, blocks: Sequence[OwnBlock], call: Call, cut: TokenCut | None = None, add_up: Sum = own_sums
-) -> Any:
-    """Return the output of one stage with all blocks, without ComfyUI's transformer_options. `cut`: how tokens are cut.
-    `add_up`: sums over tensor ranks for guided attention."""
-    with closing(StageBlocks(model, blocks, Span(0, len(blocks)), None, cut)) as stage:
-        stage.add_up = add_up
-        return call.run(stage.call, options=False)
 
 
 MOST_DEPTH = 4

@@ -8,6 +8,7 @@ process. A rank's queries, keys and values must be rows of the recorded ones, an
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,22 +18,23 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnSlice
+from parallel_backend.core.spans import Span
 from parallel_backend.own_class.calls.block_arguments import Arguments, by_place, tensor_places, token_axes, token_count
 from parallel_backend.own_class.calls.tried_calls import Call, drawn, smaller, words_of
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.cuts.attention_calls import attention_call, shares_keys
-from parallel_backend.own_class.cuts.guided_attention import Sum, own_sums
+from parallel_backend.own_class.cuts.stages import StageBlocks
 from parallel_backend.own_class.cuts.token_cut import TokenCut
 from parallel_backend.own_class.trials.comparison import (
-    OTHER_MASK,
+    ALL_LAYERS,
     RANKS,
     ComparedRank,
     TensorRank,
     WholeRun,
     as_unproven,
     check_equal,
+    found_or_why,
 )
-from parallel_backend.own_class.trials.stage_trial import run_in_one
 
 HIDDEN = -1e4
 """A mask adds at most this where a key is hidden."""
@@ -135,13 +137,9 @@ class Learning(ComparedRank):
         )
         if q is None or k is None or k != v:
             raise Unproven(f"{self.block.name} attends to different values if its tokens are cut")
-        if k and whole.masked != (call.mask is not None):
-            raise Unproven(f"{self.block.name} {OTHER_MASK}")
-        if k and call.mask is not None and call.key_mask is not None:
-            self._check_values(call.mask)
-            self.mask_of_all(call.key_mask, k)
-        if q and not k and call.rule is not None:
-            raise Unproven(f"{self.block.name} attends differently for each row, and cuts its queries but not its keys")
+        mask = call.mask if k and call.key_mask is not None else None
+        if mask is not None and mask.is_floating_point() and not bool(((mask == 0) | (mask <= HIDDEN)).all()):
+            raise Unproven(f"{self.block.name} attends with a mask whose values are neither zero nor very negative")
         if k and not q:
             raise Unproven(f"{self.block.name} has attention in which the keys are cut, but the queries are not")
         heads, head_size = call.q_BQHD.shape[2:]
@@ -149,10 +147,6 @@ class Learning(ComparedRank):
         spec = OwnAttention(q, k, heads, head_size, sharing)
         self.blocks[self.number] = replace(self.block, attention=(*self.block.attention, spec))
         return call.result(whole.out[:, self.own_rows(q)]) if k else function(*args, **kwargs)
-
-    def _check_values(self, mask: torch.Tensor) -> None:
-        if mask.is_floating_point() and not bool(((mask == 0) | (mask <= HIDDEN)).all()):
-            raise Unproven(f"{self.block.name} attends with a mask whose values are neither zero nor very negative")
 
     def _streams(self, own: torch.Tensor, whole: torch.Tensor) -> tuple[int, ...] | None:
         """Return the streams whose tokens this rank's rows `own` are, in order. Empty: all rows. None: they are not rows of
@@ -210,7 +204,7 @@ def runs_of_ranks(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call) ->
 
 
 def _of_rank(runs: "Runs", call: Call, rank: int, whole: WholeRun, tensor_rank: TensorRank) -> Any:
-    return runs.run(call, ComparedRank(runs.blocks, rank, whole, tensor_rank), tensor_rank.add_up)
+    return runs.run(call, ComparedRank(runs.blocks, rank, whole, tensor_rank), tensor_rank)
 
 
 def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock]:
@@ -286,18 +280,19 @@ class Runs:
         """Maximum number of tokens in a tensor that the first block gets. 0 if the class does not run with the call."""
         size = call.x.shape, words_of(call)
         if size not in self._counted:
-            try:
-                shapes = self.noted(drawn(call, 1)).shapes[0]
-            except Unproven:
-                shapes = []
+            noted, _ = found_or_why(partial(self.noted, drawn(call, 1)))
+            shapes = [] if noted is None else noted.shapes[0]
             tokens = (math.prod(shape[:-1]) // len(call.x) for shape in shapes if len(shape) > 2)
             self._counted[size] = max(tokens, default=0)
         return self._counted[size]
 
-    def run(self, call: Call, cut: TokenCut, add_up: Sum = own_sums) -> Any:
-        """Return the model's output with tokens cut by `cut`. `add_up`: see run_in_one."""
+    def run(self, call: Call, cut: TokenCut | None = None, rank: TensorRank = ALL_LAYERS) -> Any:
+        """Return the output of one stage with all blocks, without ComfyUI's transformer_options. `cut`: how tokens are
+        cut."""
         self.tokens = cut
-        return run_in_one(self.model, self.blocks, call, cut, add_up)
+        with closing(StageBlocks(self.model, self.blocks, Span(0, len(self.blocks)), None, cut)) as stage:
+            stage.add_up = rank.add_up
+            return call.run(stage.call, options=False)
 
     def noted(self, call: Call) -> WholeRun:
         """Return the uncut model's run. Raises Unproven if it fails."""

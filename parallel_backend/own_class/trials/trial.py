@@ -28,11 +28,9 @@ from parallel_backend.own_class.calls.tried_calls import (
 )
 from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.plans.block_order import (
-    FEWEST_BLOCKS,
     NO_LIST,
     Recorded,
     are_mixed,
-    block_lists,
     blocks_of_all,
     choices,
     last_readers,
@@ -40,16 +38,13 @@ from parallel_backend.own_class.plans.block_order import (
     order_of,
     read_by_next,
     recorded_blocks,
-    representatives,
-    shortened,
-    tried_blocks,
 )
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof, Tried
 from parallel_backend.own_class.trials.band_trial import latent_of, runs_of_bands
 from parallel_backend.own_class.trials.comparison import found_or_why, why_not
 from parallel_backend.own_class.trials.feature_trial import TensorSharing
 from parallel_backend.own_class.trials.known_products import KnownProducts
-from parallel_backend.own_class.trials.other_calls import check_proven, free_numbers, noted_run
+from parallel_backend.own_class.trials.other_calls import check_proven, free_numbers
 from parallel_backend.own_class.trials.short_model import (
     Short,
     give_weights,
@@ -66,6 +61,7 @@ from parallel_backend.own_class.trials.stage_trial import (
     check_staged,
     check_without_options,
     module_state,
+    noted_run,
 )
 from parallel_backend.own_class.trials.token_trial import WORDS, Runs, Size, are_cut, cut_tokens, runs_of_ranks
 
@@ -114,7 +110,7 @@ def trial(
     """
     with conditions_of_trial(poll) as polled:
         of_class = _Trial(times, polled, sequence, bands, tensor)
-        for narrow, of_narrow, factor in () if own.unet else narrowed(own, call, tensor):
+        for narrow, of_narrow, factor in narrowed(own, call, tensor):
             with contextlib.suppress(Exception):  # of any kind: its code is not known, and may count on its own widths
                 polled.begin(0, HALF)
                 found = of_class.found(narrow, of_narrow)
@@ -122,7 +118,7 @@ def trial(
                 with KnownProducts():
                     return of_class.at_width(own, found, factor, call)
         polled.begin(0, 1)
-        return of_class.found(narrow_unet(own) if own.unet else own, call).proof
+        return of_class.found(narrow_unet(own), call).proof
 
 
 class _Trial:
@@ -134,29 +130,28 @@ class _Trial:
     def found(self, own: OwnClass, call: Call) -> Found:
         """Return the result for a model of the class with few blocks."""
         short = short_model(own, call, self._poll)
-        model, call = short.model, short.call
+        call = short.call
         calls = [drawn(call, 1), drawn(call, 2), *(drawn(call, 3, time) for time in self._times)]
         try:
-            check_calls_apart(model, short.another(), calls)
+            check_calls_apart(short.model, short.build(own), calls)
+            with KnownProducts():  # its weights stay as they are from here on
+                return self._of_calls(own, short, calls)
         except Unproven as unproven:
-            return _nothing_found(short, unproven)
-        with KnownProducts():  # its weights stay as they are from here on
-            return self._of_calls(own, short, calls)
+            why = str(unproven)
+            return Found(Proof((), why, why, why, tensor=why), short)
 
     def _of_calls(self, own: OwnClass, short: Short, calls: Sequence[Call]) -> Found:
-        """The result of these calls of the tried model, which do not depend on each other."""
+        """The result of these calls of the tried model, which do not depend on each other. Raises Unproven if ranks cannot
+        run them."""
         model, call = short.model, short.call
         options: tuple[str, ...] = ()
-        try:
-            wholes = [(each, each.run(model)) for each in calls]
-            if why_not(partial(check_without_options, model, wholes)):
-                told = with_tensors_told(call)
-                options = tuple(name for name in call.options if name not in told.options)
-                check_without_options(model, [(with_tensors_told(each), whole) for each, whole in wholes])
-                wholes = [(with_tensors_told(each), whole) for each, whole in wholes]
-                short = dataclasses.replace(short, call=told, actual=with_tensors_told(short.actual))
-        except Unproven as unproven:
-            return _nothing_found(short, unproven)
+        wholes = [(each, each.run(model)) for each in calls]
+        if why_not(partial(check_without_options, model, wholes)):
+            told = with_tensors_told(call)
+            options = tuple(name for name in call.options if name not in told.options)
+            wholes = [(with_tensors_told(each), whole) for each, whole in wholes]
+            check_without_options(model, wholes)
+            short = dataclasses.replace(short, call=told, actual=with_tensors_told(short.actual))
         recorded = recorded_blocks(model, short.kept, [wholes[0][0], _of_another_size(model, short.call)])
         (proof, tried), sharing = self._best(own, short, wholes, recorded), None
         if self._tensor > 1 and proof.blocks:
@@ -172,17 +167,16 @@ class _Trial:
         """Return the best proof over the choices of lists to share (see `choices`), without tensor parallelism."""
         model = short.model
         batch = why_not(partial(check_by_entry, model, wholes))
-        proofs: list[Tried] = []
-        others: list[Tried] = []  # of mixed lists whose layers tensor ranks cannot share, as they may those of one of them
-        is_enough = False
+        found: list[tuple[tuple[bool, ...], Tried]] = []  # with its worth: the most important fact first
+        whys, is_enough = [], False
         for shared, share in choices(model, short.lists, short.kept):
             if is_enough and share < LEAST_SHARE:
                 break
-            found, why = found_or_why(partial(order_of, {name: short.kept[name] for name in shared}, *recorded))
-            if found is None:
-                proofs.append((Proof((), why, batch, why), []))
+            in_order, why = found_or_why(partial(order_of, {name: short.kept[name] for name in shared}, *recorded))
+            if in_order is None:
+                whys.append(why)
                 continue
-            blocks, stages = _staged(model, found, wholes)
+            blocks, stages = _staged(model, in_order, wholes)
             blocks, uncut = self._cut(short, blocks)
             latent, why = None, uncut or NOT_TRIED
             if not uncut and self._bands:
@@ -191,20 +185,17 @@ class _Trial:
             order = blocks_of_all(blocks, short.lists, short.like)
             if are_mixed(blocks) or (len(order) > len(blocks) and not stages and any(block.until for block in blocks)):
                 order, stages = self._of_all_blocks(own, short, order, stages, wholes[0][0])
-            proof = Proof(order, stages, batch, uncut, latent=latent, bands=why)
-            is_other = self._tensor > 1 and are_mixed(blocks)
-            is_other = is_other and bool(why_not(partial(self._sharing, short, blocks, wholes)))
-            (others if is_other else proofs).append((proof, blocks))
-            is_enough = is_enough or not (is_other or stages or (self._sequence and uncut))
+            # Tensor ranks may share the layers of one of several mixed lists, but not of all.
+            is_tried = self._tensor > 1 and are_mixed(blocks)
+            by_tensor = not (is_tried and why_not(partial(self._sharing, short, blocks, wholes)))
+            worth = not stages, not (self._sequence and uncut), latent is not None, by_tensor
+            found.append((worth, (Proof(order, stages, batch, uncut, latent=latent, bands=why), blocks)))
+            is_enough = is_enough or all((*worth[:2], by_tensor))
             if is_enough and (latent is not None or not self._bands):
                 break
-        none: Tried = (Proof((), NO_LIST, batch, NO_LIST), [])
-        return max([*proofs, *others], key=lambda each: self._worth(each[0]), default=none)
-
-    def _worth(self, proof: Proof) -> tuple[bool, ...]:
-        """Return the key for sorting proofs, the most important fact first."""
-        is_cut = not (self._sequence and proof.sequence)
-        return bool(proof.blocks), not proof.stages, is_cut, proof.latent is not None
+        why = next(iter(whys), NO_LIST)
+        nothing: Tried = Proof((), why, batch, why), []
+        return max(found, key=lambda each: each[0], default=((), nothing))[1]
 
     def _cut(self, short: Short, blocks: list[OwnBlock]) -> tuple[list[OwnBlock], str]:
         """Return (the blocks with the cut of their tokens, ""), or (the given blocks, why their tokens cannot be cut)."""
@@ -256,21 +247,7 @@ class _Trial:
         short, options = found.short, found.proof.options
         if not found.proof.blocks:
             raise Unproven(found.proof.stages)
-        model = build(own)
-        lists = block_lists(model)
-        like = representatives(model, lists, FEWEST_BLOCKS) | {
-            at: each for at, each in short.like.items() if isinstance(each, range)
-        }
-        is_mixed, read = are_mixed(found.proof.blocks), {list_of(block) for block in found.proof.blocks if block.until}
-        if is_mixed:  # the first of a list stands for all that run between another's first and last
-            most = max(lists, key=lambda name: len(lists[name]))
-            like |= {name: [0] * len(names) for name, names in lists.items() if name != most}
-        elif read:
-            like = dict(short.like)
-        blocks = tried_blocks(found.proof.blocks, lists, shortened(model, lists, like), like)
-        if is_mixed:
-            blocks = read_by_next([dataclasses.replace(block, until="") for block in blocks], read)
-        blocks = widened(found.tried if read and not is_mixed else blocks, factor)
+        model, blocks = short.build(own), widened(found.tried, factor)
         give_weights(own, model, self._poll, found.idle)
         actual = dataclasses.replace(with_tensors_told(call) if options else call, whole_axes=short.actual.whole_axes)
         before, sizes, last = module_state(model), (FEW, *found.sizes[:1], *SIZES), self._times[-1:]
@@ -281,18 +258,13 @@ class _Trial:
         proof, sharing = dataclasses.replace(found.proof, blocks=tuple(widened(found.proof.blocks, factor))), None
         if self._tensor > 1 and not proof.tensor:
             sharing = TensorSharing(model, blocks, [noted[0]], self._tensor)
-            shared = sharing.of_all(proof.blocks, like)
-            layers = ({cut.layer for cut in block.cuts} for block in proof.blocks)  # one kind may stand for others
+            shared = sharing.of_all(proof.blocks, short.like)
+            layers = ({cut.layer for cut in block.cuts} for block in proof.blocks)
             own_cuts = [tuple(cut for cut in a.cuts if cut.layer in b) for a, b in zip(shared, layers, strict=True)]
             of_rank = [dataclasses.replace(block, cuts=cuts) for block, cuts in zip(shared, own_cuts, strict=True)]
             proof = dataclasses.replace(proof, blocks=tuple(of_rank))
         check_proven(model, (found.proof, blocks), noted, actual, sharing, [noted[0]], last)
         return proof
-
-
-def _nothing_found(short: Short, unproven: Unproven) -> Found:
-    why = str(unproven)
-    return Found(Proof((), why, why, why, tensor=why), short)
 
 
 def _staged(model: nn.Module, blocks: list[OwnBlock], wholes: WholeOutputs) -> tuple[list[OwnBlock], str]:
