@@ -83,7 +83,7 @@ def load_model(
         SharedResiduals(degrees, ranks),
         ConditioningCache(checkpoint, ranks, degrees),
         CauseSearch(ranks, setup, adaptation, checkpoint.key_map),
-        memory.resident.wake,
+        memory.resident,
         lock,
     )
     return RemoteTransformer(checkpoint, setup, cut, memory, posting, adaptation)

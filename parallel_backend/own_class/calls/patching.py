@@ -113,6 +113,11 @@ class Patching:
         return "frames" if self.video and ROWS_PER_FRAME * grid[0] >= grid[1] else "rows"
 
     @property
+    def axes(self) -> int:
+        """Number of axes of a latent."""
+        return 5 if self.video else 4
+
+    @property
     def band_dim(self) -> int:
         """Dimension of the latent that bands cut."""
         return -2 if self.along == "rows" else -3
