@@ -98,7 +98,7 @@ class Posting:
         ranks.
         """
         key = call.tokens, call.companion_tokens
-        cut = call.conditioning.cuts.get(key) or call.conditioning.cuts.setdefault(key, self._cut_of(call))
+        cut = call.conditioning.cuts.get(key) or call.conditioning.cuts.setdefault(key, self._new_cut(call))
         with self.lock:
             if self.error is not None:
                 fail(call.future, self.error)
@@ -191,7 +191,7 @@ class Posting:
             raise m.BadMessage(f"an output of {value.dtype} {list(value.shape)} for {entries} entries and {tokens} tokens")
         self._width = width
 
-    def _cut_of(self, call: PostedCall) -> CallCut:
+    def _new_cut(self, call: PostedCall) -> CallCut:
         """Return how the call is cut, and all calls of its conditioning with the same tokens."""
         conditioning, degrees = call.conditioning, self._degrees
         if not all(map(len, self._cut.parts(call.tokens))):

@@ -37,8 +37,8 @@ a peer that does not know the key is let in | tests/wire/test_tcp.py
 +                    deliver_challenge(connection, self._key)
 # parallel_backend/wire/encoding.py
 tensors of a message are bounded one by one | tests/wire/test_messages.py
--or self.nbytes > MAX_TENSOR_BYTES or
-+or nbytes > MAX_TENSOR_BYTES or
+-max(self.nbytes,
++max(nbytes,
 # parallel_backend/own_class/calls/patching.py
 odd sizes padded with zeros | tests/own_class/test_patching.py
 -F.pad(latent, padding, mode="circular")
@@ -294,7 +294,7 @@ a run that was given up counts on | tests/client/test_several_models.py -k given
 +        if self.on_ranks:
 # parallel_backend/client/lora.py
 other factors keep the strengths of those before | tests/rank/test_lora.py | tests/campaigns/test_states.py | default
--                self._strengths = ()
+-                weighed = ()
 a LoRA keeps the scale of its first use | tests/rank/test_lora.py | default
 -Rescale(tuple(same[number].scale
 +Rescale(tuple(known[number].scale
