@@ -87,7 +87,8 @@ class Posting:
 
     def conditioning(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
         """Return the ranks' copy of the call's conditioning, see ConditioningCache."""
-        with self.in_order():
+        with self.lock:
+            self.check()
             return self._conditionings.find(call, layout)
 
     def post(self, call: PostedCall) -> None:

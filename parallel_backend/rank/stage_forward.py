@@ -112,9 +112,9 @@ class StageForward:
             words_have_run=not step.with_text,
         )
         stage.own_link.begin_forward(inputs.received)
+        stage.blocks.skipped = conditioning.changes.skipped
         try:
-            with stage.blocks.skipping(conditioning.changes.skipped):
-                out = self._call(conditioning, form, inputs)
+            out = self._call(conditioning, form, inputs)
             # Companion tokens are replicated: the client takes them from one patch rank.
             out = out if stage.cut.gives_companion(stage.place) else out[:, : len(form.pictures)]
             return (out, *stage.own_link.take_leaving())

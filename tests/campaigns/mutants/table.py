@@ -204,8 +204,8 @@ prompts that look at each other on two replicas | tests/rank/test_block_changes.
 +if False else
 # parallel_backend/rank/stage_forward.py
 blocks that a call skips run | tests/rank/test_block_changes.py
--skipping(conditioning.changes.skipped)
-+skipping(())
+-stage.blocks.skipped = conditioning.changes.skipped
++stage.blocks.skipped = ()
 # parallel_backend/placement/balance.py
 stages cut by their sum | tests/placement/test_pipeline_model.py tests/placement/test_balance.py -k cut
 -worst = max(best[stage][start], total[stage][stop] - total[stage][start])
