@@ -58,9 +58,10 @@ def answered(
         stub.run.head_strengths = strengths_in_call(plan.heads, call.timestep, options)
     evaluation = options.get(EVALUATION_KEY)
     start_next = None if evaluation is None else evaluation.start_next
-    of_call = latents if plan.in_parts else call.x, call.timestep, plan.tensors(call), call.residuals, changes
     first_replica = 0 if evaluation is None else evaluation.first_replica(len(call.x))
-    model_call = ModelCall(*of_call, first_replica, stub.run.cache is not None and _may_forecast(stub.run.cache, call))
+    may_forecast = stub.run.cache is not None and _may_forecast(stub.run.cache, call)
+    sent = latents if plan.in_parts else call.x
+    model_call = ModelCall(sent, call.timestep, plan.tensors(call), call.residuals, changes, first_replica, may_forecast)
     if (band := call.band) is not None:
         exact = float(options["sigmas"].max()) > band.exact_above
         return returned(latents_of(band.run.predict(band.index, model_call, exact, band.poll, start_next)))

@@ -333,6 +333,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
         def work(model: RemoteTransformer) -> torch.Tensor | Latents:
             self._adapted(model)
+            check_cancelled()  # a call may be answered before the first poll
             cache = None if self.run.cache is None else self.run.cache.for_calls
             with self.run.counted(shape, steps):
                 return model.predict(call, self.run.poll, self.comm_overlap, cache, start_next)

@@ -121,8 +121,7 @@ def prepared(stub: Stub, call: RankCall) -> PreparedCall:
 
 def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
     options, context, patching = call.given.options, call.given.others["context"], stub.checkpoint.built.patching
-    if call.band is None:
-        _check(call, patching.axes)
+    _check(call, patching.axes)
     changes, by_nodes, told = changes_and_options(stub.checkpoint, stub.setup.attention, options, len(call.x))
     call.structure(told)  # refuses what cannot be sent, before anything is tried
     others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
@@ -149,8 +148,8 @@ def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
 
 
 def _check(call: RankCall, axes: int) -> None:
-    """Raise ValueError for a latent or timesteps that ranks do not take. `axes`: the first latent's number of axes."""
-    if call.latents[0].ndim != axes or any(0 in latent.shape for latent in call.latents):
+    """Raise ValueError for a whole latent or timesteps that ranks do not take. `axes`: the first latent's number of axes."""
+    if call.band is None and (call.latents[0].ndim != axes or any(0 in latent.shape for latent in call.latents)):
         raise ValueError(
             f"latent_image: this model takes one latent with {axes} axes, none of them empty. Use the Empty Latent node "
             "made for this model."
