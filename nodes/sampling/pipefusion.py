@@ -195,7 +195,7 @@ class PipeFusion:
     def _expected(self, sampling: Sampling) -> Request | None:
         """The run for which the ranks need memory when the model is loaded. None: the latent does not fit this model."""
         checkpoint, degrees, shape = sampling.stub.checkpoint, sampling.stub.setup.degrees, sampling.shapes[0]
-        if 0 in shape or len(shape) != (5 if checkpoint.built.patching.video else 4):
+        if 0 in shape or len(shape) != checkpoint.built.patching.axes:
             return None
         kv_copies = 0 if degrees.pipe == 1 and not degrees.displaced else KV_COPIES if self.extrapolate else 1
         bands = self.num_pipeline_patch or degrees.pipe

@@ -1,7 +1,8 @@
 """Records of a model call: as a sampler makes it, as it is posted to the ranks, and its output while parts arrive."""
 
 import contextlib
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ from parallel_backend.core.token_order import TokenOrder
 from parallel_backend.own_class.calls.patching import Latents
 from parallel_backend.processes.pool import again
 
+StartNext = Callable[[], None] | None
+"""Called when a call has been posted, before its output is waited for. It may make the next call. None: there is none."""
 Residuals = dict[str, torch.Tensor]
 """Name (residuals.py) -> residual of a ControlNet [B, n, hidden], for the call's n image tokens or, under residuals.AROUND,
 for all tokens of the class. Several names may have the same tensor."""
@@ -96,7 +99,7 @@ class CallCut:
     parts: tuple[tuple[tuple[Span, Span], ...], ...]
     """For each replica, the batch entries of each micro-step: their numbers in the call, and in the replica's share."""
 
-    @property
+    @functools.cached_property
     def outputs(self) -> int:
         """Number of outputs that ranks send for a call."""
         return sum(map(len, self.parts)) * len(self.shards)

@@ -60,19 +60,18 @@ class ConditioningCache:
         for known in sorted(held, key=lambda known: len(unsure[known.id])):
             if known.matches(call, layout, unsure[known.id]):
                 self._held.remove(known)
-                self._held.append(known)
-                self._seen[known.id] = _seen_now(call.tensors)
-                return known
-        check_conditioning(call.tensors)
-        conditioning = self._make(call, layout, first_replica)
-        self._send(conditioning)
-        self._held.append(conditioning)
-        self._seen[conditioning.id] = _seen_now(call.tensors)
+                break
+        else:
+            check_conditioning(call.tensors)
+            known = self._make(call, layout, first_replica)
+            self._send(known)
+        self._held.append(known)
+        self._seen[known.id] = _seen_now(call.tensors)
         if len(self._held) > CONDITIONINGS_KEPT:
             dropped = self._held.popleft().id
             del self._seen[dropped]
             self._ranks.tell(DropConditioning(dropped))
-        return conditioning
+        return known
 
     def clear(self) -> None:
         """Forget all conditionings, because the ranks have freed them."""

@@ -83,7 +83,7 @@ def load_model(
         SharedResiduals(degrees, ranks),
         ConditioningCache(checkpoint, ranks, degrees),
         lambda call: not_finite(setup.dtype, adaptation.present, bool(call.residuals)),
-        memory.resident.wake,
+        memory.resident,
         lock,
     )
     return RemoteTransformer(checkpoint, setup, cut, memory, posting, adaptation)

@@ -46,18 +46,14 @@ class Adaptation:
         """By rank, bytes of the additions."""
         self._ranks, self._checkpoint, self._answered = ranks, checkpoint, answered
         self._parameters = [frozenset(reply.parameters) for reply in loaded]
-        self._name: Hashable | None = None
-        self._strengths: tuple[float, ...] = ()  # of the groups 1, 2, ...
+        self.in_place: tuple[Hashable | None, tuple[float, ...]] = None, ()
+        """Name of the deltas with which the ranks compute, and the strengths of the groups 1, 2, ..."""
         self._lock = threading.Lock()
 
     @property
     def present(self) -> bool:
         """Whether the weights have additions."""
-        return self._name is not None
-
-    def has(self, name: Hashable | None, strengths: tuple[float, ...]) -> bool:
-        """Whether the ranks compute with the deltas of this name at these strengths."""
-        return (name, strengths) == (self._name, self._strengths)
+        return self.in_place[0] is not None
 
     def replace(
         self,
@@ -73,17 +69,17 @@ class Adaptation:
         """
         with self._lock:
             check()
-            if self.has(name, strengths):
+            if (name, strengths) == self.in_place:
                 return
-            known, self._name = self._name, object()  # a name that equals no other, until all is in place
+            (known, weighed), self.in_place = self.in_place, (object(), ())  # equals no other name, until all is in place
             if name != known:
-                self._strengths = ()
+                weighed = ()
                 self._send_all(deltas, poll, room)
-            if strengths != self._strengths:
+            if strengths != weighed:
                 for rank in range(len(self.bytes)):
                     self._ranks.send(rank, Weigh(strengths))
             self.bytes = [reply.adapter_bytes for reply in self._all_in_place(poll)]
-            self._name, self._strengths = name, strengths
+            self.in_place = name, strengths
 
     def drop(self) -> list[int]:
         """Free the additions on all ranks, without waiting. Returns the bytes that become free, by rank; 0 while some are
@@ -93,7 +89,7 @@ class Adaptation:
         try:
             freed, self.bytes = self.bytes, [0] * len(self.bytes)
             if any(freed):
-                self._name, self._strengths = object(), ()
+                self.in_place = object(), ()
                 self._send_all((), lambda: None, lambda rank, part: None)
                 self._ranks.ask(AdaptersSent(), Adapted).add_done_callback(self._answered)
             return freed

@@ -19,6 +19,7 @@ from parallel_backend.wire import messages as m
 
 from .call import CallCut, Conditioning, ModelCall, PartialOutput, PostedCall, PostedStep, TokenLayout, fail
 from .conditioning_cache import ConditioningCache
+from .resident_weights import ResidentWeights
 from .shared_residuals import SharedResiduals
 
 
@@ -26,8 +27,8 @@ class Posting:
     """A queue of micro-steps, which are sent to the ranks in order, a window at a time. Thread-safe.
 
     `patch`: number of values of an output token for each channel. `cut`: how a stage's tokens are split over sequence ranks.
-    `shared`: the residuals of micro-steps in progress. `wake()` is called before each micro-step is sent, because weights
-    may have left the devices since its call was posted. `lock` is held while anything is sent for the model, so that all
+    `shared`: the residuals of micro-steps in progress. `resident` is woken before a micro-step is sent, because weights may
+    have left the devices since its call was posted. `lock` is held while anything is sent for the model, so that all
     ranks get the messages in one order. `not_finite`: returns the error for a call whose output is not finite.
     """
 
@@ -40,12 +41,13 @@ class Posting:
         shared: SharedResiduals,
         conditionings: ConditioningCache,
         not_finite: Callable[[PostedCall], Exception],
-        wake: Callable[[], None],
+        resident: ResidentWeights,
         lock: threading.RLock,
     ):
         self._degrees, self._patch, self._cut, self._ranks, self._shared = degrees, patch, cut, ranks, shared
-        self._conditionings, self._not_finite, self._wake, self.lock = conditionings, not_finite, wake, lock
-        self._error: Exception | None = None
+        self._conditionings, self._not_finite, self._resident, self.lock = conditionings, not_finite, resident, lock
+        self.error: Exception | None = None
+        """Why the model is no longer on its ranks, see `end`. None: it is."""
         self.answered = 0
         """Number of calls so far whose outputs have all arrived."""
         self._newest = 0  # number of the newest micro-step, sent or waiting
@@ -77,19 +79,15 @@ class Posting:
             self.check()
             yield
 
-    @property
-    def alive(self) -> bool:
-        """Whether the model has no error, see `end`."""
-        return self._error is None
-
     def check(self) -> None:
         """Raise the model's error if it has one, see `end`."""
-        if self._error is not None:
-            raise again(self._error)
+        if self.error is not None:
+            raise again(self.error)
 
     def conditioning(self, call: ModelCall, layout: TokenLayout) -> Conditioning:
         """Return the ranks' copy of the call's conditioning, see ConditioningCache."""
-        with self.in_order():
+        with self.lock:
+            self.check()
             return self._conditionings.find(call, layout)
 
     def post(self, call: PostedCall) -> None:
@@ -99,10 +97,11 @@ class Posting:
         If a micro-step cannot be sent, the others are dropped. Raises ValueError if there are fewer tokens than sequence
         ranks.
         """
-        cut = self._cut_of(call)
+        key = call.tokens, call.companion_tokens
+        cut = call.conditioning.cuts.get(key) or call.conditioning.cuts.setdefault(key, self._new_cut(call))
         with self.lock:
-            if self._error is not None:
-                fail(call.future, self._error)
+            if self.error is not None:
+                fail(call.future, self.error)
                 return
             output = PartialOutput(call, cut)
             for parts, waiting in zip(cut.parts, self._waiting, strict=True):
@@ -134,7 +133,7 @@ class Posting:
     def end(self, error: Exception) -> None:
         """Record that the model has left the ranks: every call, waiting or later, raises `error`."""
         with self.lock:
-            self._error = error
+            self.error = error
             self._conditionings.clear()
             steps = [step for queue in (*self._waiting, *(each.values() for each in self._in_flight)) for step in queue]
             for waiting, flying in zip(self._waiting, self._in_flight, strict=True):
@@ -189,14 +188,8 @@ class Posting:
             raise m.BadMessage(f"an output of {value.dtype} {list(value.shape)} for {entries} entries and {tokens} tokens")
         self._width = width
 
-    def _cut_of(self, call: PostedCall) -> CallCut:
-        """Return how the call is cut. Decided once for all calls of a conditioning with the same tokens."""
-        known, key = call.conditioning.cuts, (call.tokens, call.companion_tokens)
-        if key not in known:
-            known[key] = self._new_cut(call)
-        return known[key]
-
     def _new_cut(self, call: PostedCall) -> CallCut:
+        """Return how the call is cut, and all calls of its conditioning with the same tokens."""
         conditioning, degrees = call.conditioning, self._degrees
         if not all(map(len, self._cut.parts(call.tokens))):
             sizes = {axis: getattr(degrees, axis) for axis in SEQUENCE_AXES}
@@ -225,7 +218,8 @@ class Posting:
     def _send(self, replica: int, step: PostedStep) -> None:
         """Send each rank of the replica its tokens of a micro-step. All stages get latents and residuals."""
         try:
-            self._wake()
+            if self._resident.parked:
+                self._resident.wake()
             messages = self._messages(replica, step)
             with self._ranks.pool.together():
                 for rank, index in self._ranks_of[replica]:

@@ -6,7 +6,7 @@ They are posted in order, a small window at a time, and the parts of their outpu
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from parallel_backend.placement.residency import shared_bytes
 from parallel_backend.processes.pool import DeviceFull, Poll, wait_for
 from parallel_backend.wire import messages as m
 
-from .call import Conditioning, ModelCall, PostedCall, TokenLayout, different, has_token_times
+from .call import Conditioning, ModelCall, PostedCall, StartNext, TokenLayout, different, has_token_times
 from .lora import Adaptation, Delta
 from .memory_guard import MemoryGuard
 from .not_finite import check_latent
@@ -84,8 +84,7 @@ class RemoteTransformer:
         `strengths`: of the deltas' groups 1, 2, ...; changing only these is cheap. If a device has no room, weights make way
         for the deltas (adapter_room.py). Returns when every rank has its part, with its size in `adapter_bytes`.
         """
-        if self._adaptation.has(name, strengths):
-            self._posting.check()
+        if (name, strengths) == self._adaptation.in_place:
             return
         self._memory.wake(poll)  # deltas need the weights on the devices
         room = self._memory.adapter_room(poll)
@@ -106,7 +105,8 @@ class RemoteTransformer:
     @property
     def on_ranks(self) -> bool:
         """Whether the model is still on the ranks: no other model has replaced it, and no rank has failed."""
-        return self._posting.alive and self.pool.error is None  # the pool has its error before `_on_failure` is called
+        # The pool has its error before `_on_failure` is called.
+        return self._posting.error is None and self.pool.error is None
 
     def unload(self) -> Future:
         """Fail all calls from now on. The ranks finish micro-steps in progress and free the model's memory; then the future
@@ -180,10 +180,10 @@ class RemoteTransformer:
         poll: Poll,
         overlap: bool = True,
         cache: StepCache | None = None,
-        on_posted: Callable[[], None] = lambda: None,
+        on_posted: StartNext = None,
     ) -> torch.Tensor | Latents:
         """The model's output for a call with the whole latent, with the shapes and the device of `call.x`. Exact, except for
-        naive patches and calls that `cache` forecasts. `on_posted` is called after posting, and may make other calls."""
+        naive patches and calls that `cache` forecasts."""
         latents, patching = latents_of(call.x), self.built.patching
         shapes = [tuple(latent.shape) for latent in latents]
         layout = TokenLayout(patching.grid(shapes[0]), companion_tokens=patching.companion_tokens(shapes))
@@ -200,7 +200,8 @@ class RemoteTransformer:
         posted = PostedCall(tokens, timestep, conditioning, whole, overlap=overlap, residuals=call.residuals)
         self.post(posted)
         try:
-            on_posted()
+            if on_posted is not None:
+                on_posted()
             tokens = wait_for(posted.future, poll)
         except BaseException:
             self._posting.abandon(lambda other: other is posted)

@@ -17,8 +17,9 @@ from parallel_backend.wire.loading import Loaded, Residency, SetResident
 class ResidentWeights:
     """Where the weights of a model on `ranks` are. `weights`: each rank's, by the file's header. Thread-safe.
 
-    `limits`: most bytes of weights on each rank's device, as in the last SetResident; ALL: no limit. `wanted`: bytes that
-    would be on each device if no other model needed the memory.
+    `limits`: most bytes of weights on each rank's device, as in the last SetResident; ALL: no limit. `parked`: whether a
+    rank lacks weights that it needs even if it streams as many as possible. `wanted`: bytes that would be on each device if
+    no other model needed the memory.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class ResidentWeights:
         """`limits`: those of Load. None: no limit. `lock`: the lock under which micro-steps are sent, so that none follows a
         message that takes its weights away."""
         self._ranks, self._lock, self.weights = ranks, lock or threading.RLock(), weights
-        self.limits = (ALL,) * len(weights) if limits is None else tuple(limits)
+        self._limit((ALL,) * len(weights) if limits is None else tuple(limits))
         self.wanted = tuple(self.expected())
         self._held = [Residency(rank, 0, 0) for rank in range(len(weights))]
 
@@ -55,10 +56,8 @@ class ResidentWeights:
         """Bytes of each rank's weights in host memory."""
         return tuple(held.host_bytes for held in self._held)
 
-    @property
-    def parked(self) -> bool:
-        """Whether a rank lacks weights that it needs even if it streams as many as possible."""
-        return 0 in self.limits
+    def _limit(self, limits: tuple[int, ...]) -> None:
+        self.limits, self.parked = limits, 0 in limits
 
     def expected(self, limits: Sequence[int] | None = None) -> list[int]:
         """Bytes of weights on each rank's device under `limits`, by the file's header. None: under the present limits."""
@@ -72,7 +71,7 @@ class ResidentWeights:
             if tuple(limits) == self.limits:
                 return None
             future = self._ranks.ask(SetResident(tuple(limits)), Residency)
-            self.limits = tuple(limits)
+            self._limit(tuple(limits))
             future.add_done_callback(self._note)
             return future
 

@@ -38,7 +38,7 @@ class TokenOrder:
     def tokens(self) -> int:
         return self.image + self.references
 
-    @property
+    @cached_property
     def span(self) -> Span:
         return Span(0, self.tokens)
 

@@ -182,9 +182,10 @@ class Engine:
         is_new = decided.form not in self._measured  # others take as much: torch's statistics cost some 0.1 ms
         if is_new:
             self.stage.copies.begin_measuring()
-        buffer = self.runs.begin_step(step, conditioning)
+        buffer = self.runs.begin_step(step, conditioning) if step.run else None
         output = self._forward.compute(decided, conditioning, buffer)
-        self.runs.end_step(step)
+        if step.run:
+            self.runs.end_step(step)
         if is_new:
             self._measured.add(decided.form)
             self._working_bytes = max(self._working_bytes, self.stage.copies.working_bytes)

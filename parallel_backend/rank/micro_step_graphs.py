@@ -125,6 +125,7 @@ class MicroStepState:
         """Undo the effects of a failed capture on the host since `slots` was read. The device has computed nothing."""
         # Cached outputs and the conditioning's shared values may be of the capture, so all of them are computed again.
         self.cache.forget()
+        self.cache.end_step()
         self.cache.begin_step(self.step, self.conditioning.is_whole(self.step))
         self.conditioning.kept.clear()
         if self.buffer is not None:

@@ -44,10 +44,8 @@ class RunBuffers:
     def clear(self) -> None:
         self._drop(lambda key: True)
 
-    def begin_step(self, step: Step, conditioning: RankConditioning) -> KVBuffer | None:
-        """The K/V buffer for a micro-step, created at the first one of its run and conditioning. None outside of runs."""
-        if step.run == 0:
-            return None
+    def begin_step(self, step: Step, conditioning: RankConditioning) -> KVBuffer:
+        """The K/V buffer for a run's micro-step, created at the first one of its run and conditioning."""
         key = (step.run, step.conditioning)
         if key not in self.buffers:
             order = conditioning.token_order
@@ -59,11 +57,10 @@ class RunBuffers:
         return self.buffers[key]
 
     def end_step(self, step: Step) -> None:
-        """Record that the micro-step has written its tokens."""
-        if step.run:
-            buffer = self.buffers[step.run, step.conditioning]
-            buffer.filled = max(buffer.filled, step.tokens.stop)
-            self._largest = max(self._largest, self.nbytes)
+        """Record that the run's micro-step has written its tokens."""
+        buffer = self.buffers[step.run, step.conditioning]
+        buffer.filled = max(buffer.filled, step.tokens.stop)
+        self._largest = max(self._largest, self.nbytes)
 
     def _drop(self, which: Callable[[tuple[int, int]], bool]) -> None:
         for key in [key for key in self.buffers if which(key)]:

@@ -10,6 +10,7 @@ import torch
 
 from parallel_backend.core.device_copies import to_device
 from parallel_backend.core.spans import Span
+from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.own_class.calls.call_arguments import (
     LATENT,
     LATENTS,
@@ -26,6 +27,7 @@ from parallel_backend.own_class.calls.residuals import CONTROL, by_kind
 from parallel_backend.own_class.cuts.band_tokens import BandTokens, class_numbers
 from parallel_backend.own_class.cuts.guided_attention import GUIDED
 from parallel_backend.rank.attention.context import AttentionStep
+from parallel_backend.rank.attention.kernel_choice import RankKernel
 from parallel_backend.rank.attention.kv_buffer import KVBuffer
 from parallel_backend.rank.attention.sparse import SparseStep
 from parallel_backend.wire.sampling import Step
@@ -52,6 +54,9 @@ class StepForm:
     """(Frames,) rows and columns of the latent that the class gets."""
     band: BandTokens | None
     """None: no trial of bands was made for the class."""
+    kernel: RankKernel
+    is_whole: bool
+    """Whether the rank has all tokens of the only latent."""
 
 
 class StageForward:
@@ -69,11 +74,9 @@ class StageForward:
         state = MicroStepState(step, conditioning, stage.module_cache, buffer)
         forward = functools.partial(self._forward, state)
         try:
-            # No graph where residuals are copied from the host, blocks wait for streamed weights, or a node has chosen a
-            # kernel that is launched elsewhere: a graph has none of them. Nobody has captured a block-sparse kernel yet.
-            kernel = stage.kernel_of(conditioning.changes.attention).kernel
-            never = step.residuals or stage.store.streams or conditioning.changes.sparse is not None
-            graphs = self._graphs if kernel.graphs and not never else None
+            graphs = self._graphs
+            if graphs is not None and not self._can_be_captured(step, conditioning):
+                graphs = None
             if graphs is not None:
                 stage.own_link.given = known = stage.own_link.receive_known()
                 inputs, graphs = (inputs, None) if known is None else (replace(inputs, received=known), graphs)
@@ -83,6 +86,12 @@ class StageForward:
         finally:
             stage.module_cache.end_step()
 
+    def _can_be_captured(self, step: Step, conditioning: RankConditioning) -> bool:
+        # No graph where residuals are copied from the host, blocks wait for streamed weights, or a node has chosen a
+        # kernel that is launched elsewhere: a graph has none of them. Nobody has captured a block-sparse kernel yet.
+        kernel = self._stage.kernel_of(conditioning.changes.attention).kernel
+        return kernel.graphs and not (step.residuals or self._stage.store.streams or conditioning.changes.sparse is not None)
+
     def _forward(self, state: MicroStepState, inputs: MicroStepInputs) -> Outputs:
         """Return (the result of `compute`, *tensors for the next stage). May be captured: `state` has all host data it
         depends on."""
@@ -90,22 +99,22 @@ class StageForward:
         form = self._form(conditioning, step)
         words = None if step.run or step.residuals else conditioning.words
         stage.attention.step = AttentionStep(
-            kernel=stage.kernel_of(conditioning.changes.attention),
+            kernel=form.kernel,
             entries=step.entries,
             buffer=state.buffer,
             stale=step.stale,
             overlap=step.overlap,
-            residuals=self._residuals(step),
-            sparse=self._sparse(state),
+            residuals=self._residuals(step) if step.residuals else {},
+            sparse=None if conditioning.changes.sparse is None else self._sparse(state, conditioning.changes.sparse),
             kept=conditioning.kept[form.image],
             known=conditioning.kept[form.image, step.run > 0, words is None, step.with_text],
             words=words,
             words_have_run=not step.with_text,
         )
         stage.own_link.begin_forward(inputs.received)
+        stage.blocks.skipped = conditioning.changes.skipped
         try:
-            with stage.blocks.skipping(conditioning.changes.skipped):
-                out = self._call(conditioning, form, inputs)
+            out = self._call(conditioning, form, inputs)
             # Companion tokens are replicated: the client takes them from one patch rank.
             out = out if stage.cut.gives_companion(stage.place) else out[:, : len(form.pictures)]
             return (out, *stage.own_link.take_leaving())
@@ -115,27 +124,31 @@ class StageForward:
     def _call(self, conditioning: RankConditioning, form: StepForm, inputs: MicroStepInputs) -> torch.Tensor:
         """Call the class with the micro-step's inputs. Returns [b, m + a, c]: the m tokens of `form.pictures`, and the
         rank's a tokens of the companion. A stage that is not the last one returns no tokens."""
-        stage, pictures, order = self._stage, form.pictures, conditioning.token_order
-        patching, structure, companion_tokens = form.patching, form.structure, conditioning.companion_tokens
-        x, companion = inputs.x.tensor_split((len(pictures),), dim=1)
-        has_companion = companion.shape[1] > 0
-        # The prologue runs whole, and what it makes of other bands' tokens is left out.
-        if len(pictures) < order.image or companion_tokens:
-            own_x, x = x, x.new_full((len(x), order.image + companion_tokens, x.shape[-1]), math.nan)
-            x[:, pictures.slice] = own_x
-        if has_companion:
-            x[:, order.image :] = companion
+        stage, patching, structure = self._stage, form.patching, form.structure
+        x = inputs.x if form.is_whole else self._among_all(inputs.x, conditioning, form)
         named = self._arguments(conditioning, form)
         timestep = timestep_of(inputs.timestep, structure)
-        if not companion_tokens:
+        if not conditioning.companion_tokens:
             out = run_call(stage.blocks.call, patching.unpack(x, form.sizes), timestep, named)
-            return x[:, :0] if out is None else patching.pack(out)[:, pictures.slice]
+            return x[:, :0] if out is None else patching.pack(out)[:, form.pictures.slice]
         shapes = [(len(x), *shape) for shape in structure[LATENTS]]
         out = run_call(stage.blocks.call, pack(patching.unpack_all(x, shapes), len(shapes[0])), timestep, named)
         if out is None:
             return x[:, :0]
         tokens = patching.pack_all(tuple(unpack(out, structure[LATENTS])))
-        return torch.cat((tokens[:, pictures.slice], tokens[:, order.image if has_companion else tokens.shape[1] :]), dim=1)
+        has_companion = inputs.x.shape[1] > len(form.pictures)
+        companion = tokens[:, conditioning.token_order.image if has_companion else tokens.shape[1] :]
+        return torch.cat((tokens[:, form.pictures.slice], companion), dim=1)
+
+    def _among_all(self, own_x: torch.Tensor, conditioning: RankConditioning, form: StepForm) -> torch.Tensor:
+        """Return the rank's tokens [b, m + a, c] among those of the whole latents [b, n, c]. Others are NaN: the prologue
+        runs whole, and what it makes of them is left out."""
+        pictures, tokens = form.pictures, conditioning.token_order.image
+        x = own_x.new_full((len(own_x), tokens + conditioning.companion_tokens, own_x.shape[-1]), math.nan)
+        x[:, pictures.slice] = own_x[:, : len(pictures)]
+        if own_x.shape[1] > len(pictures):
+            x[:, tokens:] = own_x[:, len(pictures) :]
+        return x
 
     def _form(self, conditioning: RankConditioning, step: Step) -> StepForm:
         """Return the form of a micro-step, made once: to read the structure, the host waits for the device."""
@@ -157,7 +170,9 @@ class StageForward:
         # A naive patch has no row of another one with which the class could fill it up.
         sizes = () if cut is not None and cut.alone else structure[LATENT][1:]
         sizes = tuple(sizes or patching.whole(grid))
-        return StepForm(image, order.images(image), tensors, patching, structure, sizes, band)
+        pictures, kernel = order.images(image), stage.kernel_of(conditioning.changes.attention)
+        is_whole = len(pictures) == order.image and not conditioning.companion_tokens
+        return StepForm(image, pictures, tensors, patching, structure, sizes, band, kernel, is_whole)
 
     def _arguments(self, conditioning: RankConditioning, form: StepForm) -> dict[str, Any]:
         """Return the call's arguments by name, without latent and timestep. Also tells the blocks the call's band."""
@@ -178,12 +193,9 @@ class StageForward:
         added = [to_device(tensor, self._stage.device, self._stage.dtype, copy=True) for tensor in step.added]
         return {name: added[index] for name, index in step.residuals}
 
-    def _sparse(self, state: MicroStepState) -> SparseStep | None:
+    def _sparse(self, state: MicroStepState, settings: SparseAttention) -> SparseStep | None:
         """Block-sparse attention of the micro-step. None: its attention is dense."""
         conditioning, stage = state.conditioning, self._stage
-        settings = conditioning.changes.sparse
-        if settings is None:
-            return None
         stage.attention.sparse_calls.title = settings.title
         if lacks := stage.lacks_for_sparse(settings):
             stage.attention.sparse_calls.lacked.add(lacks)

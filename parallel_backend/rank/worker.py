@@ -129,7 +129,6 @@ class Worker:
         match message:
             case m.Step():
                 self._turn_to(self.engine)
-                self._use_threads(self._threads.get(self._model, self.settings.threads))
                 output = self.engine.step(message, self._upcoming())
                 if output is not None:
                     self._outbox.send(output, self._model)
@@ -243,11 +242,15 @@ class Worker:
 
     def _turn_to(self, engine: Engine | None) -> None:
         """Finish another model's transfers. To be called before transfers of `engine`'s groups, or of other groups if it is
-        None."""
+        None. From then on the rank computes with the threads of `engine`'s model, which the present message is for."""
+        if engine is self._newest:
+            return
         # NCCL may deadlock if transfers of two groups are in progress and ranks' devices begin them in different orders.
-        if self._newest is not None and self._newest is not engine:
+        if self._newest is not None:
             self._newest.rest()
         self._newest = engine
+        if engine is not None:
+            self._use_threads(self._threads.get(self._model, self.settings.threads))
 
     def _read_memory(self) -> m.DeviceMemoryReport:
         """Return the device's memory, with the share of the model that the present message is for."""

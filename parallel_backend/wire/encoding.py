@@ -1,11 +1,9 @@
 """Encodes messages as bytes: one JSON header, then the raw bytes of the message's tensors. Nothing is ever unpickled.
 
 The dataclasses' annotations define the values that each field may have. The sender checks values before it sends anything,
-the receiver before it uses anything. A header is a list of the type's name and the fields in order: `["CloseRun", 4]`. A
-request and its replies have the request id before the name (`[17, "ReadMemory"]`), and messages about a model also have the
-model's number (`[17, 2, "Load", ...]`; without a request `[0, 2, "Step", ...]`). A tensor is `[dtype, shape]`, or, in shared
-memory, `[dtype, shape, segment, offset]` without following bytes (shared_memory.py). A tuple or nested message is a list, a
-dict a list of pairs.
+the receiver before it uses anything. A header is a list of the type's name, the request id and the model's number (0: none),
+and the fields in order: `["CloseRun", 17, 2, 4]`. A tensor is `[dtype, shape]`, or, in shared memory, `[dtype, shape,
+segment, offset]` without following bytes (shared_memory.py). A tuple or nested message is a list, a dict a list of pairs.
 """
 
 import dataclasses
@@ -79,24 +77,18 @@ class _Arriving(list[Pending]):
         place = None
         if type(value) is list and len(value) == 4:
             *value, number, offset = value
-            place = _read_int(number, self), _read_int(offset, self)
+            place = _INT.read(number, self), _INT.read(offset, self)
         dtype, shape = _fixed(value, 2)
         if type(dtype) is not str or dtype not in DTYPES:
             raise BadMessage(f"a tensor of the dtype {_short(dtype)}")
-        if type(shape) is not list or len(shape) > MAX_AXES:
+        if type(shape) is not list or len(shape) > MAX_AXES or not all(map(_is_size, shape)):
             raise BadMessage(f"a tensor of the shape {_short(shape)}")
-        count = extent = 1
-        for size in shape:
-            if type(size) is not int or not 0 <= size <= MAX_TENSOR_BYTES:
-                raise BadMessage(f"a tensor of the shape {_short(shape)}")
-            count *= size
-            extent *= size or 1
-        nbytes = count * DTYPES[dtype].itemsize
         if place is not None:
             return self._borrow(DTYPES[dtype], shape, *place)
+        nbytes = math.prod(shape) * DTYPES[dtype].itemsize
         self.nbytes += nbytes
-        # `extent` counts axes of length 0 as 1: such a tensor has no bytes, but strides that torch must be able to hold.
-        if extent > MAX_TENSOR_BYTES or self.nbytes > MAX_TENSOR_BYTES or len(self) == MAX_TENSORS:
+        # Axes of length 0 count as 1: such a tensor has no bytes, but strides that torch must be able to hold.
+        if max(self.nbytes, math.prod(filter(None, shape))) > MAX_TENSOR_BYTES or len(self) == MAX_TENSORS:
             raise BadMessage(f"more than {MAX_TENSORS} tensors or {MAX_TENSOR_BYTES} bytes")
         tensor = torch.empty(0, dtype=DTYPES[dtype])
         self.append(Pending(tensor if nbytes else tensor.resize_(shape), shape, nbytes))
@@ -137,10 +129,7 @@ class Encoding:
         tensors = _Leaving(lent)
         pack = self._pack.get(type(message))
         assert pack is not None, f"{type(message)} cannot cross processes"
-        fields = [type(message).__name__, *pack(message, tensors)]
-        if request_id is not None or model is not None:
-            numbers = [request_id or 0] if model is None else [request_id or 0, model]
-            fields = [*(_pack_int(number, tensors) for number in numbers), *fields]
+        fields = [type(message).__name__, request_id or 0, model or 0, *pack(message, tensors)]
         header = json.dumps(fields, separators=(",", ":")).encode()
         assert len(header) <= MAX_HEADER_BYTES and len(tensors) <= MAX_TENSORS, f"{type(message).__name__} is too large"
         return header, tensors
@@ -149,19 +138,16 @@ class Encoding:
         """Return the message, and those of its tensors whose bytes follow. Raises BadMessage for an invalid header.
         `borrowed`: segments of shared memory that may contain tensors, by number."""
         arriving = _Arriving(borrowed)
-        numbers: list[int] = []
         try:
             value = json.loads(header)
         except (ValueError, RecursionError) as error:
             raise BadMessage(f"{type(error).__name__}: {error}") from error
-        while type(value) is list and value and type(value[0]) is int and len(numbers) < 2:
-            numbers.append(_read_int(value.pop(0), arriving))
-        request_id, model = (number or None for number in (*numbers, 0, 0)[:2])
-        if type(value) is not list or not value or type(value[0]) is not str or value[0] not in self._types:
+        if type(value) is not list or len(value) < 3 or type(value[0]) is not str or value[0] not in self._types:
             raise BadMessage(f"a header of an unknown type: {_short(value)}")
-        name, *fields = value
+        name, request_id, model, *fields = value
         try:
-            return Envelope(self._types[name][1].read(fields, arriving), request_id, model), arriving
+            numbers = _INT.read(request_id, arriving) or None, _INT.read(model, arriving) or None
+            return Envelope(self._types[name][1].read(fields, arriving), *numbers), arriving
         except BadMessage as error:
             raise BadMessage(f"{name}: {error}") from error
 
@@ -264,15 +250,27 @@ def _fixed(value: Any, length: int) -> list[Any]:
     return value
 
 
-def _pack_int(value: Any, _tensors: _Leaving) -> int:
-    assert type(value) is int and 0 <= value < MAX_INT, _unfit(value)
-    return value
+def _plain(name: str, fits: Callable[[Any], bool]) -> _Kind:
+    """The kind of values that JSON has too. `fits`: whether a value is one. `name`: for errors."""
+
+    def pack(value: Any, _tensors: _Leaving) -> Any:
+        assert fits(value), _unfit(value)
+        return value
+
+    def read(value: Any, _arriving: _Arriving) -> Any:
+        if not fits(value):
+            raise BadMessage(f"{_short(value)} is no {name}")
+        return value
+
+    return _Kind(pack, read)
 
 
-def _read_int(value: Any, _arriving: _Arriving) -> int:
-    if type(value) is not int or not 0 <= value < MAX_INT:
-        raise BadMessage(f"{_short(value)} is not an integer of at least 0")
-    return value
+def _is_size(value: Any) -> bool:
+    """Whether the value can be the length of a tensor's axis."""
+    return type(value) is int and 0 <= value <= MAX_TENSOR_BYTES
+
+
+_INT = _plain("integer of at least 0", lambda value: type(value) is int and 0 <= value < MAX_INT)
 
 
 def _pack_float(value: Any, _tensors: _Leaving) -> float:
@@ -284,19 +282,6 @@ def _read_float(value: Any, _arriving: _Arriving) -> float:
     if type(value) is float and math.isfinite(value):
         return value
     raise BadMessage(f"{_short(value)} is no number")
-
-
-def _exactly(kind: type) -> _Kind:
-    def pack(value: Any, _tensors: _Leaving) -> Any:
-        assert type(value) is kind, _unfit(value)
-        return value
-
-    def read(value: Any, _arriving: _Arriving) -> Any:
-        if type(value) is not kind:
-            raise BadMessage(f"{_short(value)} is no {kind.__name__}")
-        return value
-
-    return _Kind(pack, read)
 
 
 def _pack_tensor(value: Any, tensors: _Leaving) -> list[Any]:
@@ -332,10 +317,10 @@ def _read_path(value: Any, _arriving: _Arriving) -> Path:
 
 
 _PLAIN = {
-    int: _Kind(_pack_int, _read_int),
+    int: _INT,
     float: _Kind(_pack_float, _read_float),
-    bool: _exactly(bool),
-    str: _exactly(str),
+    bool: _plain("bool", lambda value: type(value) is bool),
+    str: _plain("str", lambda value: type(value) is str),
     Path: _Kind(_pack_path, _read_path),
     torch.Tensor: _Kind(_pack_tensor, lambda value, arriving: arriving.add(value)),
     Span: _Kind(_pack_span, _read_span),

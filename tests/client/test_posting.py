@@ -30,7 +30,7 @@ class Queue(Posting):
         shared: Any = SimpleNamespace(done=lambda _seq: None, close=lambda: None)
         nothing: Any = OrderedDict()
         cut = SequenceCut((1.0,), degrees.sequence, repeat_text=False)
-        super().__init__(degrees, WIDTH, cut, nothing, shared, nothing, nothing, lambda: None, threading.RLock())
+        super().__init__(degrees, WIDTH, cut, nothing, shared, nothing, nothing, nothing, threading.RLock())
         self.sent = []
 
     def _send(self, replica, step):

@@ -7,6 +7,10 @@ import pytest
 from parallel_backend.wire.lifecycle import COMPILING
 
 
+class Model(SimpleNamespace):
+    """A poll has no more than a weak reference to it."""
+
+
 @pytest.fixture
 def watched(module, monkeypatch):
     """(a model on two ranks, a poll that has to be called at a time, what was said)."""
@@ -16,7 +20,7 @@ def watched(module, monkeypatch):
     monkeypatch.setattr(loading_bar.time, "monotonic", lambda: now[0])
     doing = ["block 3", "block 3"]
     pool = SimpleNamespace(devices=("cpu", "cpu"), doing=doing.__getitem__, now_doing=doing)
-    model = SimpleNamespace(pool=pool, answered=7, streamed_bytes=[0, 0])
+    model = Model(pool=pool, answered=7, streamed_bytes=[0, 0])
 
     def poll_of(first: bool):
         poll = module("model.run.long_step").long_step(model, first)

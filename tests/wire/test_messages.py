@@ -144,10 +144,10 @@ def test_a_request_and_its_replies_have_its_id_and_the_models_number(request_id,
     assert (found, message.seq, len(pending)) == ([request_id, model], 5, len(tensors))
 
 
-@pytest.mark.parametrize("numbers", [[-1], [2**128], [True], [1.0], [1, -1], [1, 2, 3]], ids=repr)
+@pytest.mark.parametrize("numbers", [[-1, 0], [2**128, 0], [True, 0], [1.0, 0], [1, -1], [1], [1, 2, 3]], ids=repr)
 def test_what_is_no_request_id_or_model_is_refused(numbers):
     with pytest.raises(m.BadMessage):
-        m.decode_header(json.dumps([*numbers, "Unload"]).encode())
+        m.decode_header(json.dumps(["Unload", *numbers]).encode())
 
 
 def test_many_in_a_row_stay_in_step():
@@ -201,7 +201,7 @@ def test_every_type_is_tried():
 
 
 def output(dtype, shape) -> bytes:
-    return json.dumps(["Output", 0, 1, [dtype, shape]]).encode()
+    return json.dumps(["Output", 0, 0, 0, 1, [dtype, shape]]).encode()
 
 
 EMPTY = [0, 2**65], [0, 2**62, 2**62], [2**62, 2**62, 0], [0] * 9
@@ -220,7 +220,7 @@ def test_a_message_is_bounded_as_a_whole():
 
     def decoder(*shapes: list[int]) -> bytes:
         tensors = [[str(i), ["bool", shape]] for i, shape in enumerate(shapes)]
-        return json.dumps(["PutVAE", "a", "", tensors, None, []]).encode()
+        return json.dumps(["PutVAE", 0, 0, "a", "", tensors, None, []]).encode()
 
     assert len(m.decode_header(decoder(*([size],) * 4))[1]) == 4
     with pytest.raises(m.BadMessage, match="bytes"):
@@ -231,21 +231,21 @@ def test_a_message_is_bounded_as_a_whole():
 
 
 WRONG = {
-    "text for a number": ["Ready", "0"],
-    "a truth value for a number": ["Ready", True],
-    "a float for a whole number": ["Ready", 0.0],
-    "below 0": ["Ready", -1],
-    "beyond 128 bits": ["Ready", 2**128],
-    "not finite": ["Loading", 0, float("nan")],
-    "nothing for something": ["DropConditioning", None],
-    "a field too few": ["Loading", 0],
-    "a field too many": ["Ready", 0, 0],
-    "a span that ends before it starts": ["Span", 3, 2],
-    "a key twice": ["Probed", 0, [["a", [1.0]], ["a", [1.0]]], [1.0, 1.0], None],
-    "a tensor for a number": ["Ready", ["float32", [1]]],
-    "a number for a tensor": ["Output", 0, 1, 3],
-    "a dtype that is none": ["Output", 0, 1, ["object", [1]]],
-    "no such type": ["Unready", 0],
+    "text for a number": ["Ready", 0, 0, "0"],
+    "a truth value for a number": ["Ready", 0, 0, True],
+    "a float for a whole number": ["Ready", 0, 0, 0.0],
+    "below 0": ["Ready", 0, 0, -1],
+    "beyond 128 bits": ["Ready", 0, 0, 2**128],
+    "not finite": ["Loading", 0, 0, 0, float("nan")],
+    "nothing for something": ["DropConditioning", 0, 0, None],
+    "a field too few": ["Loading", 0, 0, 0],
+    "a field too many": ["Ready", 0, 0, 0, 0],
+    "a span that ends before it starts": ["Span", 0, 0, 3, 2],
+    "a key twice": ["Probed", 0, 0, 0, [["a", [1.0]], ["a", [1.0]]], [1.0, 1.0], None],
+    "a tensor for a number": ["Ready", 0, 0, ["float32", [1]]],
+    "a number for a tensor": ["Output", 0, 0, 0, 1, 3],
+    "a dtype that is none": ["Output", 0, 0, 0, 1, ["object", [1]]],
+    "no such type": ["Unready", 0, 0, 0],
     "an object": {"$type": "Ready", "rank": 0},
     "a text": "Ready",
 }

@@ -118,7 +118,7 @@ def test_an_unloading_lets_segments_of_models_go_and_no_others(ends, segment):
 
 
 def header(place: str) -> bytes:
-    return f'["Output",1,5,["float32",{place}]]'.encode()
+    return f'["Output",0,0,1,5,["float32",{place}]]'.encode()
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,18 @@ import torch
 
 from parallel_backend.client.call import ModelCall, Residuals
 from parallel_backend.client.pipefusion.banded_run import NotLocal
-from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.own_class.adapters.minimax_forms import INSIDE
 from parallel_backend.own_class.calls.call_arguments import LATENTS, OPTIONS, in_form, unpack
-from parallel_backend.own_class.calls.patching import Latents, latents_of
+from parallel_backend.own_class.calls.patching import latents_of
 from parallel_backend.own_class.calls.residuals import CONTROL, PATCHES, REPLACED
 
+from ..lora.head_bank import strengths_in_call
 from ..native.native_call import NativeArguments
 from ..patches.reach import Unread, refuse_unread
 from ..run.band import BAND_KEY, Band
 from ..run.sampling_run import steps_of, tokens_of, why_not_in_bands
-from .concurrent_conds import Evaluation, evaluation_of
+from ..run.step_cache import SamplingCache
+from .concurrent_conds import EVALUATION_KEY
 from .own_calls import by_entry, joined, own_residuals, returned, shapes, sparse_attention
 from .own_changes import OTHER_CALL
 from .prepared_call import PROVE_KEY, PreparedCall, RankCall, prepared
@@ -37,16 +38,15 @@ def answered(
 ) -> torch.Tensor | list[torch.Tensor]:
     """Return the output of a call of the native model. `is_carried`: whether latents are as the native `forward` gets them;
     otherwise they are as its `_forward` gets them."""
-    options = transformer_options or {}
+    options, adapter = transformer_options or {}, stub.adapter
     latents = latents_of(x if isinstance(x, torch.Tensor) else tuple(x))
-    if len(latents[0]) > 1 and adapter_of(stub.own.kind).one_entry:
+    if adapter.one_entry and len(latents[0]) > 1:
         if BAND_KEY in options:
             raise NotLocal(OTHER_CALL)
         named = {"context": context, "control": control, "transformer_options": options, **extra}
         return joined([answered(stub, **each, is_carried=is_carried) for each in by_entry(x, timestep, named)])
-    call = _in_rank_form(
-        stub, x, NativeArguments(latents, timestep, {"context": context, **extra}, options), control, is_carried
-    )
+    given = NativeArguments(latents, timestep, {"context": context, **extra}, options)
+    call = _in_rank_form(stub, x, given, control, is_carried)
     plan = prepared(stub, call)
     if PROVE_KEY in options:
         return _tried(stub, call, plan)
@@ -54,41 +54,37 @@ def answered(
     if plan.is_sparse:
         sparse = sparse_attention(stub.checkpoint, options, latents, call.given.others, stub.native)
         changes = dataclasses.replace(changes, sparse=sparse)
-    stub.choose_heads(call.timestep, options)
-    in_parts = LATENTS in call.named and stub.checkpoint.built.patching.companion is not None
-    evaluation = evaluation_of(options) or Evaluation()
-    model_call = ModelCall(
-        x=latents if in_parts else call.x,
-        timestep=call.timestep,
-        tensors=plan.tensors(call),
-        residuals=dict(call.residuals),
-        changes=changes,
-        first_replica=evaluation.first_replica(len(call.x)),
-        may_forecast=_may_forecast(stub, call),
-    )
+    if plan.heads > 1:
+        stub.run.head_strengths = strengths_in_call(plan.heads, call.timestep, options)
+    evaluation = options.get(EVALUATION_KEY)
+    start_next = None if evaluation is None else evaluation.start_next
+    first_replica = 0 if evaluation is None else evaluation.first_replica(len(call.x))
+    may_forecast = stub.run.cache is not None and _may_forecast(stub.run.cache, call)
+    sent = latents if plan.in_parts else call.x
+    model_call = ModelCall(sent, call.timestep, plan.tensors(call), call.residuals, changes, first_replica, may_forecast)
     if (band := call.band) is not None:
         exact = float(options["sigmas"].max()) > band.exact_above
-        return returned(latents_of(band.run.predict(band.index, model_call, exact, band.poll, evaluation.start_next)))
-    out = stub.predict(model_call, plan.shape, steps_of(options), evaluation)
+        return returned(latents_of(band.run.predict(band.index, model_call, exact, band.poll, start_next)))
+    out = stub.predict(model_call, plan.shape, steps_of(options), start_next)
     if isinstance(out, torch.Tensor) and LATENTS in call.named:
         out = tuple(unpack(out, call.named[LATENTS]))
     return returned(latents_of(out))
 
 
 def _in_rank_form(stub: Stub, x: Any, given: NativeArguments, control: Any, is_carried: bool) -> RankCall:
-    """Return the call in the form of ranks and trials. Raises ValueError for latents, timesteps and controls that ranks do
-    not take."""
-    latents, built, adapter = given.latents, stub.checkpoint.built, adapter_of(stub.own.kind)
-    axes, band = 5 if built.patching.video else 4, stub.band_of(latents, given.options)
-    if band is None:
-        _check_latents(latents, axes)
-    packed, timestep, told_form = in_form(x, given.timestep, axes)
-    timestep = _for_entries(timestep, len(packed))
+    """Return the call in the form of ranks and trials. Raises ValueError for arguments and controls that ranks do not
+    take."""
+    latents, patching, adapter = given.latents, stub.checkpoint.built.patching, stub.adapter
+    band = stub.band_of(latents, given.options)
+    packed, timestep, told_form = in_form(x, given.timestep, patching.axes)
+    if len(timestep) == 1:
+        timestep = timestep.expand(len(packed), *timestep.shape[1:])
     residuals = _residuals(stub, given, timestep, control, band, is_carried)
-    sizes = tuple(latents[0].shape[2:]) if band is None else built.patching.whole(band.run.layout.grid)
+    sizes = tuple(latents[0].shape[2:]) if band is None else patching.whole(band.run.layout.grid)
     context, extra = given.others["context"], {name: each for name, each in given.others.items() if name != "context"}
-    methods = {name: method for name, method in adapter.computed.items() if extra.get(name) is not None}
-    extra |= {name: stub.computed(method, extra[name]) for name, method in methods.items()}
+    for name, method in adapter.computed.items():
+        if extra.get(name) is not None:
+            extra[name] = stub.computed(method, extra[name])
     sent = adapter.arguments(extra, stub.native, sizes)
     named = {"context": context, CONTROL: None, OPTIONS: {}, **sent, **told_form}
     if adapter.carries and not is_carried:
@@ -96,27 +92,6 @@ def _in_rank_form(stub: Stub, x: Any, given: NativeArguments, control: Any, is_c
     if band is not None and LATENTS in named:
         named[LATENTS] = [[latents[0].shape[1], *sizes], *(list(shape[1:]) for shape in band.wholes[1:])]
     return RankCall(given, band, sizes, packed, timestep, named, residuals)
-
-
-def _for_entries(timestep: torch.Tensor, entries: int) -> torch.Tensor:
-    """Return the timesteps of a call's batch entries [entries, ...]. Raises ValueError for another number of timesteps."""
-    if len(timestep) == 1:
-        return timestep.expand(entries, *timestep.shape[1:])
-    if len(timestep) != entries:
-        raise ValueError(
-            f"model: another node calls it with {entries} latents at a time, and with {len(timestep)} timesteps. Remove "
-            "that node, or load the model with ComfyUI's own loader."
-        )
-    return timestep
-
-
-def _check_latents(latents: Latents, axes: int) -> None:
-    """Raise ValueError for a latent that ranks do not take. `axes`: the first latent's number of axes."""
-    if latents[0].ndim != axes or any(0 in latent.shape for latent in latents):
-        raise ValueError(
-            f"latent_image: this model takes one latent with {axes} axes, none of them empty. Use the Empty Latent node "
-            "made for this model."
-        )
 
 
 def _residuals(
@@ -147,8 +122,7 @@ def _tried(stub: Stub, call: RankCall, plan: PreparedCall) -> torch.Tensor | lis
     return returned(tuple(torch.zeros_like(each[:, :count]) for each, count in counts))
 
 
-def _may_forecast(stub: Stub, call: RankCall) -> bool:
-    cache = stub.run.cache
-    if cache is not None and call.band is None:
+def _may_forecast(cache: SamplingCache, call: RankCall) -> bool:
+    if call.band is None:
         cache.see(call.latents, call.given.options)
-    return cache is not None and cache.may_forecast(call.given.options)
+    return cache.may_forecast(call.given.options)

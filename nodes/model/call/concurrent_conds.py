@@ -8,7 +8,7 @@ busy. Model calls and the result are the same as without the wrapper. Context wi
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 WRAPPER_KEY = "parallel_dit_concurrent_conds"
 EVALUATION_KEY = "parallel_dit_evaluation"
-"""Key in `transformer_options` under which the model calls carry their `Evaluation`."""
+"""Key in `transformer_options` under which the model calls carry their `Evaluation`. A call without it is evaluated by
+itself."""
 
 ONE_BY_ONE = ("hooks", "default", "gligen")
 """Keys of a conditioning for which ComfyUI keeps a state from one evaluation to the next."""
@@ -59,11 +60,6 @@ class Evaluation:
             self.start_next()
 
 
-def evaluation_of(options: Mapping[str, Any]) -> Evaluation | None:
-    """The evaluation that a model call with these transformer_options belongs to. None: it is evaluated by itself."""
-    return options.get(EVALUATION_KEY)
-
-
 def belonging_to(evaluation: Evaluation, model_options: dict[str, Any]) -> dict[str, Any]:
     """A copy of `model_options` for a part of this evaluation, with transformer_options of its own."""
     options = {**model_options.get("transformer_options", {}), EVALUATION_KEY: evaluation}
@@ -91,7 +87,7 @@ def evaluate_concurrently(
     calls = model_calls(entries, x_in, timestep)
     reason = why_sequential(model, [entry for _, entry in entries], model_options) if len(calls) > 1 else None
     together = independent_parts(calls, len(conds)) if reason is None else [set(range(len(conds)))]
-    outer = evaluation_of(model_options.get("transformer_options", {}))
+    outer: Evaluation | None = model_options.get("transformer_options", {}).get(EVALUATION_KEY)
     if outer is None:  # else other windows keep replicas busy
         at_once = [max((len(call) for call in calls if part.issuperset(call)), default=0) for part in together]
         tell_if_idle(stub, len(x_in) * sum(at_once), reason)

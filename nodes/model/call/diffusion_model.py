@@ -12,13 +12,14 @@ import comfy.model_patcher
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_setup
-from parallel_backend.client.call import ModelCall
+from parallel_backend.client.call import ModelCall, StartNext
 from parallel_backend.client.lora import Delta
 from parallel_backend.client.registry import registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup, TensorSizes
 from parallel_backend.core.short_text import short
+from parallel_backend.own_class.adapters.adapters import Adapter, adapter_of
 from parallel_backend.own_class.built.building import build, class_of
 from parallel_backend.own_class.calls.patching import Latents
 from parallel_backend.own_class.cuts.guided_attention import LAYERS
@@ -30,7 +31,7 @@ from ...ui.loading_bar import LoadingBar
 from ...ui.prompt_graph import present_prompt
 from ..controls.controls_here import ControlsHere
 from ..loading.model_file import importing, open_file
-from ..lora.head_bank import BANK_KEYS, BANKED, bank_deltas, heads_of, strengths_in_call
+from ..lora.head_bank import BANK_KEYS, BANKED, bank_deltas, heads_of
 from ..lora.lora import PREFIX, NativeWeights
 from ..lora.patch_trial import Patch
 from ..native.native_call import (
@@ -49,7 +50,6 @@ from ..run.long_step import long_step
 from ..run.make_room import make_room
 from ..run.sampling_run import CallShape, SamplingRun
 from .answered_call import answered
-from .concurrent_conds import Evaluation
 from .own_methods import TEXT_METHOD, OwnMethods
 from .prepared_call import PROVE_KEY
 from .proofs import Proofs
@@ -135,6 +135,11 @@ class RemoteDiffusionModel(torch.nn.Module):
         return self.setup.own_class
 
     @functools.cached_property
+    def adapter(self) -> Adapter:
+        """The adapter of the model's class."""
+        return adapter_of(self.own.kind)
+
+    @functools.cached_property
     def meta(self) -> torch.nn.Module:
         """The model on the meta device."""
         return build(self.own)
@@ -204,12 +209,7 @@ class RemoteDiffusionModel(torch.nn.Module):
     def transformer(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """Return the model on its ranks, with its patches. At first use the ranks are started and loaded, for a run like
         `expected()`."""
-
-        def adapted(model: RemoteTransformer) -> RemoteTransformer:
-            model.adapt(self._patches_name(), self._deltas(), check_cancelled, self._strengths())
-            return model
-
-        return kept(self, lambda: self._loaded(expected), adapted)
+        return kept(self, lambda: self._loaded(expected), self._adapted)
 
     def _loaded(self, expected: Callable[[], Request | None]) -> RemoteTransformer:
         """Return the model on its ranks. Its weights may still have the patches of an earlier run."""
@@ -218,7 +218,12 @@ class RemoteDiffusionModel(torch.nn.Module):
             return known
         given = self.run.patcher(), make_room, expected, self.checkpoint
         model = registry().model(self.setup, check_cancelled, LoadingBar(), *given)
-        self.run.answers(model, self.setup)
+        self.run.answers(model, self.setup, long_step(model, first=not self.run.calls))
+        return model
+
+    def _adapted(self, model: RemoteTransformer) -> RemoteTransformer:
+        """Return the model with the run's patches at the strengths of the present call."""
+        model.adapt(self._patches_name(), self._deltas(), check_cancelled, self._strengths())
         return model
 
     def follow_files(self) -> None:
@@ -256,11 +261,6 @@ class RemoteDiffusionModel(torch.nn.Module):
     def heads_of(self, patches: Mapping[str, list[Patch]]) -> int:
         """Return the number of output heads of a PDD acceleration LoRA in the patches. 1: there is no such LoRA."""
         return heads_of(self.weights, patches) if self._has_bank else 1
-
-    def choose_heads(self, timestep: torch.Tensor, options: Mapping[str, Any]) -> None:
-        """Set the strengths of the heads for a call at `timestep`, if the run's patches have several heads."""
-        if (heads := self.heads_of(self.run.patches)) > 1:
-            self.run.head_strengths = strengths_in_call(heads, timestep, options)
 
     @property
     def _has_bank(self) -> bool:
@@ -325,18 +325,19 @@ class RemoteDiffusionModel(torch.nn.Module):
         """Always raises ValueError: nodes call or replace it to reach the inside of the native model."""
         _refuse_inside("forward_orig")
 
-    def predict(self, call: ModelCall, shape: CallShape, steps: int, evaluation: Evaluation) -> torch.Tensor | Latents:
+    def predict(self, call: ModelCall, shape: CallShape, steps: int, start_next: StartNext) -> torch.Tensor | Latents:
         """Return the ranks' output for a call with the whole latent, from a sampler with `steps` steps."""
         batch = shape.latent[0]
         expected = functools.partial(expected_request, self.checkpoint, shape.latent, batch, shape.text_tokens)
 
-        def predict(model: RemoteTransformer) -> torch.Tensor | Latents:
+        def work(model: RemoteTransformer) -> torch.Tensor | Latents:
+            self._adapted(model)
+            check_cancelled()  # a call may be answered before the first poll
             cache = None if self.run.cache is None else self.run.cache.for_calls
-            poll = long_step(model, first=not self.run.calls)
             with self.run.counted(shape, steps):
-                return model.predict(call, poll, self.comm_overlap, cache, evaluation.start_next)
+                return model.predict(call, self.run.poll, self.comm_overlap, cache, start_next)
 
-        return kept(self, lambda: self.transformer(expected), predict)
+        return kept(self, lambda: self._loaded(expected), work)
 
     def prove(self, run: Callable[[dict[str, Any]], Any], channels: Sequence[int], bands: bool = True) -> str:
         """Have the class tried for a run before its model is loaded. Returns why `bands` are not proven. Empty: they are.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from parallel_backend.client.call import Residuals
 from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.block_changes import BlockChanges
 from parallel_backend.core.setup import Setup
@@ -52,7 +53,7 @@ class RankCall:
     """[B, ...]"""
     named: Mapping[str, Any]
     """The other arguments. OPTIONS is empty."""
-    residuals: Mapping[str, torch.Tensor]
+    residuals: Residuals
 
     @property
     def latents(self) -> Latents:
@@ -77,7 +78,7 @@ class RankCall:
         if OVERRIDE in options:  # Model Sparse Attention may put a new function there before each evaluation
             options[OVERRIDE] = has_override(options[OVERRIDE]), below(options[OVERRIDE])
         wholes = None if self.band is None else self.band.wholes
-        return likeness((wholes, self.sizes, self.latents, self.timestep, self.named, self.residuals, options))
+        return likeness((wholes, self.sizes, self.given.latents, self.timestep, self.named, self.residuals, options))
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,10 @@ class PreparedCall:
     structure: torch.Tensor
     """The tensor call_arguments.STRUCTURE."""
     shape: CallShape
+    in_parts: bool
+    """Whether ranks get the latents apart: a video's and its audio's."""
+    heads: int
+    """Number of output heads, see RemoteDiffusionModel.heads_of."""
 
     def tensors(self, call: RankCall) -> dict[str, torch.Tensor]:
         """Return the call's conditioning tensors."""
@@ -115,7 +120,8 @@ def prepared(stub: Stub, call: RankCall) -> PreparedCall:
 
 
 def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
-    options, context = call.given.options, call.given.others["context"]
+    options, context, patching = call.given.options, call.given.others["context"], stub.checkpoint.built.patching
+    _check(call, patching.axes)
     changes, by_nodes, told = changes_and_options(stub.checkpoint, stub.setup.attention, options, len(call.x))
     call.structure(told)  # refuses what cannot be sent, before anything is tried
     others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
@@ -133,10 +139,26 @@ def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
         more=more,
         structure=call.structure(told | {name: options[name] for name in proof.options}, more),
         shape=CallShape(tuple(call.latents[0].shape), 1 if context is None else context.shape[1]),
+        in_parts=LATENTS in call.named and patching.companion is not None,
+        heads=stub.heads_of(stub.run.patches),
     )
     if band is not None and shapes(made.tensors(call)) not in (stub.run.whole_calls or ()):
         raise NotLocal("a patch has different conditioning from the whole latent")
     return made
+
+
+def _check(call: RankCall, axes: int) -> None:
+    """Raise ValueError for a whole latent or timesteps that ranks do not take. `axes`: the first latent's number of axes."""
+    if call.band is None and (call.latents[0].ndim != axes or any(0 in latent.shape for latent in call.latents)):
+        raise ValueError(
+            f"latent_image: this model takes one latent with {axes} axes, none of them empty. Use the Empty Latent node "
+            "made for this model."
+        )
+    if len(call.timestep) != len(call.x):
+        raise ValueError(
+            f"model: another node calls it with {len(call.x)} latents at a time, and with {len(call.timestep)} timesteps. "
+            "Remove that node, or load the model with ComfyUI's own loader."
+        )
 
 
 def _changed(

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from parallel_backend.checkpoints.checkpoint import Checkpoint
-from parallel_backend.client.call import ModelCall
+from parallel_backend.client.call import ModelCall, StartNext
 from parallel_backend.client.pipefusion.banded_run import NotLocal
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
-from parallel_backend.own_class.adapters.adapters import adapter_of
+from parallel_backend.own_class.adapters.adapters import Adapter
 from parallel_backend.own_class.built.built_class import built_class
 from parallel_backend.own_class.built.counts import misfit
 from parallel_backend.own_class.calls.patching import Latents
@@ -36,10 +36,10 @@ from ...ui.node_text import say
 from ..controls.controls_here import ControlsHere
 from ..loading.kept_proofs import is_of_sizes, kept_proof
 from ..loading.shipped_plans import shipped_proof
+from ..lora.patch_trial import Patch
 from ..native.native_call import NativeClass
 from ..run.band import Band, NotTried
 from ..run.sampling_run import CallShape, SamplingRun
-from .concurrent_conds import Evaluation
 from .own_calls import asked, near, on_host, share_of_work, structure, times_of, widths_of
 from .own_changes import OTHER_CALL, OwnChanges
 
@@ -78,6 +78,8 @@ class Stub(Protocol):
     @property
     def own(self) -> OwnClass: ...
     @property
+    def adapter(self) -> Adapter: ...
+    @property
     def native(self) -> NativeClass: ...
     @property
     def meta(self) -> torch.nn.Module: ...
@@ -87,10 +89,10 @@ class Stub(Protocol):
     def controls_here(self) -> ControlsHere: ...
 
     def computed(self, method: str, *arguments: Any, **named: Any) -> torch.Tensor: ...
-    def choose_heads(self, timestep: torch.Tensor, options: Mapping[str, Any]) -> None: ...
+    def heads_of(self, patches: Mapping[str, list[Patch]]) -> int: ...
     def band_of(self, latents: Latents, options: dict[str, Any]) -> Band | None: ...
     def without_bands(self, reason: str) -> str: ...
-    def predict(self, call: ModelCall, shape: CallShape, steps: int, evaluation: Evaluation) -> torch.Tensor | Latents: ...
+    def predict(self, call: ModelCall, shape: CallShape, steps: int, start_next: StartNext) -> torch.Tensor | Latents: ...
 
 
 def times_of_run(stub: Stub) -> tuple[float, ...]:
@@ -116,7 +118,7 @@ def _key(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Key:
     because they need many calls of the model. With `planned`, tokens are tried too, because a plan compares all modes."""
     setup = stub.run.before or stub.setup
     degrees = setup.degrees
-    bands = stub.run.whole_calls is not None or degrees.naive or adapter_of(stub.own.kind).steady
+    bands = stub.run.whole_calls is not None or degrees.naive or stub.adapter.steady
     return structure(call, sizes), degrees.sequence > 1 or bool(setup.planned), bands, degrees.tensor
 
 

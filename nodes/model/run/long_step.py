@@ -1,5 +1,7 @@
 """Progress of a step that takes long: the first one of a run, and any in which ranks compile."""
 
+import weakref
+
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.wire.lifecycle import COMPILING
 
@@ -10,10 +12,10 @@ PATIENCE = 5
 
 
 def long_step(model: RemoteTransformer, first: bool) -> Elapsed:
-    """Return a poll for calls of `model`, which tells the user why a step takes long. `first`: the model has answered no
-    call of the run so far."""
-    before = model.answered if first else None
-    return Elapsed(lambda: _why(model, before), PATIENCE)
+    """Return a poll for a run's calls of `model`, which tells the user why a step takes long. `first`: the model has
+    answered no call of the run so far."""
+    before, of_model = model.answered if first else None, weakref.ref(model)
+    return Elapsed(lambda: "" if (here := of_model()) is None else _why(here, before), PATIENCE)
 
 
 def _why(model: RemoteTransformer, before: int | None) -> str:

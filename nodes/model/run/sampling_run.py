@@ -17,6 +17,7 @@ from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.built.built_class import BuiltClass, Counted
 from parallel_backend.own_class.plans.proof import Proof
+from parallel_backend.processes.pool import Poll
 
 from ...ui.node_text import tell
 from ..lora.patch_trial import Patch
@@ -73,6 +74,8 @@ class SamplingRun:
     """Weak reference to the model on the ranks that answered the last call."""
     of_setup: Setup | None = None
     """Setup of the model `loaded`."""
+    poll: Poll = lambda: None
+    """Called while a call of that model is waited for."""
     calls: Counter[CallShape] = field(default_factory=Counter)
     """Number of calls outside of bands that the ranks have answered."""
     began: float | None = None
@@ -114,9 +117,9 @@ class SamplingRun:
         if text not in self.lines:
             self.lines.append(text)
 
-    def answers(self, model: RemoteTransformer, setup: Setup) -> None:
-        """Record the model that answers the next call."""
-        self.loaded, self.of_setup = weakref.ref(model), setup
+    def answers(self, model: RemoteTransformer, setup: Setup, poll: Poll) -> None:
+        """Record the model that answers the next calls, and its `poll`."""
+        self.loaded, self.of_setup, self.poll = weakref.ref(model), setup, poll
 
     @contextlib.contextmanager
     def counted(self, call: CallShape, steps: int) -> Iterator[None]:

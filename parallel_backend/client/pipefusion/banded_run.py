@@ -6,13 +6,12 @@ for all bands: their latents are joined, and each band gets its rows of the outp
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
-from parallel_backend.client.call import Conditioning, ModelCall, PostedCall, Residuals, TokenLayout
+from parallel_backend.client.call import Conditioning, ModelCall, PostedCall, Residuals, StartNext, TokenLayout
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.client.step_cache import Computed, Forecast, StepCache
 from parallel_backend.core.device_copies import to_device
@@ -126,12 +125,12 @@ class BandedRun:
         self._error: BaseException | None = None
 
     def predict(
-        self, band: int, call: ModelCall, exact: bool, poll: Poll | None = None, on_posted: Callable[[], None] = lambda: None
+        self, band: int, call: ModelCall, exact: bool, poll: Poll | None = None, on_posted: StartNext = None
     ) -> torch.Tensor | Latents:
         """The model's output for a call with the band's latents (Patching.band). Raises the error of `abort` or `poll`.
 
         Without `poll` the thread sleeps until the output comes, and leaves its core to CPU ranks; `abort` wakes it.
-        `on_posted`: see RemoteTransformer.predict. In a call all bands pass the same `first_replica` and `changes`.
+        In a call all bands pass the same `first_replica` and `changes`.
         """
         latents = tuple(latent.cpu() for latent in latents_of(call.x))
         request = _Request(band, call, exact, latents, call.timestep.cpu().float())
@@ -145,7 +144,8 @@ class BandedRun:
                 self._open.append(request)
             self._calls[band] += 1
             self._post_what_can_go()
-        on_posted()
+        if on_posted is not None:
+            on_posted()
         return request.future.result() if poll is None else wait_for(request.future, poll)
 
     def note_exact(self) -> None:

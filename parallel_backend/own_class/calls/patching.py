@@ -1,5 +1,6 @@
 """Converts latents to tokens and back, along the axis that PipeFusion cuts into bands."""
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -113,6 +114,11 @@ class Patching:
         return "frames" if self.video and ROWS_PER_FRAME * grid[0] >= grid[1] else "rows"
 
     @property
+    def axes(self) -> int:
+        """Number of axes of a latent."""
+        return 5 if self.video else 4
+
+    @property
     def band_dim(self) -> int:
         """Dimension of the latent that bands cut."""
         return -2 if self.along == "rows" else -3
@@ -152,16 +158,14 @@ class Patching:
         padding = [part for size, by in zip(sizes[::-1], patch[::-1], strict=True) for part in (0, -size % by)]
         if any(padding):
             latent = F.pad(latent, padding, mode="circular")
-        return rearrange(latent, self._pattern(), pt=self.frames, ph=self.side, pw=self.side)
+        return rearrange(latent, " -> ".join(self._patterns), pt=self.frames, ph=self.side, pw=self.side)
 
     def unpack(self, tokens: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Tokens [B, N, c * ...] -> latent [B, c, *sizes of `shape`], without the padding."""
         grid = self.grid(shape)
         frames, rows, columns = grid if self.video else (1, *grid)
-        left, right = self._pattern().split(" -> ")
-        latent = rearrange(
-            tokens, f"{right} -> {left}", t=frames, h=rows, w=columns, pt=self.frames, ph=self.side, pw=self.side
-        )
+        pattern = " -> ".join(reversed(self._patterns))
+        latent = rearrange(tokens, pattern, t=frames, h=rows, w=columns, pt=self.frames, ph=self.side, pw=self.side)
         latent = latent[..., : shape[-2], : shape[-1]]
         return latent[:, :, : shape[-3]] if self.video else latent[:, :, 0]
 
@@ -201,6 +205,8 @@ class Patching:
         """Return the shapes of a call's latents, if the first has this shape and the companion has its usual sizes."""
         return [shape] if self.companion is None else [shape, (shape[0], *self.companion.sizes)]
 
-    def _pattern(self) -> str:
+    @functools.cached_property
+    def _patterns(self) -> tuple[str, str]:
+        """einops patterns of a latent and of its tokens."""
         order = "h t w" if self.along == "rows" else "t h w"
-        return f"b c (t pt) (h ph) (w pw) -> b ({order}) (c pt ph pw)"
+        return "b c (t pt) (h ph) (w pw)", f"b ({order}) (c pt ph pw)"

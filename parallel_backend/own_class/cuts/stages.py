@@ -7,8 +7,8 @@ stage's value is not finite. The last one before the stage's first block returns
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -69,11 +69,12 @@ class StageBlocks:
         """Computes attention in calls whose tokens are not cut. None: the class's own functions do."""
         self.running = ""
         """Name of the block that is computing. Empty between blocks."""
+        self.skipped: Collection[str] = ()
+        """Names of the blocks that return their arguments in the present call."""
         self._guide, self._second = Guide(), SecondText(model)
         self._next = 0  # number of the block that runs next
         self._leaves = False  # tokens leave behind the one before it
         self._cut: TokenCut | None = None  # `tokens`, if it cuts the present call
-        self._skipped: Collection[str] = ()  # blocks that return what they get
         self._received, self._sent = (crossing(blocks, at) if at < len(blocks) else [] for at in (span.start, span.stop))
         self._values: dict[int, Sequence[torch.Tensor]] = {}  # of this call, by number: what such blocks return
         self._forwards = {block.name: model.get_submodule(block.name).forward for block in blocks}
@@ -132,15 +133,6 @@ class StageBlocks:
         self._second.close()
         self._undo.close()
 
-    @contextmanager
-    def skipping(self, names: Collection[str]) -> Iterator[None]:
-        """Context in which the blocks with these names return their arguments. Used by change_trial.py."""
-        self._skipped = names
-        try:
-            yield
-        finally:
-            self._skipped = ()
-
     def wrap(self, block: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace the block's forward by `wrapper(its forward)`. Exchanges between stages and ranks stay outside of it."""
         self._forwards[block] = wrapper(self._forwards[block])
@@ -156,7 +148,7 @@ class StageBlocks:
             out = self._stand_in(number, args, kwargs)
             return self._cut.leave(out, number == self._span.start - 1) if self._cut is not None and self._leaves else out
         block = self.blocks[number]
-        if block.name in self._skipped:
+        if block.name in self.skipped:
             out = _pass(block, *args, **kwargs)
         else:
             self.running, forward = block.name, self._forwards[block.name]

@@ -69,7 +69,6 @@ class ModuleCache:
 
     def begin_step(self, step: Step, whole: bool) -> None:
         """Begin a micro-step. `whole`: it computes the whole call, so nothing is cached."""
-        self.end_step()
         prompt = step.conditioning, step.entries
         self._prompt, self._time = (*prompt, tuple(step.timestep.shape)), step.timestep.numpy().tobytes()
         self.in_step = True

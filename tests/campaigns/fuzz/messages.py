@@ -32,9 +32,8 @@ def header(rng: random.Random, examples: list[Any]) -> bytes:
     if kind == 0:
         return rng.randbytes(rng.randrange(200))
     if kind == 1:
-        return json.dumps(
-            [rng.choice([*m._TYPES, *damage.TEXTS]), *(damage.value(rng) for _ in range(rng.randrange(13)))]
-        ).encode()
+        named = [rng.choice([*m._TYPES, *damage.TEXTS]), *rng.choice([(0, 0), (1, 2), ()])]
+        return json.dumps([*named, *(damage.value(rng) for _ in range(rng.randrange(13)))]).encode()
     if kind == 2:
         return b"[" * rng.choice((10, 1000, 100_000)) + b"]" * rng.choice((10, 1000, 100_000))
     sound = m.encode(rng.choice(examples))[0]

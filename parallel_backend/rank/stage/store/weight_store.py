@@ -33,6 +33,8 @@ class WeightStore:
         self._overwritten: set[str] = set()  # groups on the device with values that no other memory or file has
         self._away: set[str] = set()  # parked groups: in host memory, and not streamed
         self._streamed_last: set[str] = set()  # groups that were streamed when the model last worked
+        self.streams = False
+        """Whether some blocks are copied to the device when they run."""
 
     @property
     def device_bytes(self) -> int:
@@ -77,15 +79,11 @@ class WeightStore:
             block.register_forward_pre_hook(lambda *_, name=name: self._slots.enter(name))
             block.register_forward_hook(lambda *_, name=name: self._slots.leave(name))
 
-    @property
-    def streams(self) -> bool:
-        """Whether some blocks are copied to the device when they run."""
-        return self._slots.nbytes > 0
-
     def begin_step(self) -> None:
         """Prepare for a micro-step: check that no weights are parked, and begin to stream."""
         self._check_all_there()
-        self._slots.begin_step()
+        if self.streams:
+            self._slots.begin_step()
 
     def set_resident(self, resident: int) -> None:
         """Limit the weights on the device to `resident` bytes, see loading.SetResident. To be called between micro-steps.
@@ -177,6 +175,7 @@ class WeightStore:
     def _stream(self, streamed: set[str]) -> None:
         if not self._away:
             self._streamed_last = streamed
+        self.streams = bool(streamed)
         self._slots.open([group for name, group in self._groups.items() if name in streamed], self._source)
 
     def _source(self, name: str) -> torch.Tensor:
