@@ -272,7 +272,8 @@ class _Trial:
             blocks = read_by_next([dataclasses.replace(block, until="") for block in blocks], read)
         blocks = widened(found.tried if read and not is_mixed else blocks, factor)
         give_weights(own, model, self._poll, found.idle)
-        actual = dataclasses.replace(with_tensors_told(call) if options else call, whole_axes=short.actual.whole_axes)
+        actual = with_tensors_told(call) if options else call
+        actual = dataclasses.replace(actual, whole_axes=short.actual.whole_axes, whole_text=short.actual.whole_text)
         before, sizes, last = module_state(model), (FEW, *found.sizes[:1], *SIZES), self._times[-1:]
         calls = (drawn(smaller(actual, *size), 1, *last) for size in sizes)
         noted = next(filter(None, (noted_run(model, each) for each in calls)), None)
