@@ -72,6 +72,15 @@ def rows(tokens: int, like: torch.Tensor) -> torch.Tensor:
     return torch.sin(tokens_S[:, None] * sizes_D / 3)[None].to(like)
 
 
+class TextInFull(Tokens):
+    """As HunyuanDiT: its text has always as many tokens."""
+
+    words = 12
+
+    def forward(self, x, timestep, context=None, **extra):
+        return super().forward(x, timestep, context.unflatten(1, (self.words, 1)).flatten(1, 2), **extra)
+
+
 class SharedKeys(Tokens):
     """Two heads of queries share one of keys."""
 

@@ -1,5 +1,7 @@
 """The trial of a class: what it proves, and that it sees what would be wrong on ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -114,6 +116,13 @@ def test_what_sequence_ranks_would_get_wrong_is_not_proven(name, why):
 @pytest.mark.parametrize("name", ["PoolsBetweenLate", "ComparesBetween", "FirstTokenBetween", "ReadsItBehindAll"])
 def test_what_mixes_tokens_between_blocks_is_not_proven(name):
     assert trial(own(name), call(), TIMES).sequence
+
+
+def test_a_text_of_a_fixed_length_is_tried_whole():
+    given = call()
+    text = torch.randn(len(given.x), 12, 16, generator=torch.Generator().manual_seed(1))
+    proof = trial(own("TextInFull"), replace(given, named={**given.named, "context": text}), TIMES, bands=True)
+    assert (proof.stages, proof.batch, proof.sequence, proof.bands) == ("", "", "", "")
 
 
 def nested(batch: int) -> Call:

@@ -21,6 +21,12 @@ from tests.support.planted_comfyui import planted
             (12 * 2560, 12 * 320),
             {"heads": 8, "kvheads": 2, "features": 1024, "txtdim": 320},
         ),
+        # too few heads of keys to have fewer
+        (
+            {"num_attention_heads": 28, "num_kv_heads": 7, "hidden_size": 3360},
+            (3360, 1680),
+            {"num_attention_heads": 14, "hidden_size": 1680},
+        ),
         # widths that do not go with the heads
         (
             {"num_heads": 24, "hidden_size": 3072, "hidden_dim": 5120},

@@ -54,6 +54,8 @@ class Call:
     """Entries of ComfyUI's transformer_options that ranks do not get."""
     whole_axes: frozenset[tuple[int, int]] = frozenset()
     """(number of a nested latent, its axis after the channels): axes whose sizes the class does not let change."""
+    whole_text: bool = False
+    """Whether the class runs only with as many text tokens as the call has."""
 
     def run(self, model: Callable[..., Any], options: bool = True) -> Any:
         """Return the model's output. The model gets copies, so it may write into them. If not `options`, it gets only what
@@ -201,7 +203,8 @@ def conditioning(call: Call) -> dict[str, torch.Tensor]:
 
 
 def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
-    """The call with a smaller latent and at most `words` text tokens. Tensors that belong to either are cut in the same way.
+    """The call with a smaller latent and at most `words` text tokens, unless it is a `whole_text`. Tensors that belong to
+    either are cut in the same way.
 
     `side`: limit of latent rows, columns and frames. A sequence limits each axis of the first latent, and its maximum limits
     all axes of other latents. If each latent cell has a timestep, timesteps and other values by cell are cut too.
@@ -225,7 +228,7 @@ def smaller(call: Call, side: int | Sequence[int], words: int) -> Call:
                     tensor = tensor.narrow(at, 0, most + frames - size if frames >= size else min(most, frames))
             return tensor
         if tensor.ndim > 1 and tensor.shape[1] == text:
-            return tensor[:, :words]
+            return tensor if call.whole_text else tensor[:, :words]
         return _of_cells(tensor, latents[0].shape[2:], side) if of_cells else tensor
 
     others = {name: value for name, value in call.named.items() if name != CONTROL}

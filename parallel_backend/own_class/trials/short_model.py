@@ -92,13 +92,16 @@ def with_arguments(own: OwnClass, changes: Mapping[str, int]) -> OwnClass:
 
 
 def _factors(heads: Mapping[str, int], tensor: int) -> list[int]:
-    """Factors to try: the largest for the highest number of heads and its divisors, such as key heads; and the largest for
-    all."""
+    """Factors to try: the largest for the highest number of heads and its divisors, such as key heads; the largest for all;
+    and the largest that keeps the key heads."""
     most = max(heads.values(), default=1)
+    keys = [value for value in heads.values() if most % value == 0]
     found = []
-    for together in ([value for value in heads.values() if most % value == 0], list(heads.values())):
+    for together in (keys, list(heads.values())):
         fitting = (each for each in range(MOST, 1, -1) if all(_fits(one, each, tensor) for one in together))
         found += [factor for factor in [next(fitting, 1)] if factor > 1 and together]
+    of_most = (each for each in range(MOST, 1, -1) if _fits(most, each, tensor))
+    found += [each for each in of_most if not any((most // each) % one for one in keys if one < most)][:1]
     return list(dict.fromkeys(found))
 
 
@@ -185,13 +188,15 @@ def short_model(own: OwnClass, actual: Call, poll: Callable[..., None]) -> Short
         give_weights(own, model, poll)
         if LATENTS in actual.named:
             actual = with_whole_axes(actual, functools.partial(runs, model))
-        for call in (*(smaller(actual, *size) for size in SIZES), actual):
+        of_all_words = dataclasses.replace(actual, whole_text=True)
+        smaller_calls = ((like_it, smaller(like_it, *size)) for like_it in (actual, of_all_words) for size in SIZES)
+        for like_it, call in (*smaller_calls, (actual, actual)):
             try:
                 drawn(call, 1).run(model)
             except Exception as error:  # of any kind: its code is not known
                 failed = error
             else:
-                short = Short(model, make, lists, kept, like, actual, call)
+                short = Short(model, make, lists, kept, like, like_it, call)
                 return _with_all_running(own, short, poll) if len(lists) > 1 else short
     raise does_not_run(own, call, str(failed))
 

@@ -249,7 +249,8 @@ class _Trial:
             raise Unproven(found.proof.stages)
         model, blocks = short.build(own), widened(found.tried, factor)
         give_weights(own, model, self._poll, found.idle)
-        actual = dataclasses.replace(with_tensors_told(call) if options else call, whole_axes=short.actual.whole_axes)
+        actual = with_tensors_told(call) if options else call
+        actual = dataclasses.replace(actual, whole_axes=short.actual.whole_axes, whole_text=short.actual.whole_text)
         before, sizes, last = module_state(model), (FEW, *found.sizes[:1], *SIZES), self._times[-1:]
         calls = (drawn(smaller(actual, *size), 1, *last) for size in sizes)
         noted = next(filter(None, (noted_run(model, each) for each in calls)), None)

@@ -175,6 +175,7 @@ PUBLISHED = {
         "HunyuanDiT",
         (77, 1024),
         4,
+        {"hidden_size": 1408, "depth": 40, "mlp_ratio": 4.3637},
         attention_mask={"ones": (77,)},
         conditioning_mt5xl=(256, 2048),
         attention_mask_mt5xl={"ones": (256,)},
