@@ -67,8 +67,9 @@ def answered(
         may_forecast=_may_forecast(stub, call),
     )
     if (band := call.band) is not None:
-        exact = float(options["sigmas"].max()) > band.exact_above
-        return returned(latents_of(band.run.predict(band.index, model_call, exact, band.poll, evaluation.start_next)))
+        exact = band.apart or float(options["sigmas"].max()) > band.exact_above
+        out = band.run.predict(band.index, model_call, exact, band.poll, evaluation.start_next, band.apart)
+        return returned(latents_of(out))
     out = stub.predict(model_call, plan.shape, steps_of(options), evaluation)
     if isinstance(out, torch.Tensor) and LATENTS in call.named:
         out = tuple(unpack(out, call.named[LATENTS]))

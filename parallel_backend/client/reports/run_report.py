@@ -1,5 +1,6 @@
 """The report of a run as text, an output of PipeFusion Sampler."""
 
+import math
 from dataclasses import dataclass
 
 from parallel_backend.core.degrees import Degrees
@@ -29,6 +30,8 @@ class RunReport:
     """Speed relative to one GPU, as "1.7 x one GPU". Empty: unknown."""
     transfer_dtype: str = "full"
     """Setup.transfer_dtype."""
+    expected_db: float | None = None
+    """Expected closeness of the latent to one GPU's. None: none was asked for, or none could be expected."""
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -53,9 +56,16 @@ class RunReport:
         return f"{exact} {calls} exact (warm-up), {banded} {how} with keys one step old"
 
     @property
+    def closeness(self) -> str:
+        """The expected closeness in words. Empty: unknown."""
+        if self.expected_db is None:
+            return ""
+        return f"about {self.expected_db:.0f} dB expected" if math.isfinite(self.expected_db) else "exact to the last step"
+
+    @property
     def summary(self) -> str:
         """The first line of the report."""
-        return f"{self.degrees}, {self.what}" + (f", {self.cache}" if self.cache else "")
+        return ", ".join(filter(None, (str(self.degrees), self.what, self.closeness, self.cache)))
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -70,6 +80,7 @@ class RunReport:
             how = f"close to exact: {', '.join(close)}" if close else ranks
         else:
             how = f"close to exact: {'patches' if self.degrees.displaced else f'{self.bands} patches'}, warm-up {exact}"
+            how += f", {self.closeness}" if self.closeness else ""
         lines = (f"{self.seconds:.1f} s, {self.gained or f'{self._step_seconds:.2f} s a step'}", how)
         why = f"not in patches: {self.reason}" if self.calls is None and self.reason else None
         return (*lines, *filter(None, (why, self.cache)), *self.notes)

@@ -1,0 +1,112 @@
+"""Keeps the steps of a run exact until the patches are expected to be as close to one GPU's result as the user asks.
+
+After the warm-up each guided prediction is computed in both ways: in patches, and exactly, without the run's keys. The
+sampler goes on with the exact one. Their difference is the error of one step in patches. The errors of the later steps are
+expected from it:
+
+- The keys that a patch sees are one step old, so the error of a step grows with the noise level's change before the step.
+- Errors of different steps are independent: their squares add up. At a step from s to t, the error e of the denoised latent
+  moves the latent by (s - t) / s * e.
+
+On the trained mini model the expected closeness is within 5 dB of the true one, mostly below it
+(benchmarks/results/closeness_mini_2cores_2026-12-01.json).
+"""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import comfy.model_patcher
+import comfy.patcher_extension
+import comfy.samplers
+import torch
+
+from parallel_backend.client.pipefusion.band_cut import BandCut
+
+from ..model.run.band import BAND_KEY, Band
+from .band_exchange import BandExchange
+
+WRAPPER_KEY = "parallel_dit_closeness"
+
+
+class FewerPatches(Exception):
+    """Raised in a band if the run is not close enough yet and fewer patches are possible: the run begins again with them."""
+
+
+def expected_error(error: float, before: float, sigma: float, sigmas: list[float]) -> float:
+    """Return the expected RMS error of the final latent, if all steps after the one at `sigma` are in patches.
+
+    `error`: RMS error of the denoised latent in patches at `sigma`. `before`: the sigma of the call before it. `sigmas`:
+    those of the run, falling.
+    """
+    steps = [sigma, *(each for each in sigmas if each < sigma * (1 - 1e-6))]
+    growth = error / (sigma * (before - sigma))
+    moved = [
+        (here - after) * growth * (above - here) for (above, here), after in zip(pairwise(steps), steps[2:], strict=False)
+    ]
+    return math.hypot(*moved)
+
+
+class Closeness(BandExchange):
+    """The closeness that a run's user asks for. `asked`: in dB of the latent: 20 log10(its standard deviation / RMS error).
+    `fewest`: the number of patches that fills the pipeline.
+
+    `expected`: the closeness in dB, from the last step that was computed in both ways. Infinite if no step follows it. None:
+    there was none.
+    """
+
+    def __init__(self, cut: BandCut, asked: float, sigmas: torch.Tensor, fewest: int):
+        super().__init__(cut, exact_above=math.inf, extrapolate=False)
+        self.asked, self.sigmas = asked, sigmas.tolist()
+        self.could_be_fewer = len(cut.rows) > fewest
+        self.expected: float | None = None
+
+    def give_to(self, guider: comfy.samplers.CFGGuider, band: Band) -> None:
+        """Have the guider judge the calls of `band`. All bands of the run come to the same result."""
+        guider.model_options = comfy.model_patcher.create_model_options_clone(guider.model_options)
+        comfy.patcher_extension.add_wrapper_with_key(
+            comfy.patcher_extension.WrappersMP.PREDICT_NOISE,
+            WRAPPER_KEY,
+            _BandCloseness(self, band).predict_noise,
+            guider.model_options,
+            is_model_options=True,
+        )
+
+
+class _BandCloseness:
+    """ComfyUI's wrapper PREDICT_NOISE for one band."""
+
+    def __init__(self, shared: Closeness, band: Band):
+        self.shared, self.band = shared, band
+        self._turn, self._is_close = 0, False
+        self._before = self._sigma = math.inf  # of the last calls, at different sigmas
+
+    def predict_noise(self, executor, x: torch.Tensor, timestep: torch.Tensor, model_options: dict, seed: int | None):
+        """The guider's prediction of the denoised latent: exact, until patches are close enough."""
+        sigma = float(timestep.max())
+        if sigma != self._sigma:
+            self._before, self._sigma = self._sigma, sigma
+        in_patches = executor(x, timestep, model_options, seed)
+        if self._is_close or sigma > self.band.exact_above:
+            return in_patches
+        options = comfy.model_patcher.create_model_options_clone(model_options)
+        options["transformer_options"][BAND_KEY] = replace(self.band, apart=True)
+        exact = executor(x, timestep, options, seed)
+        self._judge(sigma, exact, in_patches - exact)
+        return exact
+
+    def _judge(self, sigma: float, exact: torch.Tensor, error: torch.Tensor) -> None:
+        """Decide whether later calls run in patches. Raises FewerPatches."""
+        shared, self._turn = self.shared, self._turn + 1
+        whole, wrong = (self._whole(kind, value, sigma) for kind, value in (("exact", exact), ("error", error)))
+        rms = float(wrong.square().mean().sqrt())
+        if not math.isfinite(self._before):  # the run's first call has no keys yet, and is always exact
+            return
+        expected = expected_error(rms, self._before, sigma, shared.sigmas)
+        shared.expected = 20 * math.log10(float(whole.std()) / expected) if expected else math.inf
+        self._is_close = shared.expected >= shared.asked
+        if not self._is_close and shared.could_be_fewer:
+            raise FewerPatches
+
+    def _whole(self, kind: str, value: torch.Tensor, sigma: float) -> torch.Tensor:
+        return self.shared.whole(self.band.index, (kind,), self._turn, sigma, value, exchanged_before=False)
