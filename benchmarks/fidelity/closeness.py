@@ -34,7 +34,7 @@ def main() -> None:
     parser = mini.parser(__doc__, 10)
     parser.add_argument("--steps", type=mini.numbers(int), default=[20, 8, 4])
     parser.add_argument("--bands", type=mini.numbers(int), default=[2, 4])
-    parser.add_argument("--asked", type=mini.numbers(float), default=[20.0, 30.0, 40.0])
+    parser.add_argument("--asked", type=mini.numbers(float), default=[0.0, 20.0, 30.0, 40.0])
     parser.add_argument("--only", type=mini.numbers(str), default=[])
     parser.add_argument("--comfyui", type=Path, default=Path.home() / "ComfyUI")
     options = parser.parse_args()
