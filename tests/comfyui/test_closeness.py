@@ -6,18 +6,15 @@ import pytest
 
 pytestmark = pytest.mark.comfyui
 
-MISS = 6.0
-"""Decibels between the expected and the true closeness: the benchmark's worst, and a third more."""
-
 
 @pytest.mark.parametrize("sampler", ["euler", "heun"])
 def test_a_run_goes_into_patches_once_it_is_expected_to_be_close_enough(found, sampler):
     got = found[f"25 dB, {sampler}"]
     assert got["expected"] >= 25
-    assert abs(got["true"] - got["expected"]) <= MISS
+    assert got["true"] >= got["expected"]
     exact, banded = got["calls"]
     assert exact < banded
-    assert f"about {got['expected']:.0f} dB expected" in got["report"]
+    assert f"at least {got['expected']:.0f} dB expected" in got["report"]
 
 
 @pytest.mark.parametrize("mode", ["PipeFusion", "displaced"])

@@ -60,7 +60,9 @@ class RunReport:
         """The expected closeness in words. Empty: unknown."""
         if self.expected_db is None:
             return ""
-        return f"about {self.expected_db:.0f} dB expected" if math.isfinite(self.expected_db) else "exact to the last step"
+        return (
+            f"at least {self.expected_db:.0f} dB expected" if math.isfinite(self.expected_db) else "exact to the last step"
+        )
 
     @property
     def summary(self) -> str:
