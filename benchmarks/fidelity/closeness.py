@@ -2,10 +2,10 @@
 
     python -m benchmarks.fidelity.closeness --images 10 --out benchmarks/results/closeness_mini_2cores_DATE.json
 
-Pictures by ComfyUI's samplers on two stages, one warm-up step. For each case: the closeness that was asked for, the expected
-one and the true one in dB of the latent (20 log10(standard deviation / RMS error); least, mean and largest over pictures), the
-PSNR of the pictures, and the mean numbers of exact and banded model calls. `missed`: pictures below what was asked for. The
-control is one rank with fewer steps, in the predicted time of two stages.
+Pictures by ComfyUI's samplers on two stages, one warm-up step. For each case: the closeness that was asked for, the true
+one in dB of the latent (20 log10(standard deviation / RMS error)), the true less the expected one (each the least, the mean
+and the largest over pictures), the PSNR of the pictures, and the mean numbers of exact and banded model calls. `missed`:
+pictures below what was asked for. The control is one rank with fewer steps, in the predicted time of two stages.
 """
 
 import math

@@ -28,8 +28,8 @@ from .band_exchange import BandExchange
 
 WRAPPER_KEY = "parallel_dit_closeness"
 MARGIN = 6.0
-"""Decibels by which the expected closeness is less than the computed one. On the trained mini model the computed one was 6 dB
-too good in the worst of 60 cases (benchmarks/results/closeness_mini_2cores_2026-12-01.json)."""
+"""Decibels by which the expected closeness is less than the computed one, see
+benchmarks/results/closeness_mini_2cores_2026-12-01.json."""
 
 
 class FewerPatches(Exception):
