@@ -15,6 +15,7 @@ MARGIN covers what one early step cannot tell of the later ones.
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import comfy.model_patcher
 import comfy.patcher_extension
@@ -87,16 +88,23 @@ class _BandCloseness:
     def predict_noise(self, executor, x: torch.Tensor, timestep: torch.Tensor, model_options: dict, seed: int | None):
         """The guider's prediction of the denoised latent: exact, until patches are close enough."""
         sigma = float(timestep.max())
-        if sigma != self._sigma:
+        repeated = sigma == self._sigma
+        if not repeated:
             self._before, self._sigma = self._sigma, sigma
-        in_patches = executor(x, timestep, model_options, seed)
         if self._is_close or sigma > self.band.exact_above:
-            return in_patches
-        options = comfy.model_patcher.create_model_options_clone(model_options)
-        options["transformer_options"][BAND_KEY] = replace(self.band, apart=True)
-        exact = executor(x, timestep, options, seed)
+            return executor(x, timestep, model_options, seed)
+        if repeated:  # as heun's first call of a step: the keys are those of this sigma, and tell nothing of later calls
+            return executor(x, timestep, self._exactly(model_options, exact_above=-1.0), seed)
+        in_patches = executor(x, timestep, model_options, seed)
+        exact = executor(x, timestep, self._exactly(model_options, apart=True), seed)
         self._judge(sigma, exact, in_patches - exact)
         return exact
+
+    def _exactly(self, model_options: dict[str, Any], **changed: Any) -> dict[str, Any]:
+        """A copy of `model_options` whose calls are exact, by these changes of their Band."""
+        options = comfy.model_patcher.create_model_options_clone(model_options)
+        options["transformer_options"][BAND_KEY] = replace(self.band, **changed)
+        return options
 
     def _judge(self, sigma: float, exact: torch.Tensor, error: torch.Tensor) -> None:
         """Decide whether later calls run in patches. Raises FewerPatches."""
