@@ -6,7 +6,7 @@ from .model.run.step_cache import CacheSettings, with_step_cache
 from .sampling.pipefusion import apply_pipefusion
 from .ui.input_checks import validate
 from .ui.other_nodes import COMFYUI
-from .ui.widgets import CATEGORY, cfg_scale, choice, flag, link, share, threshold, whole_number
+from .ui.widgets import CATEGORY, cfg_scale, choice, decibels, flag, link, share, threshold, whole_number
 
 SETTINGS = {
     "num_pipeline_patch": whole_number(
@@ -30,8 +30,15 @@ OPTIONAL_SETTINGS = {
         True,
         "Predicts the other patches' keys and values, which are one step old. Much closer to the image of one GPU, but "
         "the K/V buffers take twice the memory. Works only with samplers that draw no noise between steps.",
+    ),
+}
+CLOSENESS = {
+    "min_closeness": decibels(
+        "Above 0: how close the latent must be to that of one GPU, in dB (30 is close, 40 very close). Steps beyond "
+        "warmup_steps stay exact until that is expected. 0: warmup_steps alone decides.",
     )
 }
+"""The last input of both nodes, because saved workflows keep values by position."""
 MODEL = link("MODEL", "From Parallel DiT Loader or Parallelize Model. LoRA loaders may be in between.")
 
 
@@ -47,10 +54,10 @@ class ApplyPipeFusion:
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"model": MODEL, **SETTINGS}, "optional": OPTIONAL_SETTINGS}
+        return {"required": {"model": MODEL, **SETTINGS}, "optional": {**OPTIONAL_SETTINGS, **CLOSENESS}}
 
-    def apply(self, model, num_pipeline_patch, warmup_steps, overlap, extrapolate=True):
-        return (apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate)[0],)
+    def apply(self, model, num_pipeline_patch, warmup_steps, overlap, extrapolate=True, min_closeness=0.0):
+        return (apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate, min_closeness)[0],)
 
 
 @validate()
@@ -91,14 +98,24 @@ class PipeFusionSampler:
                     "Above 0: predicts steps from earlier ones if the expected error is at most this share (0.04 is "
                     "good). 0: as the MODEL has it.",
                 ),
+                **CLOSENESS,
             },
         }
 
     def sample(
-        self, model, latent_image, num_pipeline_patch, warmup_steps, overlap, extrapolate=True, step_cache=0.0, **ksampler
+        self,
+        model,
+        latent_image,
+        num_pipeline_patch,
+        warmup_steps,
+        overlap,
+        extrapolate=True,
+        step_cache=0.0,
+        min_closeness=0.0,
+        **ksampler,
     ):
         """`ksampler`: KSampler's other inputs, under its names."""
-        patched, wrapper = apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate)
+        patched, wrapper = apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate, min_closeness)
         if step_cache > 0:
             patched = with_step_cache(patched, CacheSettings(step_cache))
         latent = COMFYUI.common_ksampler(patched, latent=latent_image, **ksampler)[0]

@@ -79,7 +79,7 @@ def run(
 ) -> torch.Tensor:
     """The sample from `noise` [B, C, H, W], by Euler."""
     patching, shape = model.built.patching, (2 * len(noise), *noise.shape[1:])
-    text = model.built.text_tokens(patching.grid(shape), 0, prompt.positive)
+    text = model.built.text_tokens(0, prompt.positive)
     rows = cut_rows(tuple(noise.shape), bands, patching, text)
     conditioning = conditioning_of(model, patching.grid(shape), prompt.tensors())
     whole = conditioning.token_order.span

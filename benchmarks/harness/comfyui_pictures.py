@@ -39,6 +39,16 @@ class Studio:
         )
         return {tuple(map(int, key.split())): decode(latents) for key, latents in load_file(out).items()}
 
+    def judged(self, runs: list[tuple[int, int, float]], **how: Any) -> tuple[dict[tuple, torch.Tensor], dict[tuple, list]]:
+        """Latents, and what benchmarks/harness/inside/closeness.py says of each, by run: (steps, bands, asked for)."""
+        noise, out = (self._base / f"{name}.safetensors" for name in ("noise", "out"))
+        prompts = ["".join(map(str, own)) for own in self.symbols.tolist()]
+        said, _ = self._inside.run(
+            "closeness", runs=runs, prompts=prompts, noise=str(noise), out=str(out), cfg=self._cfg, **how
+        )
+        by_run = {f"{steps} {bands} {asked:g}": (steps, bands, asked) for steps, bands, asked in runs}
+        return {by_run[key]: latents for key, latents in load_file(out).items()}, {by_run[key]: said[key] for key in said}
+
 
 @contextmanager
 def studio(images: int, cfg: float, comfyui: Path) -> Iterator[Studio]:

@@ -25,6 +25,7 @@ def report_run(
     bands: int = 1,
     reason: str | None = None,
     stats: Sequence[RunStats] = (),
+    expected_db: float | None = None,
 ) -> RunReport:
     """Tell the user about a run, and return its report. `model`: the model on ranks, if it is still there. `calls`: how many
     calls there were of each shape. Others: see RunReport."""
@@ -33,8 +34,10 @@ def report_run(
     gained, advice = _gain_and_advice(stub, MeasuredRun(setup, stub.checkpoint, calls, exact, seconds, run.proof))
     cache = None if run.cache is None else run.cache.report()
     notes = (*(() if model is None else model.pool.notes), *run.lines, *advice)
-    packed = setup.transfer_dtype
-    report = RunReport(setup.degrees, bands, steps, seconds, exact_calls, reason, tuple(stats), cache, notes, gained, packed)
+    of_setup = notes, gained, setup.transfer_dtype
+    report = RunReport(
+        setup.degrees, bands, steps, seconds, exact_calls, reason, tuple(stats), cache, *of_setup, expected_db
+    )
     took, *rest = report.shown
     say("\n".join((f"Parallel DiT: {took}", *rest)))
     return report

@@ -1,6 +1,7 @@
 """PipeFusion under any native sampler: a SAMPLER_SAMPLE wrapper that runs the sampler once for each band of the latent."""
 
 import contextlib
+import copy
 import functools
 import logging
 import time
@@ -35,6 +36,7 @@ from ..model.run.sampling_run import CallShape
 from ..ui.host import check_cancelled
 from .band_guidance import BandedGuidance
 from .band_guider import band_guider, banded_controls, releasing_waiters
+from .closeness import Closeness, FewerPatches
 from .eligibility import Sampling, needs_the_whole, why_not_banded, why_not_displaced, why_wrapped
 from .host_sampling import on_host
 from .known_samplers import takes_noise_sampler
@@ -44,11 +46,11 @@ WRAPPER_KEY, AUTO_KEY = "parallel_dit_pipefusion", "parallel_dit_auto_degrees"
 """Keys of this wrapper, and of the wrapper that plans degrees at the first run (auto_degrees.py)."""
 
 
-def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate, is_asked=True):
-    """(a clone of the MODEL with PipeFusion, the wrapper that runs it). `is_asked`: see PipeFusion."""
+def apply_pipefusion(model, num_pipeline_patch, warmup_steps, overlap, extrapolate, min_closeness=0.0, is_asked=True):
+    """(a clone of the MODEL with PipeFusion, the wrapper that runs it). `min_closeness`, `is_asked`: see PipeFusion."""
     remote_stub(model)  # refuses a native MODEL
     kind, patched = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE, model.clone()
-    wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate, is_asked)
+    wrapper = PipeFusion(num_pipeline_patch, warmup_steps, overlap, extrapolate, min_closeness, is_asked)
     patched.remove_wrappers_with_key(kind, WRAPPER_KEY)
     patched.add_wrapper_with_key(kind, WRAPPER_KEY, wrapper)
     return patched, wrapper
@@ -112,13 +114,15 @@ class StepCallbacks:
 
 @dataclass
 class PipeFusion:
-    """ComfyUI's SAMPLER_SAMPLE wrapper, with the settings of Apply PipeFusion. `last`: report of the last run. `is_asked`:
-    whether the user has asked for patches. If not, a run whose class has no proven patches is exact."""
+    """ComfyUI's SAMPLER_SAMPLE wrapper, with the settings of Apply PipeFusion. `min_closeness`: in dB; 0: none is asked for.
+    `last`: report of the last run. `is_asked`: whether the user has asked for patches. If not, a run whose class has no
+    proven patches is exact."""
 
     num_pipeline_patch: int
     warmup_steps: int
     overlap: bool
     extrapolate: bool
+    min_closeness: float = 0.0
     is_asked: bool = True
     last: RunReport | None = field(default=None, repr=False)
 
@@ -140,11 +144,17 @@ class PipeFusion:
         stub.run.calls.clear()
         whole = CallShape((sampling.entries, *sampling.shapes[0][1:]), sampling.text_tokens)
         cut = self._cut(model, sampling)
+        closeness = self._closeness(model, cut, sampling)
         if cache is not None:
             cache.restart(len(cut.rows))
         try:
             if reason is None:
-                found = self._in_patches(model, cut, sampling, executor)
+                try:
+                    found = self._in_patches(model, cut, sampling, executor, closeness)
+                except FewerPatches:
+                    cut = self._cut(model, sampling, model.degrees.pipe)
+                    closeness = self._closeness(model, cut, sampling)
+                    found = self._in_patches(model, cut, sampling, executor, closeness)
         except NotLocal as why:
             reason = str(why)
         if found is None:
@@ -165,13 +175,20 @@ class PipeFusion:
             self.last = report_run(*of_run, stub.run.calls, reason=reason, stats=stats)
         else:
             calls = Counter({whole: run.exact_calls + run.banded_calls})
-            self.last = report_run(*of_run, calls, run.exact_calls, len(cut.rows), stats=stats)
+            expected = None if closeness is None else closeness.expected
+            self.last = report_run(*of_run, calls, run.exact_calls, len(cut.rows), stats=stats, expected_db=expected)
         stub.run.calls.clear()
         log.info("Parallel DiT: %s, %s", model.degrees, ", ".join(self.last.shown))
         return result
 
     def _in_patches(
-        self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor, trials: int = MOST_TRIALS
+        self,
+        model: RemoteTransformer,
+        cut: BandCut,
+        sampling: Sampling,
+        executor,
+        closeness: Closeness | None,
+        trials: int = MOST_TRIALS,
     ) -> tuple[torch.Tensor, BandedRun] | None:
         """Return (samples, run), or None if there is only one patch. Raises NotLocal if the run must be exact, or if a call
         is still not tried after `trials` trials."""
@@ -181,12 +198,14 @@ class PipeFusion:
         if reason := why_not_displaced(sampling) if displaced else why_not_banded(sampling) or why_wrapped(executor):
             raise NotLocal(reason)
         try:
-            return self._displaced(model, cut, sampling, executor) if displaced else self._in_bands(model, cut, sampling)
+            if displaced:
+                return self._displaced(model, cut, sampling, executor, closeness)
+            return self._in_bands(model, cut, sampling, closeness)
         except NotTried as call:
             if trials == 0:
                 raise
             call.prove()
-            return self._in_patches(model, cut, sampling, executor, trials - 1)
+            return self._in_patches(model, cut, sampling, executor, closeness, trials - 1)
 
     def _load(self, sampling: Sampling) -> Load:
         """Return a function that loads the model for the run, or returns it if it is on ranks."""
@@ -201,8 +220,23 @@ class PipeFusion:
         bands = self.num_pipeline_patch or degrees.pipe
         return expected_request(checkpoint, shape, sampling.entries, sampling.text_tokens, kv_copies, bands)
 
-    def _cut(self, model: RemoteTransformer, sampling: Sampling) -> BandCut:
-        """Return the cut of the latents into bands: a single band if there is no pipeline to fill."""
+    def _closeness(self, model: RemoteTransformer, cut: BandCut, sampling: Sampling) -> Closeness | None:
+        """Return what judges the run. None: the user asks for no closeness, or a state that other nodes keep from call to
+        call makes it impossible to compute a step in both ways."""
+        if not self.min_closeness:
+            return None
+        if (
+            sampling.stub.run.cache is not None
+            or needs_the_whole(sampling)
+            or any("control" in cond for cond in sampling.conds)
+        ):
+            sampling.stub.run.note("min_closeness was not used, because of a step cache, a ControlNet or a guidance node")
+            return None
+        return Closeness(cut, self.min_closeness, sampling.sigmas, model.degrees.pipe)
+
+    def _cut(self, model: RemoteTransformer, sampling: Sampling, bands: int = 0) -> BandCut:
+        """Return the cut of the latents into bands: a single band if there is no pipeline to fill. `bands`: their number. 0:
+        as the settings say."""
         patching, shape = model.built.patching, sampling.shapes[0]
         if 0 in shape or len(shape) < 4:
             raise ValueError(f"latent_image: this latent has the shape {list(shape)} and no pixels.")
@@ -211,8 +245,12 @@ class PipeFusion:
             patching = patching.cut(patching.best_axis(grid))
         if model.degrees.patch > 1 or model.degrees.pipe == 1:  # patches need a second stage
             return BandCut(patching, (Span(0, shape[patching.band_dim]),), sampling.shapes)
-        bands = self.num_pipeline_patch or choose_bands(
-            model.degrees.pipe, grid[patching.band_dim], sampling.steps, model.stage_costs(grid), sampling.entries
+        bands = (
+            bands
+            or self.num_pipeline_patch
+            or choose_bands(
+                model.degrees.pipe, grid[patching.band_dim], sampling.steps, model.stage_costs(grid), sampling.entries
+            )
         )
         whole_calls = (sampling.stub.run.whole_calls or {}).values()
         text = max((each.text for each in whole_calls), default=0)
@@ -221,7 +259,7 @@ class PipeFusion:
         return BandCut(patching, rows, sampling.shapes)
 
     def _displaced(
-        self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor
+        self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, executor, closeness: Closeness | None
     ) -> tuple[torch.Tensor, BandedRun]:
         """Displaced patches: the sampler runs once, on ComfyUI's thread. Its calls belong to one run on the ranks."""
         extrapolate = self.extrapolate and not takes_noise_sampler(sampling.sampler)
@@ -229,15 +267,21 @@ class PipeFusion:
         options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
         limit = exact_above(sampling.sigmas, self.warmup_steps)
         poll = KeptBands(sampling.stub, run, self._load(sampling))
-        options["transformer_options"][BAND_KEY] = Band(run, 0, limit, sampling.stub, sampling.shapes, sampling.shapes, poll)
-        arguments = replace(sampling, extra_args={**sampling.extra_args, "model_options": options}).arguments
+        band = Band(run, 0, limit, sampling.stub, sampling.shapes, sampling.shapes, poll)
+        options["transformer_options"][BAND_KEY] = band
+        guider = copy.copy(sampling.guider)
+        if closeness is not None:
+            closeness.give_to(guider, band)
+        arguments = replace(sampling, guider=guider, extra_args={**sampling.extra_args, "model_options": options}).arguments
         try:
             return executor(*arguments), run
         except BaseException:  # Cancel too
             run.model.discard_run(run.run)
             raise
 
-    def _in_bands(self, model: RemoteTransformer, cut: BandCut, sampling: Sampling) -> tuple[torch.Tensor, BandedRun]:
+    def _in_bands(
+        self, model: RemoteTransformer, cut: BandCut, sampling: Sampling, closeness: Closeness | None
+    ) -> tuple[torch.Tensor, BandedRun]:
         """Return (samples of the whole latent, the run). Raises NotLocal if the sampler needs more than its band."""
         draws = None
         if takes_noise_sampler(sampling.sampler):
@@ -250,17 +294,20 @@ class PipeFusion:
         steps = StepCallbacks(cut, sampling.steps, sampling.callback, sampling.disable_pbar, device)
         controls = banded_controls(sampling.guider, cut, limit, extrapolate, device)
         guidance = BandedGuidance(cut, limit, extrapolate) if needs_the_whole(sampling) else None
-        exchanges = [*controls.values(), *([guidance] if guidance else ())]
+        exchanges = [*controls.values(), *filter(None, (guidance, closeness))]
 
         def sample(band: int) -> torch.Tensor:
             with releasing_waiters(exchanges, band):
                 guider = band_guider(sampling.guider, cut, band, controls)
                 options = comfy.model_patcher.create_model_options_clone(sampling.extra_args["model_options"])
                 call_options = options["transformer_options"]
-                call_options[BAND_KEY] = Band(run, band, limit, sampling.stub, cut.shapes_of(band), cut.shapes)
+                marked = Band(run, band, limit, sampling.stub, cut.shapes_of(band), cut.shapes)
+                call_options[BAND_KEY] = marked
                 call_options["sample_sigmas"] = sampling.sigmas
                 if guidance is not None:
                     guidance.give_to(guider, band, options)
+                if closeness is not None:
+                    closeness.give_to(guider, marked)
                 return sampling.band(cut, band, guider, options, draws, steps.band(band))
 
         try:

@@ -59,6 +59,11 @@ def threshold(default: float, tooltip: str) -> Widget:
     return ("FLOAT", {"default": default, "min": 0.0, "max": 3.0, "step": 0.005, "round": 0.001, "tooltip": tooltip})
 
 
+def decibels(tooltip: str) -> Widget:
+    """Return a widget for a closeness in dB. 0: none is asked for."""
+    return ("FLOAT", {"default": 0.0, "min": 0.0, "max": 100.0, "step": 1.0, "tooltip": tooltip})
+
+
 def cfg_scale(tooltip: str) -> Widget:
     """Return the widget for classifier-free guidance, as in KSampler, but with the default 1, which distilled models
     need."""

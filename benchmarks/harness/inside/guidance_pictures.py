@@ -2,7 +2,7 @@
 benchmarks/fidelity.
 Run by serve.py.
 
-One picture at a time, as KSampler gives it; with split_batch, since what a band sees depends on the number of bands alone.
+One picture at a time, as KSampler gives it.
 """
 
 from pathlib import Path
@@ -58,7 +58,7 @@ def main(
     if packs is not None:
         guidance_packs.load_packs(Path(packs), guidance_packs.PACKS if sampler is None else PACKS)
     own, others = (module.PIXEL_WISE | module.WHOLE for module in (guidance_nodes, guidance_packs))
-    plain = (own | others).get(name, lambda model: model)(parallel(BUNDLED, pipe=1, batch=2))
+    plain = (own | others).get(name, lambda model: model)(parallel(BUNDLED, pipe=2))
     noises, made = load_file(noise), {}
     for steps, bands in runs:
         model = node("ApplyPipeFusion", plain, bands, 1, True) if bands else plain

@@ -63,8 +63,9 @@ def answered(
     sent = latents if plan.in_parts else call.x
     model_call = ModelCall(sent, call.timestep, plan.tensors(call), call.residuals, changes, first_replica, may_forecast)
     if (band := call.band) is not None:
-        exact = float(options["sigmas"].max()) > band.exact_above
-        return returned(latents_of(band.run.predict(band.index, model_call, exact, band.poll, start_next)))
+        exact = band.apart or float(options["sigmas"].max()) > band.exact_above
+        out = band.run.predict(band.index, model_call, exact, band.poll, start_next, band.apart)
+        return returned(latents_of(out))
     out = stub.predict(model_call, plan.shape, steps_of(options), start_next)
     if isinstance(out, torch.Tensor) and LATENTS in call.named:
         out = tuple(unpack(out, call.named[LATENTS]))

@@ -40,6 +40,8 @@ class Band:
     """Shapes of the whole latents."""
     poll: Poll | None = None
     """Called while a call is waited for. In calls on ComfyUI's own thread it checks for Cancel."""
+    apart: bool = False
+    """Whether the calls are exact at any sigma, and leave the run's keys and values as they are."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Band":
         return self  # ComfyUI copies transformer_options for each model call: all must share one run

@@ -53,6 +53,7 @@ class _Request:
     band: int
     call: ModelCall
     exact: bool
+    apart: bool
     latents: Latents  # the call's, on the CPU
     timestep: torch.Tensor  # the call's, float32 on the CPU
     future: Future = field(default_factory=Future)  # gives the output for `call`
@@ -125,15 +126,22 @@ class BandedRun:
         self._error: BaseException | None = None
 
     def predict(
-        self, band: int, call: ModelCall, exact: bool, poll: Poll | None = None, on_posted: StartNext = None
+        self,
+        band: int,
+        call: ModelCall,
+        exact: bool,
+        poll: Poll | None = None,
+        on_posted: StartNext = None,
+        apart: bool = False,
     ) -> torch.Tensor | Latents:
         """The model's output for a call with the band's latents (Patching.band). Raises the error of `abort` or `poll`.
 
         Without `poll` the thread sleeps until the output comes, and leaves its core to CPU ranks; `abort` wakes it.
-        In a call all bands pass the same `first_replica` and `changes`.
+        `apart`: whether an exact call leaves the run's keys and values as they are. In a call all bands pass the same
+        `apart`, `first_replica` and `changes`.
         """
         latents = tuple(latent.cpu() for latent in latents_of(call.x))
-        request = _Request(band, call, exact, latents, call.timestep.cpu().float())
+        request = _Request(band, call, exact, apart, latents, call.timestep.cpu().float())
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -269,7 +277,8 @@ class BandedRun:
         if time != self._time:
             self._times, self._time = self._times + 1, time
         rested = self._times - self._known.get(conditioning.id, -1) > 1  # true for a conditioning without a call
-        self._known[conditioning.id] = self._times
+        if not request.apart:
+            self._known[conditioning.id] = self._times
         exact = request.exact or self._alone or (self.warm_up and rested)
         allowed = request.call.may_forecast and not exact
         entry = None if self.cache is None else self.cache.call(conditioning.id, time, allowed)
@@ -303,7 +312,7 @@ class BandedRun:
             requests[0].timestep,
             conditioning,
             conditioning.token_order.span,
-            run=0 if self._alone else self.run,
+            run=0 if self._alone or due.first.apart else self.run,
             overlap=self.overlap,
             residuals=residuals,
         )

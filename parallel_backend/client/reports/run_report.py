@@ -1,5 +1,6 @@
 """The report of a run as text, an output of PipeFusion Sampler."""
 
+import math
 from dataclasses import dataclass
 
 from parallel_backend.core.degrees import Degrees
@@ -27,6 +28,8 @@ class RunReport:
     """Speed relative to one GPU, as "1.7 x one GPU". Empty: unknown."""
     transfer_dtype: str = "full"
     """Setup.transfer_dtype."""
+    expected_db: float | None = None
+    """Expected closeness of the latent to one GPU's. None: none was asked for, or none could be expected."""
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -36,6 +39,15 @@ class RunReport:
             for axis, count in rank.bytes_sent.items():
                 total[axis] = total.get(axis, 0) + count
         return total
+
+    @property
+    def closeness(self) -> str:
+        """The expected closeness in words. Empty: unknown."""
+        if self.expected_db is None:
+            return ""
+        return (
+            f"at least {self.expected_db:.0f} dB expected" if math.isfinite(self.expected_db) else "exact to the last step"
+        )
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -49,7 +61,7 @@ class RunReport:
             how = f"close to exact: {', '.join(close)}" if close else ranks
         else:
             patches = "patches" if self.degrees.displaced else f"{self.bands} patches"
-            how = f"close to exact: {patches}, warm-up {self.exact_calls}"
+            how = ", ".join(filter(None, (f"close to exact: {patches}, warm-up {self.exact_calls}", self.closeness)))
         lines = (f"{self.seconds:.1f} s, {self.gained or f'{self.seconds / max(1, self.steps):.2f} s a step'}", how)
         why = f"not in patches: {self.reason}" if self.exact_calls is None and self.reason else None
         return (*lines, *filter(None, (why, self.cache)), *self.notes)
