@@ -138,16 +138,13 @@ class LocalRanks:
             self._logs = self._new_logs(start)
             for index in range(len(start.devices)):
                 self._start(index, start, context)
-        except OSError as error:
+        except BaseException as error:  # such as MemoryError
             self._give_up()
-            if error.errno in OUT_OF_FILES:
+            if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
                 raise RuntimeError(
                     f"Parallel DiT: {len(start.devices)} ranks cannot be started, because ComfyUI may not open more "
                     f"files ({error.strerror}). {MORE_FILES}"
                 ) from error
-            raise
-        except BaseException:  # such as MemoryError
-            self._give_up()
             raise
 
     def _start(self, index: int, start: StartSettings, context: Any) -> None:

@@ -1,16 +1,15 @@
 """Creates the folders of the ranks' logs, which rank/start/log.py writes, and reads the ends of the logs."""
 
-import contextlib
-import itertools
 import os
 import re
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
 KEPT = 16
 """Number of older folders that are kept. A pool whose folder is deleted continues, but its errors cannot quote the log."""
-NAME = re.compile(r"\d{8}-\d{6}-\d+(-\d+)?")
+NAME = re.compile(r"\d{8}-\d{6}-\d+-\w+")
 """Matches the names of these folders."""
 TAIL_LINES, STACK_LINES, WIDTH = 20, 30, 300
 """How much of a log an error shows: the number of lines, of lines of a stack (most recent call first), and of characters per
@@ -21,26 +20,17 @@ STACK, FATAL = "(most recent call first):", "Fatal Python error"
 
 
 def new_log_folder(logs: Path) -> Path:
-    """Create a folder in `logs` for the logs of one pool and return it. Its name has the time and the process, so that each
-    pool has its own. The newest KEPT other folders stay, older ones are deleted.
+    """Create a folder in `logs` for the logs of one pool and return it. Its name begins with the time and the process. The
+    newest KEPT other folders stay, older ones are deleted.
 
     Raises OSError if `logs` cannot be written to.
     """
     logs.mkdir(parents=True, exist_ok=True)
     others = [path for path in logs.iterdir() if NAME.fullmatch(path.name)]
-    folder = _new_folder(logs, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    folder = Path(tempfile.mkdtemp(prefix=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-", dir=logs))
     for path in sorted(others, key=lambda path: path.name)[:-KEPT]:
         shutil.rmtree(path, ignore_errors=True)
     return folder
-
-
-def _new_folder(parent: Path, name: str) -> Path:
-    for number in itertools.count(1):
-        path = parent / (name if number == 1 else f"{name}-{number}")
-        with contextlib.suppress(FileExistsError):
-            path.mkdir()
-            return path
-    raise AssertionError("the message has numbers without end")
 
 
 def tail(path: Path) -> str:

@@ -144,8 +144,8 @@ no second try without P2P | tests/client/test_registry.py
 +if error.backend == "gloo" else None
 # parallel_backend/rank/vae/halo.py
 halo of the row behind | tests/rank/test_vae.py -k "equal or whole or halo" | default
--part = x.narrow(dim, *rows).contiguous()
-+part = x.narrow(dim, (rows[0] + 1) % length, rows[1]).contiguous()
+-sendable(x.narrow(dim, *rows).contiguous(), axis.group)
++sendable(x.narrow(dim, (rows[0] + 1) % length, rows[1]).contiguous(), axis.group)
 # parallel_backend/rank/vae/banded_layers.py
 group norm by the rank's own mean | tests/rank/test_vae.py -k "needed or group_norm"
 -mean = (share * means).sum(0)
