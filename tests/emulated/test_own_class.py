@@ -159,6 +159,7 @@ DISPLACED = Degrees(patch=2, patch_mode="displaced")
         pytest.param("TwoRows", "rows", (Degrees(pipe=2),), marks=pytest.mark.full),
         pytest.param("FillsUp", "rows", (Degrees(pipe=2),), marks=pytest.mark.full),
         pytest.param("WordsLayer", "rows", (Degrees(pipe=2, tensor=2),), marks=pytest.mark.full),
+        pytest.param("WordsAttend", "rows", (Degrees(pipe=2, ulysses=2),), marks=pytest.mark.full),
         ("Prefixed", "rows", (Degrees(pipe=2),)),
     ],
 )

@@ -136,3 +136,25 @@ class WordsLayer(TwoStreams):
         def forward(self, c, h, emb, table):
             c, h = super().forward(c, h, emb, table)
             return c + self.of_words(c), h
+
+
+class Attending(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.q, self.kv = layers.Linear(WIDTH, WIDTH), layers.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x, seen):
+        return optimized_attention(self.q(x), *self.kv(seen).chunk(2, dim=-1), HEADS)
+
+
+class WordsAttend(TwoStreams):
+    """The words of each of the first blocks attend to themselves, and then to the picture, in modules of their own."""
+
+    class double(Double):
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.to_words, self.to_picture = Attending(layers), Attending(layers)
+
+        def forward(self, c, h, emb, table):
+            c = c + self.to_words(c, c)
+            return super().forward(c + self.to_picture(c, h), h, emb, table)

@@ -78,8 +78,15 @@ def test_bands_share_outputs_of_the_time_and_the_prompt(name, shared):
     assert set(found.latent.shared) == shared
 
 
-@pytest.mark.parametrize(("name", "idle"), [("WordsLayer", ("streams.*.of_words",)), ("TwoStreams", ())])
-def test_layers_of_words_are_idle_in_bands_without_words(name, idle):
+@pytest.mark.parametrize(
+    ("name", "idle"),
+    [
+        ("WordsLayer", ("streams.*.of_words",)),
+        ("WordsAttend", ("streams.*.to_words", "streams.*.to_picture.q")),  # later bands need the picture's keys
+        ("TwoStreams", ()),
+    ],
+)
+def test_modules_of_words_are_idle_in_bands_without_words(name, idle):
     found = proof(name)
     assert (found.bands, found.latent.idle) == ("", idle)
 

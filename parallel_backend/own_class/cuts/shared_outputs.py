@@ -33,11 +33,8 @@ class WatchedOutputs:
         for block in blocks:
             self._modules.pop(block.name, None)
         inside = tuple(f"{block.name}." for block in blocks)
-        self._idle = {
-            name: module
-            for name, module in self._modules.items()
-            if name.startswith(inside) and next(module.parameters(), None) is not None
-        }
+        self._idle = {name: module for name, module in self._modules.items() if name.startswith(inside)}
+        self._attending: set[str] = set()  # modules around attention calls
         self._kept: dict[str, list[Any]] = {}  # of the first run, by module
         self._given: dict[str, list[Any]] = defaultdict(list)  # of the present one
         self._inside: list[str] = []  # modules that run at present, the outer ones first
@@ -68,6 +65,7 @@ class WatchedOutputs:
     def attends(self, keeps: bool) -> None:
         """To be called when a block attends. Modules around that call are not shared: ranks count attention calls. They are
         not idle either if the band, which is without text, `keeps` keys of the call for other bands."""
+        self._attending.update(self._inside)
         for name in self._inside:
             self._modules.pop(name, None)
             if keeps:
@@ -81,9 +79,10 @@ class WatchedOutputs:
         return self._of_all_blocks(self._modules)
 
     def idle(self) -> tuple[str, ...]:
-        """Names of the blocks' outermost modules that have one row in bands without text, and more in others, and whose
-        attention keeps no keys in bands without text."""
-        return self._of_all_blocks(self._idle) if self._runs > 1 else ()
+        """Names of the blocks' linear layers and modules with attention that have one row in bands without text, and more in
+        others. Their attention keeps no keys in bands without text."""
+        found = (name for name, each in self._idle.items() if isinstance(each, nn.Linear) or name in self._attending)
+        return self._of_all_blocks(found) if self._runs > 1 else ()
 
     def _of_all_blocks(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the names that all blocks of a list have, without modules inside of others."""
