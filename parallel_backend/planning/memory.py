@@ -1,7 +1,7 @@
 """The memory that a mode takes of devices and host, and the weights that it streams because devices are too small. Each rank
 has its own device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel_backend.core.setup import Offload
@@ -67,21 +67,15 @@ def bytes_on_host(machine: Machine, mode: Mode, held: Sequence[Holding]) -> int:
     return shared_bytes(mode.degrees, weights) + other_bytes
 
 
-def lacking(
-    held: Mapping[int, int], devices: Sequence[str], free: Sequence[int | None], on_host: int, host_free: int | None
-) -> str:
-    """Return why ranks that need these bytes do not fit. Empty if they do.
-
-    `held`: number of a device -> bytes that its rank needs there. `devices`, `free`: name and free bytes of each device of
-    the machine, None for a device that computes in the host's memory. `on_host`: see bytes_on_host.
-    """
-    lacks = ""
-    if host_free is not None and on_host > USABLE_MEMORY * host_free:
-        lacks = f"the ranks need {gigabytes(on_host)} of host memory together, {gigabytes(host_free)} is free"
-    for number, size in held.items():
-        free_bytes = free[number]
-        if free_bytes is not None and size > USABLE_MEMORY * free_bytes:
-            lacks = f"needs {gigabytes(size)} on {devices[number]}, which has {gigabytes(free_bytes)} free"
+def lacking(machine: Machine, mode: Mode, held: Sequence[Holding]) -> str:
+    """Return why ranks with this memory do not fit. Empty if they do."""
+    lacks, on_host, free = "", bytes_on_host(machine, mode, held), machine.host_free
+    if free is not None and on_host > USABLE_MEMORY * free:
+        lacks = f"the ranks need {gigabytes(on_host)} of host memory together, {gigabytes(free)} is free"
+    for number, holding in zip(mode.devices, held, strict=True):
+        device, size = machine.devices[number], holding.on_device
+        if device.memory is not None and size > USABLE_MEMORY * device.memory:
+            lacks = f"needs {gigabytes(size)} on {device.name}, which has {gigabytes(device.memory)} free"
     return lacks
 
 

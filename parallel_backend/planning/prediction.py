@@ -14,7 +14,7 @@ from parallel_backend.placement.pipeline_model import simulate
 from parallel_backend.wire.diagnosis import Probed
 
 from .calibrated_costs import CalibratedCosts, StepCost, StepKind
-from .memory import Holding, bytes_on_host, holdings, lacking
+from .memory import Holding, holdings, lacking
 from .modes import Mode
 from .workload import Workload
 
@@ -55,10 +55,7 @@ def predict(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) -> P
     model, machine = (costs.workload.sizes, mode.degrees, cut.stage_blocks), costs.machine
     needs = memory_by_rank(*model, (costs.workload.request(mode.exact, mode.bands),))
     held = holdings(machine, mode.devices, needs, weights_by_rank(*model), offload)
-    sizes = dict(zip(mode.devices, (holding.on_device for holding in held), strict=True))
-    on_host = bytes_on_host(machine, mode, held)
-    lacks = lacking(sizes, machine.names, [device.memory for device in machine.devices], on_host, machine.host_free)
-    return Prediction(mode, _seconds(costs, mode, cut, held), held, lacks)
+    return Prediction(mode, _seconds(costs, mode, cut, held), held, lacking(machine, mode, held))
 
 
 def cut_model(costs: CalibratedCosts, mode: Mode, offload: Offload = ALLOWED) -> Balance:
