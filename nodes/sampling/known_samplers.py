@@ -1,7 +1,7 @@
 """Tables of samplers of ComfyUI and of other packs that are pixel-wise, so that they can run on a band.
 
 Samplers' functions are listed by their `name_of`, as in known_local.py. A new row also belongs into the test that compares
-bands with the whole latent: tests/comfyui/inside/foreign_samplers.py.
+bands with the whole latent: tests/comfyui/inside/samplers.py.
 """
 
 import inspect

@@ -446,24 +446,6 @@ def test_p2p_is_tried_again_after_a_change(starts, monkeypatch, tmp_path, change
     assert [starts(), starts()] == [(way, way + 1), (way, 1)]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(b"\xff\x00{"),
-        lambda path: path.write_text('{"verdicts": [{"cards": []}]}'),
-        lambda path: (path.unlink(), path.mkdir()),
-    ],
-    ids=["no text", "something else", "a folder"],
-)
-def test_a_damaged_file_of_verdicts_is_ignored_with_a_word_and_written_anew(starts, tmp_path, caplog, damage):
-    starts()
-    (path,) = (tmp_path / "parallel_dit").iterdir()
-    damage(path)
-    assert starts() == (WITHOUT_P2P, 2)
-    assert path.name in caplog.text and ("is ignored" in caplog.text or "could not be stored" in caplog.text)
-    assert starts() == ((WITHOUT_P2P, 2) if path.is_dir() else (WITHOUT_P2P, 1))
-
-
 def test_links_that_fail_without_p2p_too_are_tried_with_it_at_the_next_start(starts, monkeypatch):
     """Whatever it was has changed: the verdict may be wrong by now. Until then Gloo serves."""
     starts()

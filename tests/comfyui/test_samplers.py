@@ -21,12 +21,6 @@ what was measured. At 20 steps Euler is six times closer."""
 EXACT = 5e-6
 """Of the latent's norm. An exact call goes through the pipeline one batch entry at a time, through patches as one."""
 
-WHOLE = {
-    "wrapped, with noise of its own": "detail_daemon_sampler wraps a sampler that has its own noise",
-    "partial in ComfyUI's name": "shifted is not one of ComfyUI's samplers",
-    "wrapped object": "Centred is not one of ComfyUI's samplers",
-}
-"""Samplers that are not ComfyUI's own functions and do not compute pixel by pixel -> why a run is whole."""
 PATCHES = {  # case -> warnings, and how far from exact it may be
     "displaced euler": (0, 1e-3, FAR),
     "displaced after the refusal": (0, 1e-3, FAR),
@@ -75,13 +69,6 @@ def test_a_sampler_that_computes_pixel_by_pixel_is_pipelined(found, sampler):
     assert got["reason"] is None
     assert got["warm"] <= 1e-5
     assert got["stale"] > 1e-3  # or it was not cut
-
-
-@pytest.mark.parametrize("sampler", WHOLE)
-def test_another_sampler_runs_whole_and_its_name_is_in_the_report(found, sampler):
-    got = found[sampler]
-    assert got["reason"] == WHOLE[sampler]
-    assert got["warm"] == got["stale"] == 0.0
 
 
 @pytest.mark.parametrize("case", RUNS)

@@ -1,6 +1,7 @@
 """Whether a run is cut into bands, for all that a node can put around its sampler, its guidance and its model."""
 
 import types
+from functools import partial, update_wrapper
 
 import pytest
 import torch
@@ -115,3 +116,37 @@ def test_guiders_in_bands(module, sampling, file, kind, in_bands, whole):
 def test_samplers_of_comfyui_in_bands(module, name, outcome):
     reason = module("sampling.known_samplers").why_global(KSAMPLER(named(name)))
     assert (reason is None) == (outcome == rows.PIXEL_WISE)
+
+
+def shifted(_offset):
+    """As a preset of bleh's."""
+
+
+class Centred:
+    """A sampler that is no function."""
+
+
+def wrapping(sampler):
+    """As Detail Daemon's."""
+    return KSAMPLER(named("detail_daemon_node.detail_daemon_sampler"), {"dds_wrapped_sampler": sampler})
+
+
+EULER = named("sampling.sample_euler")
+WITH_NOISE = KSAMPLER(EULER, {"noise_sampler": print})
+
+
+@pytest.mark.parametrize(
+    ("sampler", "reason"),
+    [
+        (wrapping(KSAMPLER(EULER)), None),
+        (
+            wrapping(KSAMPLER(EULER, {"noise_sampler": print})),
+            "detail_daemon_sampler wraps a sampler that has its own noise",
+        ),
+        (KSAMPLER(update_wrapper(partial(shifted, 0.1), EULER)), "shifted is not one of ComfyUI's samplers"),
+        (wrapping(KSAMPLER(Centred())), "Centred is not one of ComfyUI's samplers"),
+    ],
+)
+def test_samplers_of_other_packs_in_bands(module, sampler, reason):
+    """What they wrap decides, whatever a function says that it is called."""
+    assert module("sampling.known_samplers").why_global(sampler) == reason

@@ -1,6 +1,6 @@
 """Samplers of ComfyUI and of other packs under Apply PipeFusion, and patches. Run by serve.py."""
 
-from functools import partial, update_wrapper
+from functools import partial
 
 from boot import (
     BUNDLED,
@@ -35,25 +35,8 @@ def detail_daemon_sampler(model, x, sigmas, *, dds_wrapped_sampler, **named):
 detail_daemon_sampler.__module__ = "detail_daemon_node"
 
 
-def shifted(offset, model, x, sigmas, **named):
-    """As a preset of bleh's: a function that has no name, since it is a partial one."""
-    return comfy.samplers.sampler_object("euler").sampler_function(model, x + offset, sigmas, **named)
-
-
-class Centred:
-    """A sampler that looks at the whole latent, and is no function."""
-
-    def __call__(self, model, x, sigmas, **named):
-        return comfy.samplers.sampler_object("euler").sampler_function(model, x - x.mean(), sigmas, **named)
-
-
 def wrapping(sampler: comfy.samplers.KSAMPLER) -> comfy.samplers.KSAMPLER:
     return comfy.samplers.KSAMPLER(detail_daemon_sampler, {"dds_wrapped_sampler": sampler})
-
-
-def named_like_comfyui(function) -> partial:
-    """As bleh's wrappers: a partial function that says it is ComfyUI's own."""
-    return update_wrapper(partial(function, 0.1), comfy.samplers.sampler_object("euler").sampler_function)
 
 
 def main(results: Results, names: list[str] | None) -> None:
@@ -102,12 +85,7 @@ def main(results: Results, names: list[str] | None) -> None:
     others = {
         "wrapped euler_ancestral": wrapping(comfy.samplers.ksampler("euler_ancestral")),
         "Euler CFG++, alternative": SamplerEulerCFGpp.execute("alternative").args[0],
-        "wrapped, with noise of its own": wrapping(
-            comfy.samplers.ksampler("euler_ancestral", {"noise_sampler": lambda sigma, sigma_next: noise})
-        ),
         "partial euler_ancestral": comfy.samplers.KSAMPLER(partial(ancestral, eta=0.6)),
-        "partial in ComfyUI's name": comfy.samplers.KSAMPLER(named_like_comfyui(shifted)),
-        "wrapped object": wrapping(comfy.samplers.KSAMPLER(Centred())),
     }
     for name, sampler in others.items():
         results.case(name, partial(of_another, sampler))
