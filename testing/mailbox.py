@@ -29,8 +29,10 @@ class Group:
     ranks: tuple[int, ...]
     through: Any = field(default=None, compare=False, repr=False)
 
-    def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, came: list[int], left: list[int]) -> Any:
+    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, came: list[int], left: list[int]) -> Any:
         return self.through.all_to_all_single(output, input, came, left, self, True)
+
+    alltoall_base = all_to_all_single  # torch's name before 2.13
 
     def allreduce(self, tensors: list[torch.Tensor]) -> Any:
         return self.through.all_reduce(*tensors, self, True)

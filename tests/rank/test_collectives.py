@@ -14,7 +14,7 @@ from parallel_backend.wire.timeline_kinds import TRANSFER, WAIT
 from testing import mini
 
 DONE = SimpleNamespace(wait=lambda: True)
-GROUP = SimpleNamespace(alltoall_base=lambda *_: DONE, allreduce=lambda *_: DONE)
+GROUP = SimpleNamespace(**{collectives.ALL_TO_ALL: lambda *_: DONE, "allreduce": lambda *_: DONE})
 AXIS = Axis("ulysses", 3, 1, (0, 1, 2), GROUP)
 
 

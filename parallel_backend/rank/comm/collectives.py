@@ -16,6 +16,9 @@ from .mesh import Axis
 from .staging import from_staging, receivable, sendable
 from .transfers import Traffic, Transfer
 
+ALL_TO_ALL = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else "alltoall_base"
+"""Name of a group's method, which torch 2.13 has changed."""
+
 Parts = Iterable[tuple[int, torch.Tensor]]
 """(index of the other rank on the axis, tensor)."""
 
@@ -55,7 +58,7 @@ def start_all_to_all(x_N: torch.Tensor, send: list[int], receive: list[int], axi
     # within a machine it takes less of the cores.
     if target.is_cuda or not axis.far:
         traffic.bytes_sent[axis.name] += (sum(send) - send[axis.index]) * x_N.element_size()
-        transfer = traffic.start(lambda: axis.joined.alltoall_base(target, source, receive, send))
+        transfer = traffic.start(lambda: getattr(axis.joined, ALL_TO_ALL)(target, source, receive, send))
         return Exchange(source, target, x_N.device, transfer)
     leaving, coming = source.split(send), target.split(receive)
     coming[axis.index].copy_(leaving[axis.index])
