@@ -56,7 +56,8 @@ class Mailbox:
 def check_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: WholeOutputs) -> None:
     """Raise Unproven if stages of one block each give other outputs than the uncut model."""
     for call, whole in wholes:
-        mailbox, out = Mailbox(), None
+        mailbox = Mailbox()
+        out: Any = None
         with as_unproven("a stage does not run"):
             for number in range(len(blocks)):
                 with closing(StageBlocks(model, blocks, Span(number, number + 1), mailbox)) as stage:
