@@ -127,9 +127,9 @@ class Animate2Model(Form):
         if pose_latents is None:
             return forward()
         if pose_latents.shape[2:] != x.shape[2:]:
-            given, needed = (" x ".join(map(str, each.shape[2:])) for each in (pose_latents, x))
+            made, needed = (" x ".join(map(str, each.shape[2:])) for each in (pose_latents, x))
             raise ValueError(
-                f"the pose video, with a frame for the reference image, is made for a latent of {given} (frames, rows, "
+                f"the pose video, with a frame for the reference image, is made for a latent of {made} (frames, rows, "
                 f"columns), the latent_image takes {needed}. Give both nodes the same length, width and height, and those "
                 "in multiples of 16."
             )

@@ -62,6 +62,8 @@ def check_staged(model: nn.Module, blocks: Sequence[OwnBlock], wholes: WholeOutp
             for number in range(len(blocks)):
                 with closing(StageBlocks(model, blocks, Span(number, number + 1), mailbox)) as stage:
                     out = call.run(stage.call, options=False)
+            if out is None:
+                raise Unproven("stages return nothing")
             check_equal("stages give a different result", out, whole)
 
 
