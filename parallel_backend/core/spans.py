@@ -1,6 +1,5 @@
 """Spans of tokens, rows, blocks or batch entries, and the functions by which client and ranks split them."""
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ class Span:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    @functools.cached_property  # attention reads it many times in each layer
+    @property
     def slice(self) -> slice:
         return slice(self.start, self.stop)
 
