@@ -9,7 +9,8 @@ expected from it:
   smaller after smaller changes is not counted on.
 - Errors of different steps are independent: their squares add up.
 
-MARGIN covers what one early step cannot tell of the later ones.
+A margin covers what one early step cannot tell of the later ones. It is larger under samplers that draw noise between steps:
+the noise changes keys by more than the noise level does.
 """
 
 import math
@@ -28,8 +29,8 @@ from ..model.run.band import BAND_KEY, Band
 from .band_exchange import BandExchange
 
 WRAPPER_KEY = "parallel_dit_closeness"
-MARGIN = 6.0
-"""Decibels by which the expected closeness is less than the computed one, see
+MARGIN, MARGIN_OF_NOISE = 6.0, 18.0
+"""Decibels by which the expected closeness is less than the computed one, and under samplers that draw noise. See
 benchmarks/results/closeness_mini_2cores_2026-12-01.json."""
 
 
@@ -53,15 +54,15 @@ def expected_error(error: float, before: float, sigma: float, sigmas: list[float
 
 class Closeness(BandExchange):
     """The closeness that a run's user asks for. `asked`: in dB of the latent: 20 log10(its standard deviation / RMS error).
-    `fewest`: the number of patches that fills the pipeline.
+    `fewest`: the number of patches that fills the pipeline. `noisy`: whether the sampler draws noise between steps.
 
     `expected`: the closeness in dB, from the last step that was computed in both ways. Infinite if no step follows it. None:
     there was none.
     """
 
-    def __init__(self, cut: BandCut, asked: float, sigmas: torch.Tensor, fewest: int):
+    def __init__(self, cut: BandCut, asked: float, sigmas: torch.Tensor, fewest: int, noisy: bool):
         super().__init__(cut, exact_above=math.inf, extrapolate=False)
-        self.asked, self.sigmas = asked, sigmas.tolist()
+        self.asked, self.sigmas, self.margin = asked, sigmas.tolist(), MARGIN_OF_NOISE if noisy else MARGIN
         self.could_be_fewer = len(cut.rows) > fewest
         self.expected: float | None = None
 
@@ -114,7 +115,7 @@ class _BandCloseness:
         if not math.isfinite(self._before):  # the run's first call has no keys yet, and is always exact
             return
         expected = expected_error(rms, self._before, sigma, shared.sigmas)
-        shared.expected = 20 * math.log10(float(whole.std()) / expected) - MARGIN if expected else math.inf
+        shared.expected = 20 * math.log10(float(whole.std()) / expected) - shared.margin if expected else math.inf
         self._is_close = shared.expected >= shared.asked
         if not self._is_close and shared.could_be_fewer:
             raise FewerPatches

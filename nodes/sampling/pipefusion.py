@@ -232,7 +232,8 @@ class PipeFusion:
         ):
             sampling.stub.run.note("min_closeness was not used, because of a step cache, a ControlNet or a guidance node")
             return None
-        return Closeness(cut, self.min_closeness, sampling.sigmas, model.degrees.pipe)
+        noisy = takes_noise_sampler(sampling.sampler)
+        return Closeness(cut, self.min_closeness, sampling.sigmas, model.degrees.pipe, noisy)
 
     def _cut(self, model: RemoteTransformer, sampling: Sampling, bands: int = 0) -> BandCut:
         """Return the cut of the latents into bands: a single band if there is no pipeline to fill. `bands`: their number. 0:
