@@ -143,7 +143,7 @@ PUBLISHED = {
     ),
     "hunyuan-video": video("HunyuanVideo", (256, 4096), 16, HUNYUAN, **POOLED),
     "lumina-2": image("Lumina2", (64, 2304), 16),
-    "omnigen-2": image("Omnigen2", (64, 2048), 16, OMNIGEN_2),
+    "omnigen-2": image("Omnigen2", (64, 2048), 16, OMNIGEN_2, attention_mask={"ones": (64,)}),
     "boogu-image": image("Boogu", (64, 4096), 16, attention_mask={"ones": (64,)}),
     "lens": image("Lens", (64, 4 * 2880), 128),
     "mage-flow": image("MageFlow", (64, 2560), 128),
