@@ -59,7 +59,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
     _told: tuple[str, ...] = ()
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        """As ComfyUI's, without patches of another size, which ComfyUI leaves out later.
+        """Like ComfyUI's method, without patches of another size, which ComfyUI leaves out later.
 
         Raises ValueError for a kind of patch that ranks cannot add to their weights, and if no patch fits.
         """
@@ -117,7 +117,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         run.prepared.clear()
 
     def model_patches_models(self):
-        """As ComfyUI's, with the layers that controls need in this process."""
+        """Like ComfyUI's method, with the layers that controls need in this process."""
         self.stub.follow_files()
         options, patches = self.model_options["transformer_options"], [self.patches, bypass_patches(self.injections)]
         here = self.stub.controls_here.models(options, patches, self.hook_patches.values(), self.patches_uuid)
@@ -144,7 +144,8 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return super().partially_load(device_to, extra_memory, force_patch_weights)
 
     def get_nested_additional_models(self):
-        """As ComfyUI's, which loads them with this model, and patchers for the ranks' memory on other GPUs of ComfyUI."""
+        """Like ComfyUI's method, which loads them with this model, and patchers for the ranks' memory on other GPUs of
+        ComfyUI."""
         patchers = self.stub.patchers_elsewhere
         devices = other_gpus(self.load_device, self.stub.setup.devices)
         for device in devices:
@@ -153,15 +154,15 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return [*super().get_nested_additional_models(), *(patchers[device] for device in devices)]
 
     def add_wrapper_with_key(self, wrapper_type, key, wrapper):
-        """As ComfyUI's. A wrapper that swaps in compiled modules is left out, and the user is told."""
+        """Like ComfyUI's method. A wrapper that swaps in compiled modules is left out, and the user is told."""
         if key == COMPILE_WRAPPER:
             self._skip(COMPILE_SKIPPED)
         else:
             super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
     def add_object_patch(self, name, obj):
-        """As ComfyUI's. A compiled module and a LoRA's request for an attention kernel are left out, and the user is told.
-        WanVideoNAG's guidance and RIFLEx become entries of transformer_options.
+        """Like ComfyUI's method. A compiled module and a LoRA's request for an attention kernel are left out, and the user
+        is told. WanVideoNAG's guidance and RIFLEx become entries of transformer_options.
 
         Raises ValueError for any other object inside the native model, and for another compute dtype.
         """
@@ -190,8 +191,8 @@ class RemoteModelPatcher(RankMemoryPatcher):
             tell(text)
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
-        """As ComfyUI's. Raises ValueError for a kind of patch that ranks cannot add to their weights, and for weights with
-        which this process computes a call's arguments: it does not know the strengths in a call."""
+        """Like ComfyUI's method. Raises ValueError for a kind of patch that ranks cannot add to their weights, and for
+        weights with which this process computes a call's arguments: it does not know the strengths in a call."""
         built = self.stub.checkpoint.built
         for target in patches if adapter_of(built.own.kind).computed else ():
             key = target if isinstance(target, str) else target[0]
@@ -212,13 +213,13 @@ class RemoteModelPatcher(RankMemoryPatcher):
         refuse(f"a wrapper around the weight {name}", "Remove the node that adds it.")
 
     def set_injections(self, key, injections):
-        """As ComfyUI's. Raises ValueError for any injection except a LoRA in bypass mode."""
+        """Like ComfyUI's method. Raises ValueError for any injection except a LoRA in bypass mode."""
         check_injections(self.stub.weights, key, injections)
         super().set_injections(key, injections)
         self.patches_uuid = uuid.uuid4()
 
     def remove_injections(self, key):
-        """As ComfyUI's."""
+        """Do the same as ComfyUI's method."""
         super().remove_injections(key)
         self.patches_uuid = uuid.uuid4()
 
@@ -243,16 +244,16 @@ class RemoteModelPatcher(RankMemoryPatcher):
         refuse("ComfyUI's MultiGPU CFG Split", "Remove that node: the loader's devices and degrees replace it.")
 
     def get_key_patches(self, filter_prefix=None):
-        """As ComfyUI's, with the file's values. Raises ValueError for a quantized file."""
+        """Like ComfyUI's method, with the file's values. Raises ValueError for a quantized file."""
         stored = stored_weights(self.stub.weights, "merging it into another model")
         return key_patches(stored, self.patches, filter_prefix)
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
-        """As ComfyUI's, with the file's values. Raises ValueError for a quantized file."""
+        """Like ComfyUI's method, with the file's values. Raises ValueError for a quantized file."""
         return for_saving(self, self.stub.weights, prefix)
 
     def patch_weight_to_device(self, key, device_to=None, inplace_update=False, return_weight=False, force_cast=False):
-        """As ComfyUI's, for a value that is saved. No weight can be patched in place."""
+        """Like ComfyUI's method, for a value that is saved. No weight can be patched in place."""
         assert return_weight
         stored = self.stub.weights.stored(key)
         if stored is None or key not in self.patches:

@@ -190,8 +190,8 @@ class PipeFusion:
         closeness: Closeness | None,
         trials: int = MOST_TRIALS,
     ) -> tuple[torch.Tensor, BandedRun] | None:
-        """Return (samples, run), or None if there is only one patch. Raises NotLocal if the run must be exact, or if a call
-        is still not tried after `trials` trials."""
+        """Return (samples, run), or None if there is only one patch. Calls that are not proven yet are tried, and the run
+        begins again. Raises NotLocal if the run must be exact, or if it needs more than `trials` trials."""
         displaced = model.degrees.displaced
         if len(cut.rows) == 1 and not displaced:
             return None

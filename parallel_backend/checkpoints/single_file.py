@@ -150,7 +150,7 @@ class Contents:
 
     @property
     def other(self) -> OtherModel | None:
-        """The kind of model that the file is, if ranks usually cannot run it. None: it is of no such kind."""
+        """The entry of OTHERS that the file belongs to, or None. Ranks cannot run such models, or not in all variants."""
         return next((each for each in OTHERS if all(key in self.entries for key in each.keys)), None)
 
     def refusal(self) -> ValueError:

@@ -109,7 +109,7 @@ class Entry:
 
     @property
     def kept_layer(self) -> Layer:
-        """`layer` of a weight in a format of quantised_formats.KEPT, which always has one."""
+        """The same as `layer`, for weights in a format of quantised_formats.KEPT: those always have a layer."""
         assert self.layer is not None
         return self.layer
 

@@ -23,8 +23,8 @@ class FurtherTries:
     def allows(self, model: object | None, next_try: Callable[[], str]) -> bool:
         """Whether to try again after `model` lost its ranks. None: they were lost when the model was loaded again.
 
-        `next_try` prepares the next try and returns a line for the user. Empty: it would end in the same way. Calls in
-        progress fail together. Each of them may be tried again, but `next_try` is called only for the first.
+        `next_try` prepares the next try and returns a line for the user. Empty: the next try would fail in the same way.
+        Calls in progress fail together. The first of them to ask calls `next_try`; the others may then try again without it.
         """
         if self._over or (model is not None and self._lost() is model):
             return not self._over

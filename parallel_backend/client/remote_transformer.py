@@ -120,7 +120,7 @@ class RemoteTransformer:
         return self._sum_on(device, self.resident.device_bytes)
 
     def wanted_on(self, device: str) -> int:
-        """As `bytes_on`, but as if no other model needed the memory."""
+        """Like `bytes_on`, but as if no other model needed the memory."""
         return self._sum_on(device, self.resident.wanted)
 
     def _sum_on(self, device: str, weights: tuple[int, ...]) -> int:

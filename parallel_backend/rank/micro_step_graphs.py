@@ -60,7 +60,7 @@ class MicroStepInputs:
 
     @property
     def form(self) -> tuple[Hashable, ...]:
-        """Shapes and dtypes of all tensors."""
+        """(Shape, dtype) of each input tensor, in order."""
         return tuple((tensor.shape, tensor.dtype) for tensor in self._tensors)
 
     def clone(self) -> "MicroStepInputs":

@@ -67,7 +67,8 @@ class StageForward:
         self._stage, self._graphs = stage, graphs
 
     def compute(self, step: Step, conditioning: RankConditioning, buffer: KVBuffer | None) -> torch.Tensor:
-        """Output tokens [b, n, channels] on the last stage; on others without tokens. Starts sending to the next stage."""
+        """Return the output tokens [b, n, channels] on the last stage, a tensor without tokens on others. Starts sending to
+        the next stage."""
         stage = self._stage
         inputs = MicroStepInputs(to_device(step.timestep, stage.device), to_device(step.x, stage.device, stage.dtype))
         stage.module_cache.begin_step(step, whole=conditioning.is_whole(step))

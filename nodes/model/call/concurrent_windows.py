@@ -48,7 +48,7 @@ class ConcurrentWindows(IndexListContextHandler):
         return made
 
     def execute(self, *arguments: Any, **named: Any) -> list[torch.Tensor]:
-        """As ComfyUI's."""
+        """Do the same as ComfyUI's method."""
         self._windows, self._ahead = [], {}
         try:
             return super().execute(*arguments, **named)
@@ -56,7 +56,7 @@ class ConcurrentWindows(IndexListContextHandler):
             del self._windows, self._ahead
 
     def get_context_windows(self, *arguments: Any, **named: Any) -> list[IndexListContextWindow]:
-        """As ComfyUI's."""
+        """Do the same as ComfyUI's method."""
         windows = super().get_context_windows(*arguments, **named)
         self._windows = list(enumerate(windows))
         return windows
@@ -64,7 +64,7 @@ class ConcurrentWindows(IndexListContextHandler):
     def evaluate_context_windows(
         self, calc_cond_batch, model, x_in, conds, timestep, windows, model_options, *arguments, **named
     ) -> list:
-        """As ComfyUI's, which asks for one window at a time."""
+        """Like ComfyUI's method, which asks for one window at a time."""
         ((first, _),) = windows
         if first not in self._ahead:
             evaluate, evaluation = super().evaluate_context_windows, Evaluation()

@@ -60,9 +60,10 @@ log = logging.getLogger(__name__)
 class RemoteDiffusionModel(torch.nn.Module):
     """Answers ComfyUI's model call with the ranks' output. Has no parameters and no process.
 
-    A call of another structure than before is tried first. `weights`: names and shapes of the weights. `devices`: the
-    devices that the model may use. `setup.devices` are those that it does use: with degrees `auto`, AutoDegrees sets `setup`
-    before each run. `patchers_elsewhere`: see RemoteModelPatcher.get_nested_additional_models.
+    Before a call whose structure is new is sent to the ranks, a trial proves that ranks can run it (proofs.py). `weights`:
+    names and shapes of the weights. `devices`: the devices that the model may use. `setup.devices` are those that it does
+    use: with degrees `auto`, AutoDegrees sets `setup` before each run. `patchers_elsewhere`: see
+    RemoteModelPatcher.get_nested_additional_models.
     """
 
     on_ranks = True
@@ -240,7 +241,7 @@ class RemoteDiffusionModel(torch.nn.Module):
                 vars(self).pop(made, None)
 
     def _patches_name(self) -> tuple[Any, ...] | None:
-        """Return a name for all patches of the run. None: there are no patches."""
+        """Return a key that distinguishes the run's set of patches from others. None: there are no patches."""
         run = self.run
         is_patched = run.patches or run.bypass_patches or run.hook_patches
         return (run.patches_uuid, *run.hook_patches) if is_patched else None

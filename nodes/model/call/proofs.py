@@ -69,7 +69,7 @@ class Proofs:
 
 
 class Stub(Protocol):
-    """The attributes of RemoteDiffusionModel by which its calls are tried and answered."""
+    """The attributes of RemoteDiffusionModel that trials and answers of its calls use."""
 
     checkpoint: Checkpoint
     setup: Setup

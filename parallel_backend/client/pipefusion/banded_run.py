@@ -227,7 +227,7 @@ class BandedRun:
                 self.lost = error
 
     def _post_what_can_go(self) -> None:
-        """As `_post_in_order`, but records lost ranks."""
+        """Like `_post_in_order`, but records lost ranks."""
         try:
             self._post_in_order()
         except (DeviceFull, RankLost) as error:

@@ -186,7 +186,7 @@ class PixartAttention(Form):
 
 
 class PixartCrossAttention(Form):
-    """As `PixartAttention`, for attention to the text. The class has the text of all batch entries in one row."""
+    """Like `PixartAttention`, for attention to the text. The class has the text of all batch entries in one row."""
 
     def forward(self, x, cond, mask=None):
         if mask is not None:

@@ -67,8 +67,8 @@ class WanBlock(Form):
 
 
 class WanAnimateModel(WanModel):
-    """As `WanModel`, but it takes the result of `face_motion` instead of `face_pixel_values`. The option MOTION then has the
-    motion of each frame, and for each token the number of its frame."""
+    """Like `WanModel`, but it takes the result of `face_motion` instead of `face_pixel_values`. The option MOTION then has
+    the motion of each frame, and for each token the number of its frame."""
 
     def face_motion(self, face_pixel_values):
         """Motion [B, 1 + f / FACES, 5, D] of the latent's frames, zeros in the first, from [B, 3, f, FACE_SIDE, FACE_SIDE].
@@ -107,8 +107,8 @@ def name_of_face(name: str) -> str:
 
 
 class WanAnimateBlock(Form):
-    """Wan Animate's block. It also runs its `face`, if it has one: each token attends to the motion of its frame. The mask
-    is over all frames' motion, which every rank has, because a rank's tokens may belong to any frames."""
+    """Wan Animate's block. If the block has a module `face`, that runs after it: each token attends to the motion of its
+    frame. The mask is over all frames' motion, which every rank has, because a rank's tokens may belong to any frames."""
 
     def forward(self, x, transformer_options=None, **named):
         options = dict(transformer_options or {})

@@ -134,7 +134,7 @@ def numbers_of(call: Call) -> dict[str, int | float]:
 
 
 def with_numbers(call: Call, numbers: Mapping[str, float]) -> Call:
-    """Return the call with these numbers in place of its own. The names are those of `numbers_of`."""
+    """Return a copy of the call with `numbers` in place of its own numbers. Keys are those of `numbers_of`."""
     named = dict(call.named)
     for path, number in numbers.items():
         name, _, key = path.partition("/")

@@ -41,7 +41,8 @@ def is_attention(value: Any) -> bool:
 
 
 def module_global(kind: type, name: str) -> Any:
-    """Return the object with this name in the module of class `kind`. An attention function may be replaced at present."""
+    """Return the present value of this global in the module of class `kind`. An attention function may be a replacement
+    (_Replaced)."""
     return vars(sys.modules[kind.__module__])[name]
 
 

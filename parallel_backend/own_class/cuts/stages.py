@@ -123,7 +123,7 @@ class StageBlocks:
         return self._cut.residual(residual_BND, is_cut=self._next > 0 and not self._leaves)
 
     def _residual_of_all(self, residual_BSD: torch.Tensor, tokens: int) -> torch.Tensor:
-        """As `_residual`, for a residual of AROUND. `tokens`: the block's number of tokens."""
+        """Like `_residual`, for a residual of all tokens of a block (residuals.AROUND). `tokens`: their number."""
         if self._cut is None or self._leaves:
             return fitted(residual_BSD, tokens)
         return self._cut.residual_of_all(residual_BSD)

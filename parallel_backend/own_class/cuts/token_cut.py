@@ -275,7 +275,7 @@ class TokenCut(ABC):
         return torch.cat([self.rows(streams, rank, device) for rank in range(self.ranks.size)])
 
     def picks(self, streams: Sequence[int], rank: int, stand_ins: bool = False) -> list[Pick]:
-        """As `rows`, but consecutive rows are a span, which avoids a copy. `stand_ins`: include this rank's."""
+        """Like `rows`, but consecutive rows are a span, which avoids a copy. `stand_ins`: include this rank's."""
         key = PICKS, tuple(streams), rank, stand_ins
         if key not in self._known:
             found: list[Pick] = []

@@ -297,7 +297,8 @@ Node = Callable[[nn.Module, torch.Tensor], Callable[..., torch.Tensor]]
 
 
 class TrialOfSecondText(_Guiding):
-    """The trial of WanVideoNAG's second text. `settings`: those with which `node` guides, see second_text.SETTINGS."""
+    """The trial of WanVideoNAG's second text. `settings` [B, 3]: scale, tau and alpha of the guidance, which `node` has
+    too."""
 
     fails = "it does not run with a second text"
 

@@ -168,7 +168,8 @@ class ComparedRank(TokenCut):
         self._leaving: dict[int, torch.Tensor] = {}  # by stream: the whole's tokens of the value that leaves
 
     def noted(self) -> NotedAttention:
-        """Return the uncut run's values for the present attention call."""
+        """Return the recorded values of the uncut run for the present attention call. Raises Unproven if the uncut run has
+        no such call."""
         calls = self._noted.calls[self.number]
         if self.attended > len(calls):
             raise Unproven(f"{self.block.name} attends more often if its tokens are cut")

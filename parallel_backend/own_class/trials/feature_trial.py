@@ -123,7 +123,7 @@ class _LayerOfRank:
 
 
 def _layers(module: nn.Module, blocks: Sequence[OwnBlock]) -> Iterator[tuple[str, OwnCut, nn.Module]]:
-    """(name, cut, layer) of each layer in these blocks of the module that ranks share."""
+    """Yield (name, cut, layer) of each layer in the module's `blocks` that tensor parallelism cuts."""
     for block in blocks:
         for cut in block.cuts:
             name = f"{block.name}.{cut.layer}".removeprefix(".")
@@ -192,7 +192,7 @@ class TensorSharing:
             self.check_call(call)
 
     def check_call(self, call: Call) -> None:
-        """As `check`, for a run of this call with all tokens in one stage."""
+        """Like `check`, for a run of this call with all tokens in one stage."""
         self.check(lambda _rank: call.run(self._model, options=False))
 
     def check(self, run: Run) -> None:
@@ -200,7 +200,7 @@ class TensorSharing:
         check_shared(self._model, self._shared, run, self._ranks)
 
     def check_all(self, runs: Iterable[Run]) -> None:
-        """As `check`, for each of these runs."""
+        """Like `check`, for each of these runs."""
         for run in runs:
             self.check(run)
 

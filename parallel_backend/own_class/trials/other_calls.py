@@ -60,8 +60,8 @@ def check_proven(
     """Raise Unproven if a proof made with other calls does not hold for these.
 
     `noted`: a call and the uncut model's output. `with_tokens`: calls to run with cut tokens. `actual`: calls like it run in
-    bands. If the proof does not cover whole batches, `with_tokens` and `actual` get one entry each. `time`: timestep of the
-    bands; if given, only the first and the last rank are tried.
+    bands. If the proof does not cover whole batches, only the first batch entry of `with_tokens` and `actual` is run.
+    `time`: timestep of the bands; if given, only the first and the last rank are tried.
     """
     proof, blocks = tried
     if not proof.stages:

@@ -92,8 +92,9 @@ def with_arguments(own: OwnClass, changes: Mapping[str, int]) -> OwnClass:
 
 
 def _factors(heads: Mapping[str, int], tensor: int) -> list[int]:
-    """Factors to try: the largest for the highest number of heads and its divisors, such as key heads; the largest for all;
-    and the largest that keeps the key heads."""
+    """Return the factors to try. A factor divides numbers of `heads`. At most three are tried: the largest that fits the
+    highest number and its divisors, such as key heads; the largest that fits all numbers; and the largest that leaves key
+    heads as they are."""
     most = max(heads.values(), default=1)
     keys = [value for value in heads.values() if most % value == 0]
     found = []

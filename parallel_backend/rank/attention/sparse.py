@@ -146,7 +146,7 @@ class SparseStep:
         return Layout(source, place, lengths, (0, before), (0, before))
 
     def lacks(self, q_BShD: torch.Tensor) -> str:
-        """As `refusal`, for these queries."""
+        """Return why ComfyUI would use dense attention for these queries (see `refusal`). Empty: it would not."""
         return refusal(q_BShD.device, q_BShD.dtype, q_BShD.shape[-1], self.settings.cubes)
 
     def attend(

@@ -107,7 +107,7 @@ def _start_apart(
     traffic: Traffic,
     codec: Codec | None,
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """As `start_sequence_to_heads`, if ranks differ in heads or tensors in tokens: each rank gets its parts one after
+    """Like `start_sequence_to_heads`, if ranks differ in heads or tensors in tokens: each rank gets its parts one after
     another."""
     batch, _, _, size = tensors_BsHD[0].shape
     heads = group.heads[axis.index]

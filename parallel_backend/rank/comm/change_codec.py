@@ -97,8 +97,8 @@ class ChangeCodec:
 
 @dataclass
 class Held:
-    """The reconstructions of all ranks' values on an axis, bitwise the same on every rank. They start exact. `parts`: by
-    index on the axis, each [..., D] and contiguous. Each gather changes them."""
+    """The reconstructed values of all ranks of an axis, bitwise the same on every rank. They start as exact copies; each
+    gather adds the encoded changes to them. `parts`: by index on the axis, each [..., D] and contiguous."""
 
     codec: ChangeCodec
     parts: list[torch.Tensor]

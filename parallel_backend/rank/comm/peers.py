@@ -134,8 +134,8 @@ class Peers:
                 try_sum(axis, values, self._device)
 
     def _meet(self) -> None:
-        """Wait for all ranks by the store, without a limit. Otherwise a rank in its next trial would take a rank that is
-        still blocked in this one for a broken link."""
+        """Wait at the rendezvous, without a time limit, until all ranks have ended this test. A rank that began the next
+        test early would report a broken link to a rank that is still in this one."""
         with self._guard.waiting():
             self._rendezvous.check()
             self._rendezvous.meet()
