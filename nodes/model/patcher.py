@@ -117,7 +117,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         run.prepared.clear()
 
     def model_patches_models(self):
-        """Like ComfyUI's method, with the layers that controls need in this process."""
+        """Return the models that ComfyUI's method returns, and those of the layers that controls need in this process."""
         self.stub.follow_files()
         options, patches = self.model_options["transformer_options"], [self.patches, bypass_patches(self.injections)]
         here = self.stub.controls_here.models(options, patches, self.hook_patches.values(), self.patches_uuid)
@@ -144,8 +144,8 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return super().partially_load(device_to, extra_memory, force_patch_weights)
 
     def get_nested_additional_models(self):
-        """Like ComfyUI's method, which loads them with this model, and patchers for the ranks' memory on other GPUs of
-        ComfyUI."""
+        """Return the models that ComfyUI loads with this one: those of its own method, and patchers for the ranks' memory on
+        other GPUs of ComfyUI."""
         patchers = self.stub.patchers_elsewhere
         devices = other_gpus(self.load_device, self.stub.setup.devices)
         for device in devices:
@@ -191,8 +191,9 @@ class RemoteModelPatcher(RankMemoryPatcher):
             tell(text)
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
-        """Like ComfyUI's method. Raises ValueError for a kind of patch that ranks cannot add to their weights, and for
-        weights with which this process computes a call's arguments: it does not know the strengths in a call."""
+        """Like ComfyUI's method. Raises ValueError for a kind of patch that ranks cannot add to their weights. Raises it
+        also for weights with which this process computes a call's arguments, because this process does not know the call's
+        strengths."""
         built = self.stub.checkpoint.built
         for target in patches if adapter_of(built.own.kind).computed else ():
             key = target if isinstance(target, str) else target[0]

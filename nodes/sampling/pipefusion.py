@@ -221,8 +221,8 @@ class PipeFusion:
         return expected_request(checkpoint, shape, sampling.entries, sampling.text_tokens, kv_copies, bands)
 
     def _closeness(self, model: RemoteTransformer, cut: BandCut, sampling: Sampling) -> Closeness | None:
-        """Return what judges the run. None: the user asks for no closeness, or a state that other nodes keep from call to
-        call makes it impossible to compute a step in both ways."""
+        """Return the object that measures the run's closeness. None: the user asks for no closeness, or a step cannot be
+        computed in both ways, because other nodes keep a state from call to call."""
         if not self.min_closeness:
             return None
         if (

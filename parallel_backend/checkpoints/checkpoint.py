@@ -227,8 +227,8 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
 
     `enlarged`: key -> size, for tensors that a LoRA enlarges by adding zeros after the file's values.
 
-    Raises ValueError, with a text for the user, if the class cannot be built, if a parameter is missing in the file or has
-    another shape or an unreadable format there, or if a scale of 8-bit values is unused.
+    Raises ValueError, with a text for the user, if the class cannot be built or a scale of 8-bit values is unused. Raises it
+    also if a parameter is missing in the file, or has another shape or an unreadable format there.
     """
     name = contents.name
     try:

@@ -102,8 +102,8 @@ class Entry:
 
     @property
     def rounded(self) -> str | None:
-        """The kind of fp8 to which ComfyUI rounds the values before it scales them, because the file says that the layer is
-        of that kind, but stores it in another format. None: they are not rounded."""
+        """The fp8 format to which ComfyUI rounds the values before it scales them. It does so if the file names that format
+        for the layer but stores the values in another one. None: they are not rounded."""
         kind = FP8_FORMATS.get(self.layer.format) if self.layer is not None else None
         return kind if kind != self.dtype else None
 

@@ -50,10 +50,11 @@ def devices_left(devices: Sequence[str], lost: Sequence[str]) -> tuple[str, ...]
 
 
 def degrees_left(before: Degrees, ranks: int, is_possible: Callable[[Degrees], bool]) -> Degrees:
-    """The degrees with which a run with degrees `before` can go on with at most `ranks` ranks, on the axes that it used.
+    """Return the degrees with which a run that had the degrees `before` can continue on at most `ranks` ranks.
 
-    Of several, those with the least weights on each rank. Copies and patches do not increase, because a call may be too
-    small. Stages may replace tensor ranks, whose number must divide the layers.
+    Only axes that the run used get more than one rank. If several degrees are possible, those with the least weights on each
+    rank are returned. Copies and patches do not increase, because a call may be too small. Stages may replace tensor ranks,
+    whose number must divide the layers.
     """
     used = {axis for axis in AXES if getattr(before, axis) > 1} | ({"pipe"} if before.tensor > 1 else set())
 

@@ -122,7 +122,7 @@ class SingleBlock(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """The layers around the attention of one of two streams."""
+    """The layers before and after attention for one of the two streams, image or text."""
 
     def __init__(self, width: int, head_size: int, operations: Any, **where: Any):
         super().__init__()

@@ -152,7 +152,8 @@ class StageForward:
         return x
 
     def _form(self, conditioning: RankConditioning, step: Step) -> StepForm:
-        """Return the form of a micro-step, made once: to read the structure, the host waits for the device."""
+        """Return the form of a micro-step. It is cached, because the host has to wait for the device to read the
+        structure."""
         key = step.tokens, step.entries
         if key not in conditioning.forms:
             conditioning.forms[key] = self._new_form(conditioning, step)

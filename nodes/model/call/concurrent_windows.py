@@ -119,7 +119,7 @@ def sample_in_windows(executor, guider, sigmas, extra_args: dict[str, Any], *arg
 
 
 def is_independent(handler: Any) -> bool:
-    """Whether the handler is ComfyUI's, or another node's of which no window depends on the one before."""
+    """Whether the handler is ComfyUI's, or another node's whose windows do not depend on the one before."""
     if not isinstance(handler, IndexListContextHandler):
         return False
     own = all(getattr(type(handler), name) is getattr(IndexListContextHandler, name) for name in IN_ORDER)

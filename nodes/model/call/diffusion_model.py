@@ -343,8 +343,8 @@ class RemoteDiffusionModel(torch.nn.Module):
     def prove(self, run: Callable[[dict[str, Any]], Any], channels: Sequence[int], bands: bool = True) -> str:
         """Have the class tried for a run before its model is loaded. Returns why `bands` are not proven. Empty: they are.
 
-        `run` makes the calls of a step with these entries of transformer_options; they return zeros. `channels`: of each of
-        the sampler's latents.
+        `run` makes a step's model calls with these entries added to transformer_options; the calls return zeros. `channels`:
+        of each of the sampler's latents.
         """
         self.run.whole_calls, self.run.unproven_bands = {} if bands else None, ""
         self.run.prepared.clear()  # another trial may be needed

@@ -100,7 +100,8 @@ def conversion_of(tensors: Mapping[str, torch.Tensor]) -> Conversion:
 
 
 def _of_transformer(rows: Mapping[str, int]) -> Conversion:
-    """Return the conversion of a transformer, found by having ComfyUI convert row numbers in place of weights."""
+    """Return how ComfyUI converts a transformer's tensors. To find it, ComfyUI's own function converts row numbers in place
+    of weights. `rows`: number of rows of each tensor, by key."""
     numbered, starts, start = {}, {}, 0
     for key, count in rows.items():
         numbered[key] = torch.arange(start, start + count)

@@ -10,8 +10,8 @@ import torch
 from parallel_backend.core.short_text import short
 
 Patch = tuple[float, Any, float, tuple[int, int, int] | None, Callable[[torch.Tensor], torch.Tensor] | None]
-"""ComfyUI's patch: strength, adapter or ("diff", tensors) and the like, strength of the weight itself, (dim, start, length)
-of the part of the weight that it changes, function applied to the addition."""
+"""ComfyUI's patch, a tuple of five: strength; adapter, or a tuple such as ("diff", tensors); strength of the weight itself;
+(dim, start, length) of the part of the weight that it changes; function applied to the addition."""
 FAILS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """Errors that ComfyUI's functions raise for tensors with which they cannot compute."""
 

@@ -75,8 +75,8 @@ class BandedRun:
     `companion_tokens`: number of tokens of its companion. `overlap`, `extrapolate`: see sampling.Step and OpenRun. `cache`:
     forecasts calls of as many bands. `poll` is called while ranks are asked for their free memory.
 
-    With `warm_up` the first call for a conditioning is exact, because its buffers have no keys yet. So is a call for a
-    conditioning that had no call at the previous timestep: its keys would be older than one step.
+    With `warm_up` the first call for a conditioning is exact, because its buffers have no keys yet. A call is also exact if
+    its conditioning had no call at the previous timestep: its keys would be older than one step.
 
     With displaced patches the run is one band of all rows, whose calls are stale unless they are exact. The first call for a
     conditioning is always exact, because a patch rank gets the other patches' keys only by an earlier call.

@@ -23,7 +23,7 @@ EVERY = 5
 """Every EVERY-th block has a module after it that attends to faces."""
 OF_FACE = re.compile(r"^blocks\.(\d+)\.face\.")
 MOTION = "parallel_dit_motion"
-"""Option of Wan Animate's blocks: the motion of the frames, as Indexed."""
+"""Option of Wan Animate's blocks: the motion of the frames, an `Indexed`."""
 
 
 class WanModel(Form):
@@ -52,8 +52,8 @@ def with_frequency(
 
 
 class WanBlock(Form):
-    """Wan's block with the timesteps of frames [B, F, 6, D] as Indexed. In all blocks the rotary table has a row for every
-    token."""
+    """Wan's block. If frames have different timesteps, their vectors [B, F, 6, D] are passed as an `Indexed`, which ranks
+    can cut by tokens. In all blocks the rotary table has a row for every token."""
 
     def __call__(self, x, e, freqs, **named):
         if e.shape[1] > 1:

@@ -44,7 +44,7 @@ def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Seq
     """Return a call's arguments as conditioning tensors, and STRUCTURE.
 
     Values are tensors, None, numbers, strings, and lists and dictionaries of them. Raises ValueError with the argument's
-    name for others. `timestep`: [B], of which only the dtype is stored. `latent`: see LATENT.
+    name for others. `timestep`: [B]; only its dtype is stored. `latent`: see LATENT.
     """
     return tensors_in(arguments, len(timestep)) | {STRUCTURE: _structure(arguments, timestep, latent)}
 

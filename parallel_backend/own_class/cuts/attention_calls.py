@@ -111,7 +111,8 @@ class _Replaced:
                 names[name] = self._replacements[value]
 
     def _modules_changed(self) -> bool:
-        """Whether a module was replaced by another one, or has more names because another thread was importing it."""
+        """Whether sys.modules has another module under a name, or a module has other names in it, because another thread
+        imported it."""
         now = sys.modules.get
         return any(
             now(place) is not module or len(vars(module)) != names for place, (module, names) in self._modules.items()

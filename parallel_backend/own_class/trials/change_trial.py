@@ -54,8 +54,8 @@ class Shown:
 
 
 class ChangeTrial(ABC):
-    """The trial of a change for calls like `call`, also at `times`. `proof`: of these calls without the change. `tensor`:
-    number of ranks that share layers. `poll`: see `trial`."""
+    """The trial of a change that a node makes, for calls like `call` at its own timestep and at `times`. `proof`: proof for
+    such calls without the change. `tensor`: number of ranks that share layers. `poll`: see `trial`."""
 
     fails: str
     """Beginning of the message if the class raises an error."""
@@ -78,7 +78,8 @@ class ChangeTrial(ABC):
 
     @abstractmethod
     def tried(self) -> Shown:
-        """Return the result for the tried model. Raises Unproven if ranks would give a wrong result."""
+        """Try the change on `short.model` and return the result. Raises Unproven if ranks would compute something
+        different."""
 
     def shown(self) -> Shown:
         """Return the result for a narrower model. If that proves nothing, the result at the class's own width."""

@@ -54,7 +54,7 @@ class _Values:
         return value
 
     def next(self) -> torch.Tensor:
-        """Return the uncut run's value that belongs to the rank's present one."""
+        """Return the recorded value of the uncut run at the point that the rank has reached."""
         self._next += 1
         if self._next > len(self._whole):
             raise Unproven(f"{self.name} is called more often if it is cut")

@@ -68,13 +68,13 @@ from parallel_backend.own_class.trials.token_trial import WORDS, Runs, Size, are
 FEW = 4, WORDS
 """As SIZES, for the one call that is tried at the class's own width."""
 RUNS, AT_WIDTH = 600, 80
-"""Expected runs of models and blocks in a trial, and in its second part at the class's own width, which takes the fraction
-HALF of the time."""
+"""Expected runs of models and blocks: in a trial, and in its second part, which is at the class's own width. The second part
+takes the fraction HALF of the time."""
 HALF = 0.5
 LONG_SKIPS = "its blocks read other blocks' outputs, and it needs all tokens between them"
 LEAST_SHARE = 0.75
-"""Lists of blocks with a smaller fraction of the parameters are not chosen to make bands possible, because all other blocks
-run whole on every stage."""
+"""Minimum fraction of the parameters that chosen lists of blocks have. Smaller lists are not chosen to make bands possible,
+because all other blocks run whole on every stage."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class ChangeGathering:
     """This rank's index on the axis."""
 
     def wait_pending(self) -> None:
-        """Wait until the transfer is over."""
+        """Wait until the transfer has ended."""
         self.gathering.wait_pending()
 
     def wait(self) -> list[torch.Tensor]:
