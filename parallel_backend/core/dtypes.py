@@ -49,8 +49,8 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def native_halves(device: str) -> tuple[str, ...]:
-    """Return the dtypes of HALVES in which the GPU `device`, such as cuda:0, computes. Both for a GPU of a Ray cluster. The
-    nodes ask ComfyUI instead, because ComfyUI's options can change them."""
+    """Return the dtypes of HALVES in which the GPU `device`, such as cuda:0, computes. For a GPU of a Ray cluster it returns
+    both. The nodes ask ComfyUI instead, because ComfyUI's options can change them."""
     if on_ray(device):
         return HALVES
     properties = torch.cuda.get_device_properties(device)

@@ -191,8 +191,8 @@ def head_values(layers: Iterable[StreamKeys], image: float, text: int, streams: 
 
 
 def _kept_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """Return `buffer_bytes`, and under displaced patches those of this call's keys of all ranks, which the next call
-    reads."""
+    """Return `buffer_bytes`. Displaced patches add the bytes of this call's keys and values of all ranks, which the next
+    call reads."""
     stored = buffer_bytes(sizes, degrees, span, at, request)
     if not degrees.displaced or not request.kept:
         return stored

@@ -1,4 +1,4 @@
-"""Parallel Doctor's `another_gpu`: what a GPU that is not there would add to this machine."""
+"""Parallel Doctor's `another_gpu`: the gain from adding a GPU that this machine does not have."""
 
 from dataclasses import dataclass, replace
 

@@ -52,8 +52,8 @@ def kept_proof(
 
 
 def is_of_sizes(proof: Proof) -> bool:
-    """Whether the proof is valid only for calls of equal sizes: with more tokens more may be proven, as after a call for a
-    small area."""
+    """Whether the proof is valid only for calls of equal sizes, because it refuses something. A larger call, with more
+    tokens, may prove more, for example after a call for a small area."""
     return bool(proof.blocks) and any(why not in ("", NOT_TRIED) for why in (proof.sequence, proof.bands, proof.tensor))
 
 

@@ -173,7 +173,7 @@ def _model_file(contents: Contents, imported: Mapping[str, Any], enlarged: Tenso
 
 
 def _dtype_name(value: Any) -> str:
-    """Return a class's argument that JSON does not have, as text."""
+    """Return a dtype among a class's arguments as text, because JSON has no dtypes. Raises TypeError for any other value."""
     if isinstance(value, torch.dtype):
         return f"{DTYPE}{str(value).removeprefix('torch.')}"
     raise TypeError(type(value))

@@ -98,8 +98,8 @@ def check_in_bands(
 def runs_of_bands(
     model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call
 ) -> Iterator[Callable[[TensorRank], list[torch.Tensor]]]:
-    """For each band, the run of a call like `actual`, which TensorSharing tries. It returns the band's part of the
-    output."""
+    """Yield, for each band, a function that runs the band of a call like `actual` on a given tensor rank and returns the
+    band's part of the output. TensorSharing calls it."""
     runs = Runs(model, blocks)
     call = drawn(_odd(runs, actual, latent), 1)
     whole, outside = runs.noted(call), drawn(call, OUTSIDE).x

@@ -1,4 +1,4 @@
-"""Trials of changes inside a class that other nodes ask for, made with the tried model of the class's own trial (trial.py).
+"""Trials of changes that other nodes make inside a class. They use the same small model as the class's own trial (trial.py).
 
 They are skipped blocks (skip layer guidance) and guided attention (guided_attention.py) by ComfyUI's NAGuidance or KJNodes'
 WanVideoNAG. A separate test without a model shows that our guidance function computes the same as ComfyUI's.

@@ -284,7 +284,8 @@ def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[i
 def _settings(
     block: nn.Module, amounts: Mapping[int, int], tables: Mapping[int, Sequence[tuple[int, int]]]
 ) -> Iterator[tuple[tuple[tuple[str, str, int], ...], tuple[tuple[int, int], ...]]]:
-    """Combinations of attributes and arguments to divide over ranks, in the order in which they are tried.
+    """Yield combinations of attributes and arguments whose values are divided by the number of ranks, in the order in which
+    they are tried.
 
     The first one has all attributes whose value is in `amounts`, and none of the `tables`. The next ones have one attribute
     less or one axis of tables more, and so on."""

@@ -90,7 +90,7 @@ class Compiler:
 
 
 def _stays_outside(module: nn.Module) -> bool:
-    """Whether a module has transfers, hooks, its own forward, which torch would trace again for every block, or a packed
-    weight."""
+    """Whether a module must run outside of graphs, because it has transfers, hooks, a packed weight, or a forward of its
+    own. torch would trace such a forward again for every block."""
     opaque = isinstance(module, (PackedLinear, SharedRMSNorm, CachedModule)) or "forward" in vars(module)
     return opaque or bool(module._forward_hooks or module._forward_pre_hooks)
