@@ -231,7 +231,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
             self._call_back(comfy.patcher_extension.CallbacksMP.ON_INJECT_MODEL)
 
     def eject_model(self):
-        """Call other nodes' callbacks, as ComfyUI's. This process's model has nothing to remove."""
+        """Call other nodes' callbacks, as ComfyUI's method does. The model in this process has nothing to remove."""
         if self.is_injected:
             self.is_injected = False
             self._call_back(comfy.patcher_extension.CallbacksMP.ON_EJECT_MODEL)

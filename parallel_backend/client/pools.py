@@ -199,7 +199,7 @@ def next_way(way: int) -> int | None:
 
 
 def _close(pool: Pool, politely: bool) -> None:
-    """As Pool.close, but never politely if ranks are still starting: they read no messages, so waiting would take
+    """Like Pool.close, but never politely if ranks are still starting: they read no messages, so waiting would take
     seconds."""
     pool.close(politely and pool.ready.done())
 

@@ -211,7 +211,7 @@ def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: R
 
 
 def _text(sizes: ModelSizes, request: Request) -> int:
-    """Return the number of tokens in the blocks that are not the image's."""
+    """Return the number of text tokens that run through the blocks."""
     return request.text if sizes.joint else 0
 
 

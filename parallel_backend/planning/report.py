@@ -139,7 +139,7 @@ def _table(plan: Plan) -> str:
 
 
 def _gain(before: Prediction, after: Prediction) -> str:
-    """Empty if `before` does not fit."""
+    """Return how many times as fast `after` is as `before`, as text. Empty if `before` does not fit."""
     return "" if before.lacks else f"  {before.seconds / after.seconds:5.2f}x"
 
 

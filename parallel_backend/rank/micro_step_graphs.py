@@ -52,9 +52,9 @@ class MicroStepInputs:
     """Tensors on the rank's device that differ between micro-steps of a kind."""
 
     timestep: torch.Tensor
-    """As Step.timestep."""
+    """Like Step.timestep."""
     x: torch.Tensor
-    """As Step.x, in the rank's dtype."""
+    """Like Step.x, in the rank's dtype."""
     received: tuple[torch.Tensor, ...] = ()
     """Tensors received from the previous stage."""
 

@@ -42,7 +42,8 @@ class ConcurrentWindows(IndexListContextHandler):
 
     @classmethod
     def like(cls, handler: IndexListContextHandler) -> "ConcurrentWindows":
-        """Has the handler's class behind this one, and shares all attributes with the handler, such as its step."""
+        """Return an object of a class derived from this class and the handler's. It shares all attributes with the handler,
+        such as its step."""
         made: ConcurrentWindows = object.__new__(type(cls.__name__, (cls, type(handler)), {}))
         made.__dict__ = vars(handler)
         return made

@@ -154,8 +154,8 @@ def by_token(both: torch.Tensor, at_zero_S: torch.Tensor) -> torch.Tensor:
 
 
 class CosmosPredict2Block(Form):
-    """Cosmos Predict 2's block with the timesteps of frames [B, T, D] as Indexed, which ranks cut by tokens. A rank's
-    tokens, all in one row of one frame, run as frames with one token each."""
+    """Cosmos Predict 2's block. Timesteps of frames [B, T, D] are passed as an `Indexed`, which ranks cut by tokens. A
+    rank's tokens, all in one row of one frame, run as frames with one token each."""
 
     def __call__(self, x, emb, *others, adaln_lora_B_T_3D=None, **named):
         if emb.shape[1] > 1:

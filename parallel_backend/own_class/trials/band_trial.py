@@ -49,7 +49,7 @@ from parallel_backend.own_class.trials.token_trial import WORDS, Runs
 ROWS = 3, 3, 5
 """Maximum frames, rows and columns of tokens of the second call. They are odd, so that padding by the class shows."""
 FEW_ROWS = 3, 3, 3
-"""As ROWS, for a call with which only the first and the last band are tried."""
+"""Like ROWS, for a call with which only the first and the last band are tried."""
 OUTSIDE = 99
 """Seed of the random values outside of a band."""
 

@@ -86,7 +86,7 @@ class NotedAttention:
     out: torch.Tensor
     masked: bool
     key_mask: torch.Tensor | None
-    """As AttentionCall.key_mask. Also None if the mask is not a mask of keys."""
+    """Like AttentionCall.key_mask. Also None if the mask is not a mask of keys."""
 
     def of_tensor_rank(self, rank: TensorRank, call: AttentionCall) -> "NotedAttention":
         """Return the part with a tensor rank's heads. `call`: the rank's own call."""

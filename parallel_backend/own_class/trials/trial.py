@@ -66,7 +66,7 @@ from parallel_backend.own_class.trials.stage_trial import (
 from parallel_backend.own_class.trials.token_trial import WORDS, Runs, Size, are_cut, cut_tokens, runs_of_ranks
 
 FEW = 4, WORDS
-"""As SIZES, for the one call that is tried at the class's own width."""
+"""Like SIZES, for the one call that is tried at the class's own width."""
 RUNS, AT_WIDTH = 600, 80
 """Expected runs of models and blocks: in a trial, and in its second part, which is at the class's own width. The second part
 takes the fraction HALF of the time."""

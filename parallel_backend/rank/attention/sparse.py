@@ -45,7 +45,8 @@ Places = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of all ranks go in the order of blocks. Rows are those after Ulysses' gather, in rank order."""
+    """The order of blocks: which row of all ranks is at which position. Rows are those after Ulysses' gather, in rank
+    order."""
 
     source_N: torch.Tensor | None
     """[N] int64: row at each position of the blocks; -1: an empty position. None: the rows are in order."""

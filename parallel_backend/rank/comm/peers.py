@@ -141,7 +141,8 @@ class Peers:
             self._rendezvous.meet()
 
     def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers that each of `ranks` passes, in their order. Uses the store, because a part has no communicator."""
+        """Return the numbers that each of `ranks` passes, in their order. Uses the rendezvous, because a part of a pool has
+        no communicator."""
         assert self.place is not None
         with self._guard.waiting():
             return self._rendezvous.tell_all(self.place, numbers)
