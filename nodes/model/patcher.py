@@ -137,8 +137,8 @@ class RemoteModelPatcher(RankMemoryPatcher):
             registry().begin(devices)
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """As RankMemoryPatcher's. Raises ValueError if patched values are needed in place, as by other packs' saving
-        nodes."""
+        """Like RankMemoryPatcher's method. Raises ValueError if patched values are needed in place, as by other packs'
+        saving nodes."""
         if force_patch_weights:
             refuse("saving or extracting weights", "To use it, load the model with ComfyUI's own loader.")
         return super().partially_load(device_to, extra_memory, force_patch_weights)

@@ -177,7 +177,7 @@ class StageForward:
         return StepForm(image, pictures, tensors, patching, structure, sizes, band, kernel, is_whole)
 
     def _arguments(self, conditioning: RankConditioning, form: StepForm) -> dict[str, Any]:
-        """Return the call's arguments by name, without latent and timestep. Also tells the blocks the call's band."""
+        """Return the call's arguments by name, without latent and timestep. Also passes the call's band to the blocks."""
         blocks = self._stage.blocks
         named: dict[str, Any] = {OPTIONS: {}} | from_tensors(form.tensors, form.structure)
         if form.band is not None and blocks.tokens is not None:

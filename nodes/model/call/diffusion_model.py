@@ -91,7 +91,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The native model's class, which isinstance accepts in addition to the type: nodes tell models apart by it. Model
+        """The native model's class, which isinstance accepts in addition to the type: nodes distinguish models by it. Model
         Sparse Attention does. So do nodes that then change the inside of the model; those are refused by name."""
         return self.native
 

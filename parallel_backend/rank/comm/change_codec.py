@@ -119,7 +119,7 @@ class Held:
 
 @dataclass
 class ChangeGathering:
-    """As collectives.Gathering. Each must be waited for once, in the order in which gatherings were started."""
+    """Like collectives.Gathering. Each must be waited for once, in the order in which gatherings were started."""
 
     held: Held
     gathering: Gathering

@@ -53,7 +53,7 @@ class Compiler:
 
     def __init__(self, blocks: Mapping[str, nn.Module], ranks: int, heartbeat: Heartbeat, wrap: Wrap):
         """`blocks`: by name in the model, with weights and tensor plan in place. `ranks`: number of ranks on this machine.
-        `heartbeat`: told while a graph is compiled."""
+        `heartbeat`: reports that a graph is being compiled."""
         self.graphs, self._failed, self._heartbeat = 0, False, heartbeat
         trace_attention_by(_attend)
         # Settings of the process, equal for all of its models. After an error in tracing torch warns and runs the code.
