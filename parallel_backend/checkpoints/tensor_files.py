@@ -243,7 +243,7 @@ def _gguf_header(path: Path) -> Header:
 
 
 def _gguf_dtype(kind: str, shape: tuple[int, ...]) -> str:
-    """Return Entry.dtype. A tensor of blocks whose rows are not whole numbers of blocks is expanded."""
+    """Return Entry.dtype. A tensor in GGUF blocks is expanded to fp32 if a row is not a whole number of blocks."""
     if kind not in GGUF_BLOCKS:
         return NAMES.get(kind, kind)
     return kind if len(shape) > 1 and math.prod(shape[1:]) % GGUF_BLOCKS[kind][0] == 0 else "fp32"

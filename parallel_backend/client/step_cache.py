@@ -124,7 +124,7 @@ class StepCache:
     """The cache of one sampling run in `bands` bands. Not thread-safe.
 
     A call is forecast if the expected relative errors of all forecasts since the last computed call add up to less than
-    `threshold`. One decision holds for all conditionings of an evaluation, which are called one after the other. A new
+    `threshold`. One decision is made for all conditionings of an evaluation, which are called one after the other. A new
     evaluation begins with another timestep, or with a conditioning that the present evaluation already has.
     """
 

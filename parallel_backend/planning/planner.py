@@ -75,8 +75,8 @@ class Plan:
 
 
 def plan(costs: CalibratedCosts, counts: Sequence[int] | None = None, offload: Offload = ALLOWED) -> Plan:
-    """Return all modes of the first `count` devices, for each of `counts` (None: all devices), and that of the best single
-    device. `offload`: whether weights that do not fit may be streamed."""
+    """Return the plan with all modes on the first `count` devices, for each of `counts`, and with the best single device.
+    `counts` None: all devices. `offload`: whether weights that do not fit may be streamed."""
     devices = len(costs.machine.devices)
     modes: list[Mode] = []
     refused: dict[Degrees, str] = {}

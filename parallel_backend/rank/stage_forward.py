@@ -143,7 +143,7 @@ class StageForward:
 
     def _among_all(self, own_x: torch.Tensor, conditioning: RankConditioning, form: StepForm) -> torch.Tensor:
         """Return the rank's tokens [b, m + a, c] among those of the whole latents [b, n, c]. Others are NaN: the prologue
-        runs whole, and what it makes of them is left out."""
+        computes all tokens, and its results for other tokens are not used."""
         pictures, tokens = form.pictures, conditioning.token_order.image
         x = own_x.new_full((len(own_x), tokens + conditioning.companion_tokens, own_x.shape[-1]), math.nan)
         x[:, pictures.slice] = own_x[:, : len(pictures)]

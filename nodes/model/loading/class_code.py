@@ -1,4 +1,4 @@
-"""The code of ComfyUI's classes for which a trial holds: modules, their imports, and the arguments that they read."""
+"""The code of ComfyUI's classes for which a trial is valid: modules, their imports, and the arguments that they read."""
 
 import ast
 import hashlib

@@ -108,7 +108,7 @@ def adapt(kind: str, model: nn.Module) -> None:
 class QwenImageBlock(Form):
     """Qwen-Image's block with a mask of tokens [S] instead of `timestep_zero_index`, so that ranks can cut it by tokens.
 
-    The index is the number of the first reference token. That token and all behind it have timestep 0. transformer_options
+    The index is the number of the first reference token. That token and all after it have timestep 0. transformer_options
     has the token counts of all references.
     """
 

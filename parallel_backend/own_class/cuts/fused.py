@@ -105,7 +105,7 @@ def gated(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> torch.Tenso
 
 
 Runs = Sequence[tuple[int, int, Any]]
-"""(first token, token behind the last one, row of their vectors) for all tokens in order. A tensor has each token's row."""
+"""(first token, token after the last one, row of their vectors) for all tokens in order. A tensor has each token's row."""
 
 
 def modulated_in_runs(norm: Any, x: torch.Tensor, scales: torch.Tensor, shifts: torch.Tensor, runs: Runs) -> torch.Tensor:

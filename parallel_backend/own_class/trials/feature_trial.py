@@ -181,8 +181,8 @@ def _tensors(out: Any) -> list[torch.Tensor]:
 
 
 class TensorSharing:
-    """How `ranks` tensor ranks share the layers of a tried model's blocks, found by the first of `calls`. Raises Unproven if
-    they cannot share them, or if one of the calls gives a wrong result."""
+    """Finds, with the first of `calls`, how `ranks` tensor ranks can share the layers of a tried model's blocks. Raises
+    Unproven if they cannot share them, or if one of the calls gives a wrong result."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: int):
         self._model, self._ranks = model, ranks

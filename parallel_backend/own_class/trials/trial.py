@@ -242,8 +242,8 @@ class _Trial:
         return tuple(blocks), why_not(partial(check_staged, model, blocks, [(call, call.run(model))]))
 
     def at_width(self, own: OwnClass, found: Found, factor: int, call: Call) -> Proof:
-        """Return the proof of a `factor` times narrower model, at the class's own width. Raises Unproven if nothing was
-        proven, or if a call at the last timestep gives a wrong result at the own width."""
+        """Return the proof `found` for a model that is `factor` times narrower, changed to the class's own width. Raises
+        Unproven if nothing was proven, or if a call at the last timestep gives a wrong result at that width."""
         short, options = found.short, found.proof.options
         if not found.proof.blocks:
             raise Unproven(found.proof.stages)

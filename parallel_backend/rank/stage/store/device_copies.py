@@ -16,7 +16,7 @@ class Ticket:
     """A copy to wait for. The base class represents a copy that has ended: its methods return at once."""
 
     def wait(self) -> None:
-        """Order everything that the rank computes from now on after the copy. On CUDA the host does not wait."""
+        """Make everything that the rank computes from now on wait for the copy. On CUDA the host does not wait."""
 
     def finish(self) -> None:
         """Return when the copy is done. Then its source may be overwritten, and the host may read its destination."""
