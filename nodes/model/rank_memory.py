@@ -72,8 +72,8 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         return super().partially_load(device_to, ALL, force_patch_weights)
 
     def partially_unload(self, device_to, memory_to_free=0, *arguments, **named):
-        """Have the ranks on this GPU free `memory_to_free` bytes. Returns the freed bytes. If they are too few, ComfyUI
-        unloads."""
+        """Have the ranks on this GPU free `memory_to_free` bytes. Returns the freed bytes. If that is not enough, ComfyUI
+        unloads the whole model."""
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
         return registry().models.give_back(stub.setup, str(self.load_device), memory_to_free)

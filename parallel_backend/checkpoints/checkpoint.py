@@ -55,7 +55,7 @@ class Checkpoint:
     """If a LoRA enlarges tensors: the checkpoint with the sizes of the file. None: no tensor is enlarged."""
 
     def check_unchanged(self, expected: str = "") -> None:
-        """Raise ValueError if the file's state is no longer `expected`; empty: the state when it was opened."""
+        """Raise ValueError if the file's state is no longer `expected`. Empty: the state when the file was opened."""
         if file_state(self.path) == (expected or self.file_state):
             return
         if not self.path.is_file():

@@ -52,7 +52,8 @@ class ModelFile:
 
 
 def open_file(path: Path, imported: Mapping[str, Any], enlarged: TensorSizes = ()) -> ModelFile:
-    """Open a single file for ranks that have ComfyUI `imported` in this way. Its header is read, but no weights.
+    """Open a single file for ranks. Its header is read, but no weights. `imported`: how ranks import ComfyUI, see
+    `importing`.
 
     Raises ValueError, beginning with the input's name, for a file that ranks cannot run, such as audio, 3D and tool models.
     `enlarged`: sizes of tensors that a LoRA enlarges.

@@ -216,7 +216,7 @@ class BandedRun:
             raise
 
     def _incomplete(self) -> dict[tuple[int, int], _Request]:
-        """Return the requests of calls that some band still has no answer to."""
+        """Return the requests of calls for which at least one band has no answer yet."""
         answered = Counter(call for (call, _), request in self._requests.items() if request.future.done())
         return {key: request for key, request in self._requests.items() if answered[key[0]] < len(self.rows)}
 

@@ -270,8 +270,8 @@ MOST_BLOCKS = 16
 
 
 def shallower(own: OwnClass, lists: Mapping[str, Sequence[str]]) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
-    """(arguments with which the class has shorter lists, list -> its length), the shortest first. The shortest list has
-    FEWEST_BLOCKS and others twice as many, or all lists are shorter by the same factor."""
+    """Yield (arguments with which the class has shorter lists of blocks, list -> its length), the shortest first. The
+    shortest list has FEWEST_BLOCKS and others twice as many, or all lists are shorter by the same factor."""
     lengths = {name: len(blocks) for name, blocks in lists.items()}
     numbers = numbers_of_class(own)
     depths = {name: value for name, value in numbers.items() if value in lengths.values() and DEPTH.search(name)}

@@ -25,8 +25,8 @@ LEAST_WORK = 1 << 14
 
 
 class HeadGroup(NamedTuple):
-    """The heads that ranks attend with at one time. If each rank has at least as many heads as groups, no rank's part is
-    empty."""
+    """The heads that ranks compute together, in one exchange. If each rank has at least as many heads as groups, no rank's
+    part is empty."""
 
     spans: tuple[Span, ...]
     """Each rank's heads."""
