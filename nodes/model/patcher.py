@@ -80,8 +80,8 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return {target: value for target, value in patches.items() if fits.get(target, True)}
 
     def enlarge(self, keys):
-        """Replace the model by a larger one if a patch of these keys enlarges its weights, as ComfyUI does when it loads it.
-        Other clones keep the smaller model. Raises ValueError if ranks cannot compute the larger one."""
+        """Replace the model with a larger one if a patch of these keys enlarges its weights, as ComfyUI does when it loads
+        it. Other clones keep the smaller model. Raises ValueError if ranks cannot compute the larger one."""
         stub = self.stub
         larger = stub.enlarged_by({key: self.patches[key] for key in keys if key in self.patches})
         sizes = tuple(sorted((dict(stub.setup.enlarged) | dict(larger)).items()))

@@ -97,7 +97,7 @@ class Adaptation:
             self._lock.release()
 
     def _send_all(self, deltas: Iterable[Delta], poll: Poll, room: TakeRoom) -> None:
-        """Replace the ranks' deltas by these. `poll` is called between messages, and may raise."""
+        """Replace the ranks' deltas with these. `poll` is called between messages, and may raise."""
         for rank in range(len(self._parameters)):
             self._ranks.send(rank, DropAdapters())
         for delta in deltas:

@@ -134,7 +134,7 @@ class StageBlocks:
         self._undo.close()
 
     def wrap(self, block: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace the block's forward by `wrapper(its forward)`. Exchanges between stages and ranks stay outside of it."""
+        """Replace the block's forward with `wrapper(its forward)`. Exchanges between stages and ranks stay outside of it."""
         self._forwards[block] = wrapper(self._forwards[block])
 
     def _run(self, number: int, *args: Any, **kwargs: Any) -> Any:

@@ -112,7 +112,7 @@ class _LayerOfRank:
         return whole
 
     def _made_up(self, _layer: nn.Module, _given: tuple, out: torch.Tensor) -> torch.Tensor:
-        """Forward hook of a layer whose outputs are summed or gathered: replaces them by the uncut run's."""
+        """Forward hook of a layer whose outputs are summed or gathered: replaces them with the uncut run's."""
         return self._whole_of(out).clone() if self._cut.kind == CutKind.GATHER.value else self._values.add(out)
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
