@@ -39,8 +39,8 @@ IN_CHECKPOINTS = f"{CHECKPOINTS}/"
 
 
 def model_names() -> list[str]:
-    """Return the bundled model, safetensors and GGUF files of models/diffusion_models (ComfyUI lists no GGUF), and
-    all-in-one files."""
+    """Return the names of the bundled model, of the safetensors and GGUF files in models/diffusion_models, and of all-in-one
+    files. ComfyUI's own list has no GGUF files."""
     found = {
         name for base in folder_paths.get_folder_paths(FOLDER) for name in folder_paths.recursive_search(base, [".git"])[0]
     }
@@ -150,7 +150,8 @@ def check_widgets(
     offload: str | None = "auto",
     parallel_config: object = ParallelConfig(),
 ) -> None:
-    """Raise ValueError for values of `widgets` with which no model can be loaded. None: the value comes over a link."""
+    """Raise ValueError for values of `widgets` with which no model can be loaded. None: another node's output is
+    connected."""
     if offload is not None:
         offload_of(offload)
     sizes: dict[str, Any] = {"batch": split_batch_degree, "pipe": pipefusion_degree, "tensor": tensor_parallel_degree}

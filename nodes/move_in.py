@@ -4,7 +4,7 @@ becomes one with ComfyUI's own nodes.
 web/js/move_in.js sends the workflow file, opens the answer and then does what *Run on several GPUs* does. The request is
 `POST /parallel_dit/move_in` with the file; the answer {"workflow": the new file, "moved": titles, "left": sentences}.
 
-A node of ComfyUI-MultiGPU has the inputs of the node that it extends, and behind them a device and sizes. raylight's nodes
+A node of ComfyUI-MultiGPU has the inputs of the node that it extends, and after them a device and sizes. raylight's nodes
 have `ray_actors` where ComfyUI's have `model`; its loader takes LoRAs as an input (src/raylight/nodes.py).
 """
 
@@ -300,8 +300,9 @@ class Moving:
         return None
 
     def _values(self, node: dict[str, Any], into: Stock) -> Iterator[Any]:
-        """Values of the new node's widgets: of their own the first ones, which are those of the node that was extended. A
-        value that a combo box does not have becomes its default. A file that is missing stays, as ComfyUI says so."""
+        """Yield the values of the new node's widgets. They are the first values of the old node, which come from the node
+        that it extends. A value that a combo box does not have becomes its default. A missing file's name stays, because
+        ComfyUI reports it."""
         given = iter(node.get("widgets_values") or [])
         if node["type"] in ("RayVAELoader", "RayControlNetLoader"):
             given = iter([each for each in given if isinstance(each, str)])

@@ -49,7 +49,7 @@ def check_widgets(
     patch_mode: str | None,
     patch_degree: int | None,
 ) -> None:
-    """Raise ValueError for degrees and transfers that cannot be combined. None: the value comes over a link."""
+    """Raise ValueError for degrees and transfers that cannot be combined. None: another node's output is connected."""
     known = ParallelConfig(ulysses_degree or 1, ring_degree or 1, patch_mode or "displaced", patch_degree or 1)
     check_ranks(known.degrees)
 

@@ -8,7 +8,7 @@ from .ui.widgets import CATEGORY, link, text
 
 
 def check_text(text: str | None) -> None:
-    """Raise ValueError for a text that is not a prompt of the bundled model. None: a text that comes over a link."""
+    """Raise ValueError for a text that is not a prompt of the bundled model. None: another node's output is connected."""
     symbols(text or "")
 
 

@@ -59,7 +59,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
     _told: tuple[str, ...] = ()
 
     def add_patches(self, patches, strength_patch=1.0, strength_model=1.0):
-        """As ComfyUI's, without patches of another size, which ComfyUI leaves out later.
+        """Like ComfyUI's method, without patches of another size, which ComfyUI leaves out later.
 
         Raises ValueError for a kind of patch that ranks cannot add to their weights, and if no patch fits.
         """
@@ -80,8 +80,8 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return {target: value for target, value in patches.items() if fits.get(target, True)}
 
     def enlarge(self, keys):
-        """Replace the model by a larger one if a patch of these keys enlarges its weights, as ComfyUI does when it loads it.
-        Other clones keep the smaller model. Raises ValueError if ranks cannot compute the larger one."""
+        """Replace the model with a larger one if a patch of these keys enlarges its weights, as ComfyUI does when it loads
+        it. Other clones keep the smaller model. Raises ValueError if ranks cannot compute the larger one."""
         stub = self.stub
         larger = stub.enlarged_by({key: self.patches[key] for key in keys if key in self.patches})
         sizes = tuple(sorted((dict(stub.setup.enlarged) | dict(larger)).items()))
@@ -117,7 +117,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
         run.prepared.clear()
 
     def model_patches_models(self):
-        """As ComfyUI's, with the layers that controls need in this process."""
+        """Return the models that ComfyUI's method returns, and those of the layers that controls need in this process."""
         self.stub.follow_files()
         options, patches = self.model_options["transformer_options"], [self.patches, bypass_patches(self.injections)]
         here = self.stub.controls_here.models(options, patches, self.hook_patches.values(), self.patches_uuid)
@@ -137,14 +137,15 @@ class RemoteModelPatcher(RankMemoryPatcher):
             registry().begin(devices)
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """As RankMemoryPatcher's. Raises ValueError if patched values are needed in place, as by other packs' saving
-        nodes."""
+        """Like RankMemoryPatcher's method. Raises ValueError if patched values are needed in place, as by other packs'
+        saving nodes."""
         if force_patch_weights:
             refuse("saving or extracting weights", "To use it, load the model with ComfyUI's own loader.")
         return super().partially_load(device_to, extra_memory, force_patch_weights)
 
     def get_nested_additional_models(self):
-        """As ComfyUI's, which loads them with this model, and patchers for the ranks' memory on other GPUs of ComfyUI."""
+        """Return the models that ComfyUI loads with this one: those of its own method, and patchers for the ranks' memory on
+        other GPUs of ComfyUI."""
         patchers = self.stub.patchers_elsewhere
         devices = other_gpus(self.load_device, self.stub.setup.devices)
         for device in devices:
@@ -153,15 +154,15 @@ class RemoteModelPatcher(RankMemoryPatcher):
         return [*super().get_nested_additional_models(), *(patchers[device] for device in devices)]
 
     def add_wrapper_with_key(self, wrapper_type, key, wrapper):
-        """As ComfyUI's. A wrapper that swaps in compiled modules is left out, and the user is told."""
+        """Like ComfyUI's method. A wrapper that swaps in compiled modules is left out, and the user is told."""
         if key == COMPILE_WRAPPER:
             self._skip(COMPILE_SKIPPED)
         else:
             super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
     def add_object_patch(self, name, obj):
-        """As ComfyUI's. A compiled module and a LoRA's request for an attention kernel are left out, and the user is told.
-        WanVideoNAG's guidance and RIFLEx become entries of transformer_options.
+        """Like ComfyUI's method. A compiled module and a LoRA's request for an attention kernel are left out, and the user
+        is told. WanVideoNAG's guidance and RIFLEx become entries of transformer_options.
 
         Raises ValueError for any other object inside the native model, and for another compute dtype.
         """
@@ -190,8 +191,9 @@ class RemoteModelPatcher(RankMemoryPatcher):
             tell(text)
 
     def add_hook_patches(self, hook, patches, strength_patch=1.0, strength_model=1.0):
-        """As ComfyUI's. Raises ValueError for a kind of patch that ranks cannot add to their weights, and for weights with
-        which this process computes a call's arguments: it does not know the strengths in a call."""
+        """Like ComfyUI's method. Raises ValueError for a kind of patch that ranks cannot add to their weights. Raises it
+        also for weights with which this process computes a call's arguments, because this process does not know the call's
+        strengths."""
         built = self.stub.checkpoint.built
         for target in patches if adapter_of(built.own.kind).computed else ():
             key = target if isinstance(target, str) else target[0]
@@ -212,13 +214,13 @@ class RemoteModelPatcher(RankMemoryPatcher):
         refuse(f"a wrapper around the weight {name}", "Remove the node that adds it.")
 
     def set_injections(self, key, injections):
-        """As ComfyUI's. Raises ValueError for any injection except a LoRA in bypass mode."""
+        """Like ComfyUI's method. Raises ValueError for any injection except a LoRA in bypass mode."""
         check_injections(self.stub.weights, key, injections)
         super().set_injections(key, injections)
         self.patches_uuid = uuid.uuid4()
 
     def remove_injections(self, key):
-        """As ComfyUI's."""
+        """Do the same as ComfyUI's method."""
         super().remove_injections(key)
         self.patches_uuid = uuid.uuid4()
 
@@ -229,7 +231,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
             self._call_back(comfy.patcher_extension.CallbacksMP.ON_INJECT_MODEL)
 
     def eject_model(self):
-        """Call other nodes' callbacks, as ComfyUI's. This process's model has nothing to remove."""
+        """Call other nodes' callbacks, as ComfyUI's method does. The model in this process has nothing to remove."""
         if self.is_injected:
             self.is_injected = False
             self._call_back(comfy.patcher_extension.CallbacksMP.ON_EJECT_MODEL)
@@ -243,16 +245,16 @@ class RemoteModelPatcher(RankMemoryPatcher):
         refuse("ComfyUI's MultiGPU CFG Split", "Remove that node: the loader's devices and degrees replace it.")
 
     def get_key_patches(self, filter_prefix=None):
-        """As ComfyUI's, with the file's values. Raises ValueError for a quantized file."""
+        """Like ComfyUI's method, with the file's values. Raises ValueError for a quantized file."""
         stored = stored_weights(self.stub.weights, "merging it into another model")
         return key_patches(stored, self.patches, filter_prefix)
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
-        """As ComfyUI's, with the file's values. Raises ValueError for a quantized file."""
+        """Like ComfyUI's method, with the file's values. Raises ValueError for a quantized file."""
         return for_saving(self, self.stub.weights, prefix)
 
     def patch_weight_to_device(self, key, device_to=None, inplace_update=False, return_weight=False, force_cast=False):
-        """As ComfyUI's, for a value that is saved. No weight can be patched in place."""
+        """Like ComfyUI's method, for a value that is saved. No weight can be patched in place."""
         assert return_weight
         stored = self.stub.weights.stored(key)
         if stored is None or key not in self.patches:

@@ -67,18 +67,20 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
         return (self._local_bytes() if self.model.model_loaded_weight_memory else 0) + self.rank_bytes()
 
     def partially_load(self, device_to, extra_memory=0, force_patch_weights=False):
-        """As ComfyUI's, but always loads fully, because this process has few bytes. Ranks load at the first call."""
+        """Like ComfyUI's method, but always loads fully, because this process has few bytes. Ranks load at the first
+        call."""
         return super().partially_load(device_to, ALL, force_patch_weights)
 
     def partially_unload(self, device_to, memory_to_free=0, *arguments, **named):
-        """Have the ranks on this GPU free `memory_to_free` bytes. Returns the freed bytes. If they are too few, ComfyUI
-        unloads."""
+        """Have the ranks on this GPU free `memory_to_free` bytes. Returns the freed bytes. If that is not enough, ComfyUI
+        unloads the whole model."""
         if self._on_cpu() or (stub := self.stub) is None:
             return 0
         return registry().models.give_back(stub.setup, str(self.load_device), memory_to_free)
 
     def detach(self, unpatch_all=True):
-        """As ComfyUI's. With `unpatch_all` the ranks free all their bytes on this GPU. Without it another clone takes over.
+        """Like ComfyUI's method. With `unpatch_all` the ranks free all their bytes on this GPU. Without it another clone
+        takes over.
 
         If no node is running, the user has asked to unload models: then the ranks free their bytes on all devices. They do
         the same if the host has too little memory for this GPU's bytes.
@@ -121,7 +123,7 @@ class RankMemoryPatcher(comfy.model_patcher.ModelPatcher):
 
 
 class OnAnotherGPU(RankMemoryPatcher):
-    """Stands for a MODEL's ranks on a GPU that is not the MODEL's load_device but has another model of ComfyUI's.
+    """Stands for a MODEL's ranks on a GPU other than the MODEL's load_device, if ComfyUI has another model on it.
 
     ComfyUI loads this patcher together with the MODEL, so that it can ask these ranks for memory. Select CLIP Device, for
     instance, puts another model on such a GPU.

@@ -96,7 +96,8 @@ class BandedControl(BandExchange):
 
 
 def _changed(answer: Control, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Control:
-    """Return the outputs after `change`. One that blocks share stays shared, so that it is sent to ranks once."""
+    """Return the outputs after `change`. A tensor that several blocks share is changed once and stays shared, so that it is
+    sent to ranks once."""
     outputs = {id(each): each for tensors in answer.values() for each in tensors if each is not None}
     changed = dict(zip(outputs, change(list(outputs.values())), strict=True))
     return {kind: [None if each is None else changed[id(each)] for each in tensors] for kind, tensors in answer.items()}

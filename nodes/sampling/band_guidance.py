@@ -67,7 +67,8 @@ class BandedGuidance(BandExchange):
         return band_function
 
     def keep(self) -> None:
-        """After a run, give the MODEL's functions the state of the last band's copies, for a run that continues it."""
+        """Copy the state of the last band's functions back to the MODEL's functions after a run. A run that continues this
+        one needs that state."""
         for original, copied in self._copies:
             for cell, last in zip(original.__closure__ or (), copied.__closure__ or (), strict=True):
                 cell.cell_contents = last.cell_contents

@@ -1,4 +1,4 @@
-"""Samples bands on the host, because samplers compute little, and each synchronization with a busy GPU takes long.
+"""Samples bands on the host, because samplers compute little, and each synchronization with a busy GPU takes a long time.
 
 Rank 0 keeps ComfyUI's GPU busy, and the driver switches between processes by time slices. A band's sampler on that GPU would
 wait for it at least ten times in each call: to compare, to check, to copy. The latent and the conditioning are copied to the

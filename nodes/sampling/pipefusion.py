@@ -190,8 +190,8 @@ class PipeFusion:
         closeness: Closeness | None,
         trials: int = MOST_TRIALS,
     ) -> tuple[torch.Tensor, BandedRun] | None:
-        """Return (samples, run), or None if there is only one patch. Raises NotLocal if the run must be exact, or if a call
-        is still not tried after `trials` trials."""
+        """Return (samples, run), or None if there is only one patch. Calls that are not proven yet are tried, and the run
+        begins again. Raises NotLocal if the run must be exact, or if it needs more than `trials` trials."""
         displaced = model.degrees.displaced
         if len(cut.rows) == 1 and not displaced:
             return None
@@ -221,8 +221,8 @@ class PipeFusion:
         return expected_request(checkpoint, shape, sampling.entries, sampling.text_tokens, kv_copies, bands)
 
     def _closeness(self, model: RemoteTransformer, cut: BandCut, sampling: Sampling) -> Closeness | None:
-        """Return what judges the run. None: the user asks for no closeness, or a state that other nodes keep from call to
-        call makes it impossible to compute a step in both ways."""
+        """Return the object that measures the run's closeness. None: the user asks for no closeness, or a step cannot be
+        computed in both ways, because other nodes keep a state from call to call."""
         if not self.min_closeness:
             return None
         if (

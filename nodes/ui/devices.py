@@ -35,7 +35,8 @@ def possible_devices(text: str) -> tuple[str, ...]:
 
 
 def check_devices(devices: str | None) -> None:
-    """Raise ValueError for a list with a device that this machine does not have. None: the value comes over a link."""
+    """Raise ValueError for a list with a device that this machine does not have. None: another node's output is
+    connected."""
     if devices is not None and not is_auto(devices):
         named_devices(devices)
 

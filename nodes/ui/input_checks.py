@@ -1,4 +1,4 @@
-"""Checks of a node's inputs against their types and limits: ComfyUI checks widgets, but not what comes over a link."""
+"""Checks of a node's inputs against their types and limits: ComfyUI checks widgets, but not values from other nodes."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ def validate(*checked_by_node: str, early: Callable[..., object] | None = None) 
 
     Raises ValueError, beginning with the input's name, for other values. `checked_by_node`: inputs that the node itself
     checks. `early`: called with the widgets that its parameters name, before anything of a prompt runs. Its ValueError
-    refuses the prompt. A widget whose value comes over a link is None.
+    refuses the prompt. A widget that another node's output is connected to is None.
     """
 
     def adopt(node: Node) -> Node:

@@ -32,7 +32,7 @@ class LoadingBar:
 
 
 class Elapsed:
-    """A poll for long work: checks for Cancel, and shows each second the work, its progress and its seconds.
+    """A poll for long work. It checks for Cancel. Once a second it shows the work, its progress and the seconds so far.
 
     `doing`: the work, or a function that returns the present work. If it is empty, nothing is shown. `patience`: seconds
     after which work is shown.

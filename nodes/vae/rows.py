@@ -1,4 +1,4 @@
-"""A table of ComfyUI's VAEs that ranks can run, by the module with the class of their decoder or encoder."""
+"""A table of ComfyUI's VAEs that ranks can run. The key is the module of the decoder's or encoder's class."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field

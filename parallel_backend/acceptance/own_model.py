@@ -47,7 +47,8 @@ class Problem:
 
 
 def problem_of(session: SelfTestSession, model: OwnModel) -> Problem:
-    """Return the problem, with the results of a trial of the call for all of the devices."""
+    """Return the problem for the user's model and its last call. Its class has the proofs of a trial of that call for all
+    devices."""
     call, world = one_entry(model.call), session.world
     proof = trial(model.own, call, model.times, lambda _share: session.poll(), world > 1, world > 1, world)
     own = replace(model.own, blocks=proof.blocks, latent=proof.latent)

@@ -55,7 +55,7 @@ class Checkpoint:
     """If a LoRA enlarges tensors: the checkpoint with the sizes of the file. None: no tensor is enlarged."""
 
     def check_unchanged(self, expected: str = "") -> None:
-        """Raise ValueError if the file's state is no longer `expected`; empty: the state when it was opened."""
+        """Raise ValueError if the file's state is no longer `expected`. Empty: the state when the file was opened."""
         if file_state(self.path) == (expected or self.file_state):
             return
         if not self.path.is_file():
@@ -227,8 +227,8 @@ def checkpoint_of(contents: Contents, own: OwnClass, enlarged: TensorSizes = ())
 
     `enlarged`: key -> size, for tensors that a LoRA enlarges by adding zeros after the file's values.
 
-    Raises ValueError, with a text for the user, if the class cannot be built, if a parameter is missing in the file or has
-    another shape or an unreadable format there, or if a scale of 8-bit values is unused.
+    Raises ValueError, with a text for the user, if the class cannot be built or a scale of 8-bit values is unused. Raises it
+    also if a parameter is missing in the file, or has another shape or an unreadable format there.
     """
     name = contents.name
     try:

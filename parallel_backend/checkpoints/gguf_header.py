@@ -1,6 +1,6 @@
 """Reads the header of a GGUF file: its tensors and their offsets. Checks every count and length before using it.
 
-The `gguf` package's reader creates an array for every element of every field and trusts all counts, so that a small file can
+The reader of the package `gguf` creates an array for every element of every field, and trusts all counts. A small file can
 make it run for hours. The format is described in ggml's docs/gguf.md; versions 2 and 3 are read.
 """
 

@@ -26,7 +26,7 @@ class Packing(abc.ABC):
         return {}
 
     def on(self, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Return the same packing with other `tensors` of these names."""
+        """Return a copy of this packing with `tensors` in place of its own, by the same names."""
         return self
 
     @property

@@ -32,9 +32,9 @@ def attach_quantisation(
 ) -> dict[str, Entry]:
     """`entries` of a file (key without prefix -> entry), with a weight's scales and settings moved into its entry.
 
-    `name`: the file's, to show. `stated`: layer -> its settings in the file's header. Scales of no weight stay in place, for
-    the caller to use or refuse. ValueError for an unknown format, and for tensors or settings that are missing or do not fit
-    the weight.
+    `name`: the file's, to show. `stated`: layer -> its settings in the file's header. Scales that belong to no weight stay
+    in the result, for the caller to use or refuse. Raises ValueError for an unknown format, and for tensors or settings that
+    are missing or do not fit the weight.
     """
     rest = dict(entries)
     layers = [key.removesuffix(SETTINGS) for key in rest if key.endswith(SETTINGS)]

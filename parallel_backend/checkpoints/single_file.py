@@ -1,7 +1,7 @@
 """A single file's tensors under their names in ComfyUI's class: without prefix, each weight with its scales and the like.
 
 Beside an attention layer's weights a file may have a tensor `<layer>.comfy_attention.config` of JSON bytes,
-which ComfyUI reads from 0.37 on: an object, or a list of objects of which the first that can run counts. Its `attention`
+which ComfyUI reads from 0.37 on: an object, or a list of objects. The first of them that can run counts. Its `attention`
 names the method (`ComfyAttention` in ComfyUI's comfy/ldm/modules/attention.py). An unknown method is left out, as there.
 """
 
@@ -150,7 +150,7 @@ class Contents:
 
     @property
     def other(self) -> OtherModel | None:
-        """The kind of model that the file is, if ranks usually cannot run it. None: it is of no such kind."""
+        """The entry of OTHERS that the file belongs to, or None. Ranks cannot run such models, or not in all variants."""
         return next((each for each in OTHERS if all(key in self.entries for key in each.keys)), None)
 
     def refusal(self) -> ValueError:

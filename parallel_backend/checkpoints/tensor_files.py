@@ -102,14 +102,14 @@ class Entry:
 
     @property
     def rounded(self) -> str | None:
-        """The kind of fp8 to which ComfyUI rounds the values before it scales them, because the file says that the layer is
-        of that kind, but stores it in another format. None: they are not rounded."""
+        """The fp8 format to which ComfyUI rounds the values before it scales them. It does so if the file names that format
+        for the layer but stores the values in another one. None: they are not rounded."""
         kind = FP8_FORMATS.get(self.layer.format) if self.layer is not None else None
         return kind if kind != self.dtype else None
 
     @property
     def kept_layer(self) -> Layer:
-        """`layer` of a weight in a format of quantised_formats.KEPT, which always has one."""
+        """The same as `layer`, for weights in a format of quantised_formats.KEPT: those always have a layer."""
         assert self.layer is not None
         return self.layer
 
@@ -243,7 +243,7 @@ def _gguf_header(path: Path) -> Header:
 
 
 def _gguf_dtype(kind: str, shape: tuple[int, ...]) -> str:
-    """Return Entry.dtype. A tensor of blocks whose rows are not whole numbers of blocks is expanded."""
+    """Return Entry.dtype. A tensor in GGUF blocks is expanded to fp32 if a row is not a whole number of blocks."""
     if kind not in GGUF_BLOCKS:
         return NAMES.get(kind, kind)
     return kind if len(shape) > 1 and math.prod(shape[1:]) % GGUF_BLOCKS[kind][0] == 0 else "fp32"

@@ -23,8 +23,8 @@ WORKING = 4
 
 @dataclass
 class _Room:
-    """A device's room. `free`: bytes that additions may take. `taken`: bytes of those sent. `asks`: whether more may become
-    free."""
+    """A device's room. `free`: bytes that additions may take. `taken`: bytes of the additions that were sent. `asks`:
+    whether more may become free."""
 
     memory: DeviceMemory
     free: int

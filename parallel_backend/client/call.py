@@ -121,7 +121,7 @@ class PostedCall:
     x: torch.Tensor
     """[B, n + a, c] on the CPU: the n image tokens among `tokens`; if `with_text`, then the companion's a tokens."""
     timestep: torch.Tensor
-    """As ModelCall.timestep, float32 on the CPU."""
+    """Like ModelCall.timestep, float32 on the CPU."""
     conditioning: Conditioning
     tokens: Span
     """The call's span in the token order: all tokens, or those of one band."""

@@ -97,7 +97,7 @@ class Adaptation:
             self._lock.release()
 
     def _send_all(self, deltas: Iterable[Delta], poll: Poll, room: TakeRoom) -> None:
-        """Replace the ranks' deltas by these. `poll` is called between messages, and may raise."""
+        """Replace the ranks' deltas with these. `poll` is called between messages, and may raise."""
         for rank in range(len(self._parameters)):
             self._ranks.send(rank, DropAdapters())
         for delta in deltas:
@@ -110,7 +110,8 @@ class Adaptation:
                 self._ranks.send(rank, part)
 
     def _addition(self, delta: Delta) -> Adapt:
-        """Return the addition to the parameter that has the values of the checkpoint tensor."""
+        """Return the message that adds `delta`, which is for a tensor of the checkpoint, to the class's parameter with that
+        tensor's values."""
         parameter = self._checkpoint.targets[delta.key]
         length, *others = self._checkpoint.shape(parameter)
         rows, up = delta.rows or Span(0, length), delta.up

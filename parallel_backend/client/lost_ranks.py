@@ -23,8 +23,8 @@ class FurtherTries:
     def allows(self, model: object | None, next_try: Callable[[], str]) -> bool:
         """Whether to try again after `model` lost its ranks. None: they were lost when the model was loaded again.
 
-        `next_try` prepares the next try and returns a line for the user. Empty: it would end in the same way. Calls in
-        progress fail together. Each of them may be tried again, but `next_try` is called only for the first.
+        `next_try` prepares the next try and returns a line for the user. Empty: the next try would fail in the same way.
+        Calls in progress fail together. The first of them to ask calls `next_try`; the others may then try again without it.
         """
         if self._over or (model is not None and self._lost() is model):
             return not self._over
@@ -50,10 +50,11 @@ def devices_left(devices: Sequence[str], lost: Sequence[str]) -> tuple[str, ...]
 
 
 def degrees_left(before: Degrees, ranks: int, is_possible: Callable[[Degrees], bool]) -> Degrees:
-    """The degrees with which a run with degrees `before` can go on with at most `ranks` ranks, on the axes that it used.
+    """Return the degrees with which a run that had the degrees `before` can continue on at most `ranks` ranks.
 
-    Of several, those with the least weights on each rank. Copies and patches do not increase, because a call may be too
-    small. Stages may replace tensor ranks, whose number must divide the layers.
+    Only axes that the run used get more than one rank. If several degrees are possible, those with the least weights on each
+    rank are returned. Copies and patches do not increase, because a call may be too small. Stages may replace tensor ranks,
+    whose number must divide the layers.
     """
     used = {axis for axis in AXES if getattr(before, axis) > 1} | ({"pipe"} if before.tensor > 1 else set())
 

@@ -111,7 +111,7 @@ class ModelsOnRanks:
         return 0 if (entry := self.find(setup)) is None else entry.model.bytes_on(device)
 
     def wanted_on(self, setup: Setup, device: str) -> int | None:
-        """As `bytes_on`, but as if no other model needed the memory. None: the model is not loaded."""
+        """Like `bytes_on`, but as if no other model needed the memory. None: the model is not loaded."""
         return None if (entry := self.find(setup)) is None else entry.model.wanted_on(device)
 
     def held_on(self, pool: SomeRanks, device: str) -> int:
@@ -156,7 +156,7 @@ class ModelsOnRanks:
     def _make_way(
         self, models: list[OnRanks], device: str, nbytes: int, asking: OnRanks | None = None, in_turns: bool = False
     ) -> int:
-        """As `make_way`, with these models in this order. `asking`: the model that needs the memory, if it is on ranks.
+        """Like `make_way`, with these models in this order. `asking`: the model that needs the memory, if it is on ranks.
         `in_turns`: models that are used in turns with the new one in this run keep the minimum that they need."""
         freed = 0
         for each in models:

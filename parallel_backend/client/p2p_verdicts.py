@@ -1,5 +1,5 @@
 """Stores for which GPUs NCCL only works without direct access (P2P), or does not work at all. Such a link hangs, and the
-self-test of the links needs a minute to notice. So it does once, not at each start of ComfyUI."""
+self-test of the links needs a minute to notice. A stored result avoids that minute at later starts of ComfyUI."""
 
 import hashlib
 import logging

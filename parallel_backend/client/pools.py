@@ -107,8 +107,9 @@ class Pools:
     def _use(self, devices: tuple[str, ...], action: Callable[[Pool], T]) -> T:
         """Return the result of `action` with the pool on these devices, started if necessary.
 
-        If the self-test of NCCL's links fails, `action` is tried again with new ranks without P2P, because direct access
-        between consumer GPUs is the most frequent cause, and then with Gloo. The way that works is stored, see P2PVerdicts.
+        If the self-test of NCCL's links fails, `action` is tried again with new ranks: first without P2P, because direct
+        access between consumer GPUs is the most frequent cause, then with Gloo. The way that works is stored, see
+        P2PVerdicts.
         """
         pool = self._on(devices)
         self._begun.discard(devices)
@@ -198,7 +199,7 @@ def next_way(way: int) -> int | None:
 
 
 def _close(pool: Pool, politely: bool) -> None:
-    """As Pool.close, but never politely if ranks are still starting: they read no messages, so waiting would take
+    """Like Pool.close, but never politely if ranks are still starting: they read no messages, so waiting would take
     seconds."""
     pool.close(politely and pool.ready.done())
 

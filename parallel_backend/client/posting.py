@@ -189,7 +189,8 @@ class Posting:
         self._width = width
 
     def _new_cut(self, call: PostedCall) -> CallCut:
-        """Return how the call is cut, and all calls of its conditioning with the same tokens."""
+        """Return how the call is cut into parts. The result also suits later calls of the conditioning with the same
+        tokens."""
         conditioning, degrees = call.conditioning, self._degrees
         if not all(map(len, self._cut.parts(call.tokens))):
             sizes = {axis: getattr(degrees, axis) for axis in SEQUENCE_AXES}

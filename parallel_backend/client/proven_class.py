@@ -37,8 +37,8 @@ def call_of(x: torch.Tensor, arguments: Mapping[str, torch.Tensor]) -> Call:
 
 
 def tensors_of(arguments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the conditioning tensors of these arguments, by name. The class gets a latent of whole tokens, because the
-    client pads it circularly, as `proven` requires."""
+    """Return the conditioning tensors of these arguments, by name. They suit any latent size: the client pads the latent
+    circularly to whole tokens, which `proven` has checked."""
     return to_tensors(arguments, torch.ones(len(next(iter(arguments.values())))))
 
 

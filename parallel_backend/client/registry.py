@@ -162,7 +162,8 @@ class Registry:
             self._free(pool, poll, freed if self.models.of(pool) else None)
 
     def _free(self, pool: Pool, poll: Poll, freed: Future | None = None) -> None:
-        """Wait for `freed`. None: have these ranks free everything. Drops failed ranks, whose memory is free already."""
+        """Wait until the pool's ranks have freed memory. `freed`: the request to wait for. None: ask them to free
+        everything. If they have failed, the pool ends; their memory is free already."""
         try:
             wait_for(freed or pool.ask(m.Unload(), m.Unloaded), poll)
         except RankError as error:

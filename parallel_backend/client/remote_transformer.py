@@ -120,7 +120,7 @@ class RemoteTransformer:
         return self._sum_on(device, self.resident.device_bytes)
 
     def wanted_on(self, device: str) -> int:
-        """As `bytes_on`, but as if no other model needed the memory."""
+        """Like `bytes_on`, but as if no other model needed the memory."""
         return self._sum_on(device, self.resident.wanted)
 
     def _sum_on(self, device: str, weights: tuple[int, ...]) -> int:
@@ -141,9 +141,9 @@ class RemoteTransformer:
 
     def make_way(self, device: str, nbytes: float, working: bool) -> int | None:
         """Free `nbytes` of `device`, see ResidentWeights.give_way. Returns the bytes that become free. None: weights cannot
-        move.
+        be moved to host memory.
 
-        If its weights are not enough, a model that is not `working` gives up its adapters too; `adapt` sends them again.
+        If the weights are not enough, a model that is not `working` gives up its adapters too; `adapt` sends them again.
         """
         ranks = [rank for rank, name in enumerate(self.pool.devices) if name == device]
         if not all(self._memory.has_host[rank] for rank in ranks):

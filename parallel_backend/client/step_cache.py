@@ -123,8 +123,8 @@ def _forecast(calls: list[Computed], time: float) -> Forecast | None:
 class StepCache:
     """The cache of one sampling run in `bands` bands. Not thread-safe.
 
-    Calls are forecast while the sum of their expected errors, relative to the output, since the last computed call is below
-    `threshold`. One decision holds for all conditionings of an evaluation, which are called one after the other. A new
+    A call is forecast if the expected relative errors of all forecasts since the last computed call add up to less than
+    `threshold`. One decision is made for all conditionings of an evaluation, which are called one after the other. A new
     evaluation begins with another timestep, or with a conditioning that the present evaluation already has.
     """
 

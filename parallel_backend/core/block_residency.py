@@ -22,8 +22,8 @@ def streamed_blocks(sizes: Sequence[int], room: int) -> tuple[int, ...]:
 
 
 def nearest_streamed(sizes: Sequence[int], room: int, now: Sequence[int]) -> tuple[int, ...]:
-    """As `streamed_blocks`, if the blocks at the indices `now` are streamed at present: a subset or a superset of `now`. As
-    few blocks as possible move, so the streamed ones may be spread less evenly."""
+    """Like `streamed_blocks`, for a change from the present streamed blocks, whose indices are `now`. Returns a subset or a
+    superset of `now`: as few blocks as possible move, so the streamed ones may be spread less evenly."""
     fresh = streamed_blocks(sizes, room)
     if not 0 < len(fresh) < len(sizes) or not 0 < len(now) < len(sizes):
         return fresh

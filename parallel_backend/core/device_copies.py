@@ -79,7 +79,8 @@ def in_graph(device: torch.device) -> bool:
 def to_device(
     tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None, copy: bool = False
 ) -> torch.Tensor:
-    """Return the tensor on the device, without a wait of the host. A tensor on the device is returned itself, unless `copy`.
+    """Return the tensor on the device. The host does not wait for the copy. A tensor on the device is returned itself,
+    unless `copy`.
 
     CUDA may make the host wait for copies from memory that is not page-locked (driver API, "API synchronization behavior"),
     so the tensor is first copied into page-locked memory. The caller must not write to a tensor that was page-locked

@@ -49,8 +49,8 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def native_halves(device: str) -> tuple[str, ...]:
-    """Return the dtypes of HALVES in which the GPU `device`, such as cuda:0, computes. Both for a GPU of a Ray cluster. The
-    nodes ask ComfyUI instead, because ComfyUI's options can change them."""
+    """Return the dtypes of HALVES in which the GPU `device`, such as cuda:0, computes. For a GPU of a Ray cluster it returns
+    both. The nodes ask ComfyUI instead, because ComfyUI's options can change them."""
     if on_ray(device):
         return HALVES
     properties = torch.cuda.get_device_properties(device)
@@ -69,9 +69,9 @@ def resolve_dtype(
     """Return the dtype for weight_dtype `name`, the same on all devices.
 
     `default` is fp32 on CPU ranks. On GPUs it is the file's dtype `stored`, or fp32 if `stored` is not in TORCH_DTYPES. If
-    the GPUs do not compute in that dtype, weights are computed in the first dtype of `allowed` (OwnClass.halves) that the
-    GPUs support, otherwise in fp32 with the weights stored unchanged, as in ComfyUI. An explicit `name` need not be in
-    `allowed`. `native`: the dtypes of HALVES in which all GPUs compute. None: torch is asked.
+    the GPUs do not compute in that dtype, they compute in the first dtype of `allowed` (OwnClass.halves) that they support.
+    If there is none, they compute in fp32 with the weights stored unchanged, as in ComfyUI. An explicit `name` need not be
+    in `allowed`. `native`: the dtypes of HALVES in which all GPUs compute. None: torch is asked.
     """
     on_gpus = [device for device in devices if device_kind(device) == "cuda"]
     if not on_gpus:

@@ -21,8 +21,8 @@ LOCKED_SHARE = 0.1
 
 
 def host_memory() -> tuple[int, int]:
-    """Return (free, total) bytes of this machine's memory, or of the container's if that has less. Free memory includes swap
-    on Linux; other systems do not say how much of it is in use."""
+    """Return (free, total) bytes of this machine's memory, or of the container's if that has less. Free memory includes free
+    swap on Linux only: other systems do not say how much swap is in use."""
     return min(_memories(swap=True))
 
 

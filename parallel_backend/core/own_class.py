@@ -123,8 +123,8 @@ class OwnBlock:
     """For each returned value, the streams whose tokens it has, if all ranks' tokens are gathered after this block: the last
     block, and the last of a list such as refiners, after which all tokens enter again as other streams."""
     placed: tuple[tuple[int, ...], ...] = ()
-    """As `leaving`, if the class needs all tokens between this block and the next one, for example to add or remove some. A
-    rank's own tokens then are at their positions among all tokens, and others are NaN."""
+    """Like `leaving`, if the class needs all tokens between this block and the next one, for example to add or remove some.
+    A rank's own tokens then are at their positions among all tokens, and others are NaN."""
     cuts: tuple[OwnCut, ...] = ()
     """Layers that tensor ranks share. Empty: no trial was made for them."""
     divided: tuple[tuple[str, str], ...] = ()

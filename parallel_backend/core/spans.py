@@ -55,14 +55,14 @@ def split(span: Span, parts: int) -> tuple[Span, ...]:
 
 
 def split_units(span: Span, parts: int, units: int) -> tuple[Span, ...]:
-    """As `split`, for this number of equal units, which stay whole."""
+    """Like `split`, for this number of equal units, which stay whole."""
     size, rest = divmod(len(span), units)
     assert not rest, f"{len(span)} has no {units} equal units"
     return tuple(Span(each.start * size, each.stop * size).shift(span.start) for each in split(Span(0, units), parts))
 
 
 def split_carrying(span: Span, parts: int, carried: float) -> tuple[Span, ...]:
-    """As `split`, if the first part also carries the load `carried`: the split whose largest load is smallest.
+    """Like `split`, if the first part also carries the load `carried`: the split whose largest load is smallest.
 
     Among such splits, the one whose loads differ least, and then the one whose first part is shortest. It is at least half
     as long as in `split`.

@@ -31,7 +31,7 @@ class Links:
     """How many times slower links are while all devices send."""
 
     def link(self, one: int, two: int) -> Link:
-        """Return the link while all devices send."""
+        """Return the link with the latency and bandwidth that it has while all devices send."""
         quiet = self.between[min(one, two), max(one, two)]
         return Link(quiet.latency, quiet.bandwidth / self.crowding)
 

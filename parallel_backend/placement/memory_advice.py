@@ -122,7 +122,8 @@ def _degrees(
 def _stages_that_fit(
     sizes: ModelSizes, degrees: Degrees, spans: tuple[Span, ...], requests: tuple[Request, ...], capacity: Capacity
 ) -> tuple[Span, ...] | None:
-    """Return other stages with the same degrees, all equally full. None if they do not fit either."""
+    """Return the cut into stages, with the same degrees, that fills all devices equally. None if it does not fit or is
+    `spans`."""
     if capacity.together or degrees.pipe == 1 or len(capacity.by_rank) != degrees.world:
         return None
     limits = [min(capacity.by_rank[rank] for rank in ranks) for ranks in stage_ranks(degrees)]

@@ -191,8 +191,8 @@ def head_values(layers: Iterable[StreamKeys], image: float, text: int, streams: 
 
 
 def _kept_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """Return `buffer_bytes`, and under displaced patches those of this call's keys of all ranks, which the next call
-    reads."""
+    """Return `buffer_bytes`. Displaced patches add the bytes of this call's keys and values of all ranks, which the next
+    call reads."""
     stored = buffer_bytes(sizes, degrees, span, at, request)
     if not degrees.displaced or not request.kept:
         return stored
@@ -211,7 +211,7 @@ def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: R
 
 
 def _text(sizes: ModelSizes, request: Request) -> int:
-    """Return the number of tokens in the blocks that are not the image's."""
+    """Return the number of text tokens that run through the blocks."""
     return request.text if sizes.joint else 0
 
 

@@ -15,7 +15,8 @@ from parallel_backend.own_class.built.built_class import StreamKeys
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes that determine a model's memory, and the degrees that it allows. Blocks are numbered through all lists."""
+    """The sizes that determine a model's memory, and the degrees that it allows. Block numbers are consecutive over all
+    lists of blocks."""
 
     block_bytes: tuple[int, ...]
     """Bytes of each block's weights."""

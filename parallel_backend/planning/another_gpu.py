@@ -1,4 +1,4 @@
-"""Parallel Doctor's `another_gpu`: what a GPU that is not there would add to this machine."""
+"""Parallel Doctor's `another_gpu`: the gain from adding a GPU that this machine does not have."""
 
 from dataclasses import dataclass, replace
 
@@ -37,7 +37,7 @@ CHOICES = {str(choice): choice for choice in (AnotherGpu(card, slot) for card in
 
 
 def with_another(costs: CalibratedCosts, another: AnotherGpu) -> CalibratedCosts:
-    """Return the costs with `another` behind the devices that were measured.
+    """Return the costs with `another` after the devices that were measured.
 
     Its blocks cost those of the first device, times the ratio of both GPUs' known operations. What does not grow with the
     tokens is the host's and stays. Raises ValueError if the first device's speed is not known.

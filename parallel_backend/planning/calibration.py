@@ -41,7 +41,7 @@ def contexts(device: str) -> int:
 
 def calibration_key(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, attention: str) -> dict[str, object]:
     """Return everything that a calibration depends on: a file with another key is not used. Properties of a class that only
-    some of its trials find, such as heads, are not part of it: its kind has its sizes."""
+    some of its trials find, such as heads, are not part of the key: the class's kind determines them."""
     built = checkpoint.built
     return {
         "version": VERSION,

@@ -1,4 +1,4 @@
-"""Published speed and memory of GPUs, and PCIe links: for GPUs that are not there."""
+"""Published speed, memory and PCIe links of GPUs, for predictions about GPUs that this machine does not have."""
 
 import re
 from dataclasses import dataclass

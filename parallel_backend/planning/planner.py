@@ -50,8 +50,8 @@ class Plan:
 
     @property
     def doubt(self) -> str:
-        """Why no degrees can be advised by these seconds: a gain above the number of ranks. Empty if there is no doubt. A
-        device that streams weights is ignored, because several devices may gain more than their number over it."""
+        """Why no degrees can be advised by these seconds: a gain above the number of ranks. Empty if there is no doubt. If
+        one device has to stream weights, there is no doubt: N devices may then really be more than N times as fast."""
         one = self.one_device
         if one.lacks or one.most_streamed:
             return ""
@@ -75,8 +75,8 @@ class Plan:
 
 
 def plan(costs: CalibratedCosts, counts: Sequence[int] | None = None, offload: Offload = ALLOWED) -> Plan:
-    """Return all modes of the first `count` devices, for each of `counts` (None: all devices), and that of the best single
-    device. `offload`: whether weights that do not fit may be streamed."""
+    """Return the plan with all modes on the first `count` devices, for each of `counts`, and with the best single device.
+    `counts` None: all devices. `offload`: whether weights that do not fit may be streamed."""
     devices = len(costs.machine.devices)
     modes: list[Mode] = []
     refused: dict[Degrees, str] = {}

@@ -139,7 +139,7 @@ def _table(plan: Plan) -> str:
 
 
 def _gain(before: Prediction, after: Prediction) -> str:
-    """Empty if `before` does not fit."""
+    """Return how many times as fast `after` is as `before`, as text. Empty if `before` does not fit."""
     return "" if before.lacks else f"  {before.seconds / after.seconds:5.2f}x"
 
 
@@ -169,7 +169,7 @@ def _named(mode: Mode, plan: Plan) -> str:
 
 
 def _impossible(plan: Plan) -> str:
-    """Return the reasons against single degrees. Products of degrees fail for the same reasons."""
+    """Return why modes with a single degree above 1 are not possible. Combined modes fail for the same reasons."""
     lines = [reason for degrees, reason in plan.refused.items() if _single(Mode(degrees))]
     return "\n".join(["not possible:", *lines]) if lines else ""
 

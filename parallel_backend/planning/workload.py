@@ -29,7 +29,7 @@ class Workload:
     prompt: int
     """Tokens of each prompt."""
     blocks: tuple[str, ...]
-    """Kind of each block, through all lists: "<list>.<index>" of the first block of that list with the same attention."""
+    """Kind of each block of all lists: "<list>.<index>" of the first block of that list with the same attention."""
     sizes: ModelSizes
     grid: tuple[int, ...]
     """Number of image tokens along each axis."""

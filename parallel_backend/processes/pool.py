@@ -51,7 +51,8 @@ class Listener(Protocol):
     def on_loading(self, loading: m.Loading) -> None: ...
 
     def on_failure(self, error: Exception) -> None:
-        """Called if the pool has failed, or, on the thread that calls Pool.clear, if the model must be removed."""
+        """Called when the pool has failed. Pool.clear also calls it, on its caller's thread, for each model that it
+        removes."""
 
 
 KNOWN_TO_ALL = (m.Load, m.Unload, m.DropVAE)

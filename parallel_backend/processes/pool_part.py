@@ -108,8 +108,8 @@ def ranks_on(devices: tuple[str, ...], of: tuple[str, ...]) -> tuple[int, ...] |
 
 
 def union(sets: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """Return devices for a pool that contains each of these sets of devices as a part; None if orders conflict, for
-    example."""
+    """Return devices for a pool that contains each of these sets of devices as a part. None if there is no such pool, for
+    example because the sets have their devices in different orders."""
     if not all(map(can_be_shared, sets)):
         return None
     names = list(dict.fromkeys(name for each in sets for name in each))

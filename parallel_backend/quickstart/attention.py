@@ -1,4 +1,4 @@
-"""The attention function of the classes in this package. Ranks replace it by their own (core/own_class.py)."""
+"""The attention function of the classes in this package. Ranks replace it with their own (core/own_class.py)."""
 
 import torch
 import torch.nn.functional as F

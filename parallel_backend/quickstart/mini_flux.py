@@ -122,7 +122,7 @@ class SingleBlock(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """The layers around the attention of one of two streams."""
+    """The layers before and after attention for one of the two streams, image or text."""
 
     def __init__(self, width: int, head_size: int, operations: Any, **where: Any):
         super().__init__()
@@ -210,7 +210,7 @@ def normed(x_BSW: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> tor
 
 
 def fed(x_BSW: torch.Tensor, attended: torch.Tensor, feed: nn.Module, modulation: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add the outputs of attention and feed-forward to one of the two streams, and return it."""
+    """Return one of the two streams after the outputs of attention, then of the feed-forward, were added to it."""
     _, _, gate, shift, scale, feed_gate = modulation
     x_BSW = x_BSW + gate * attended
     return x_BSW + feed_gate * feed(normed(x_BSW, shift, scale))

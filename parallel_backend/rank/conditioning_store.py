@@ -50,7 +50,8 @@ class ConditioningStore:
     """Stores conditionings by the client's id."""
 
     def __init__(self, built: BuiltClass, device: torch.device, keeps_words: bool):
-        """`keeps_words`: store the keys of the text, if the class's text is steady (OwnLatent)."""
+        """`keeps_words`: store the text's keys and values. This has an effect only if they are equal in all calls
+        (OwnLatent.steady)."""
         self._built, self._device, self._keeps_words = built, device, keeps_words and built.own.steady
         self._held: dict[int, RankConditioning] = {}
 

@@ -52,8 +52,8 @@ class LoadedStage:
         """Load the rank's part of the checkpoint. Collective over all ranks, which first create and test the mesh's groups.
 
         `rank`: the rank's number among the ranks that have the model. `peers`: those ranks. `progress`: see StageWeights.
-        `heartbeat`: told of every block and wait. `copies`: to and from the rank's device, shared by all its models; None:
-        only for this model.
+        `heartbeat`: gets every block and every wait. `copies`: to and from the rank's device, shared by all its models;
+        None: only for this model.
         """
         self.rank, self.device, self._peers = rank, device, peers
         self.copies = copies or copies_of(device)

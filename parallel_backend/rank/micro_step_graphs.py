@@ -52,15 +52,15 @@ class MicroStepInputs:
     """Tensors on the rank's device that differ between micro-steps of a kind."""
 
     timestep: torch.Tensor
-    """As Step.timestep."""
+    """Like Step.timestep."""
     x: torch.Tensor
-    """As Step.x, in the rank's dtype."""
+    """Like Step.x, in the rank's dtype."""
     received: tuple[torch.Tensor, ...] = ()
     """Tensors received from the previous stage."""
 
     @property
     def form(self) -> tuple[Hashable, ...]:
-        """Shapes and dtypes of all tensors."""
+        """(Shape, dtype) of each input tensor, in order."""
         return tuple((tensor.shape, tensor.dtype) for tensor in self._tensors)
 
     def clone(self) -> "MicroStepInputs":

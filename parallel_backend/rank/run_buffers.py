@@ -27,7 +27,7 @@ class RunBuffers:
         self._runs[run.run] = run
 
     def close_run(self, run: int) -> int:
-        """Drop the run's buffers. Returns the largest bytes of all buffers together since the last `close_run`."""
+        """Drop the run's buffers. Returns the peak bytes of all runs' buffers together since the last `close_run`."""
         largest, self._largest = self._largest, 0
         self._runs.pop(run, None)
         self._drop(lambda key: key[0] == run)

@@ -67,7 +67,8 @@ class StageForward:
         self._stage, self._graphs = stage, graphs
 
     def compute(self, step: Step, conditioning: RankConditioning, buffer: KVBuffer | None) -> torch.Tensor:
-        """Output tokens [b, n, channels] on the last stage; on others without tokens. Starts sending to the next stage."""
+        """Return the output tokens [b, n, channels] on the last stage, a tensor without tokens on others. Starts sending to
+        the next stage."""
         stage = self._stage
         inputs = MicroStepInputs(to_device(step.timestep, stage.device), to_device(step.x, stage.device, stage.dtype))
         stage.module_cache.begin_step(step, whole=conditioning.is_whole(step))
@@ -142,7 +143,7 @@ class StageForward:
 
     def _among_all(self, own_x: torch.Tensor, conditioning: RankConditioning, form: StepForm) -> torch.Tensor:
         """Return the rank's tokens [b, m + a, c] among those of the whole latents [b, n, c]. Others are NaN: the prologue
-        runs whole, and what it makes of them is left out."""
+        computes all tokens, and its results for other tokens are not used."""
         pictures, tokens = form.pictures, conditioning.token_order.image
         x = own_x.new_full((len(own_x), tokens + conditioning.companion_tokens, own_x.shape[-1]), math.nan)
         x[:, pictures.slice] = own_x[:, : len(pictures)]
@@ -151,7 +152,8 @@ class StageForward:
         return x
 
     def _form(self, conditioning: RankConditioning, step: Step) -> StepForm:
-        """Return the form of a micro-step, made once: to read the structure, the host waits for the device."""
+        """Return the form of a micro-step. It is cached, because the host has to wait for the device to read the
+        structure."""
         key = step.tokens, step.entries
         if key not in conditioning.forms:
             conditioning.forms[key] = self._new_form(conditioning, step)
@@ -175,7 +177,7 @@ class StageForward:
         return StepForm(image, pictures, tensors, patching, structure, sizes, band, kernel, is_whole)
 
     def _arguments(self, conditioning: RankConditioning, form: StepForm) -> dict[str, Any]:
-        """Return the call's arguments by name, without latent and timestep. Also tells the blocks the call's band."""
+        """Return the call's arguments by name, without latent and timestep. Also passes the call's band to the blocks."""
         blocks = self._stage.blocks
         named: dict[str, Any] = {OPTIONS: {}} | from_tensors(form.tensors, form.structure)
         if form.band is not None and blocks.tokens is not None:

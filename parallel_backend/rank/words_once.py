@@ -15,8 +15,8 @@ class WordsOnce:
         self._decided: dict[int, Step] = {}  # by `seq`, the newest two: one is looked at before it is computed
 
     def of(self, step: Step) -> Step:
-        """Return the micro-step, without its text if that was computed before. With residuals of a ControlNet, which may
-        change the text, the keys and values hold for this call only, and overwrite those in its run's K/V buffer."""
+        """Return the micro-step, without its text if that was computed before. Residuals of a ControlNet may change the
+        text. The text's keys and values then are valid only for this call, and overwrite those in its run's K/V buffer."""
         if not step.with_text:
             return step
         if step.seq in self._decided:

@@ -273,7 +273,8 @@ class Worker:
         return held
 
     def _unload(self) -> None:
-        """Free the model that the present message is for. A message for no model frees all of them, and the VAE's part."""
+        """Free the model that the present message is for. A message that names no model frees all models, and the VAE's
+        part."""
         self._turn_to(None)
         for number in [number for number in self.engines if self._model in (None, number)]:
             self.engines.pop(number).close()

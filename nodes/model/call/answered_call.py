@@ -73,8 +73,8 @@ def answered(
 
 
 def _in_rank_form(stub: Stub, x: Any, given: NativeArguments, control: Any, is_carried: bool) -> RankCall:
-    """Return the call in the form of ranks and trials. Raises ValueError for arguments and controls that ranks do not
-    take."""
+    """Return ComfyUI's model call as a RankCall, which ranks and trials can use. Raises ValueError for arguments and
+    controls that ranks do not take."""
     latents, patching, adapter = given.latents, stub.checkpoint.built.patching, stub.adapter
     band = stub.band_of(latents, given.options)
     packed, timestep, told_form = in_form(x, given.timestep, patching.axes)

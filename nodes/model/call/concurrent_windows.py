@@ -42,13 +42,14 @@ class ConcurrentWindows(IndexListContextHandler):
 
     @classmethod
     def like(cls, handler: IndexListContextHandler) -> "ConcurrentWindows":
-        """Has the handler's class behind this one, and shares all attributes with the handler, such as its step."""
+        """Return an object of a class derived from this class and the handler's. It shares all attributes with the handler,
+        such as its step."""
         made: ConcurrentWindows = object.__new__(type(cls.__name__, (cls, type(handler)), {}))
         made.__dict__ = vars(handler)
         return made
 
     def execute(self, *arguments: Any, **named: Any) -> list[torch.Tensor]:
-        """As ComfyUI's."""
+        """Do the same as ComfyUI's method."""
         self._windows, self._ahead = [], {}
         try:
             return super().execute(*arguments, **named)
@@ -56,7 +57,7 @@ class ConcurrentWindows(IndexListContextHandler):
             del self._windows, self._ahead
 
     def get_context_windows(self, *arguments: Any, **named: Any) -> list[IndexListContextWindow]:
-        """As ComfyUI's."""
+        """Do the same as ComfyUI's method."""
         windows = super().get_context_windows(*arguments, **named)
         self._windows = list(enumerate(windows))
         return windows
@@ -64,7 +65,7 @@ class ConcurrentWindows(IndexListContextHandler):
     def evaluate_context_windows(
         self, calc_cond_batch, model, x_in, conds, timestep, windows, model_options, *arguments, **named
     ) -> list:
-        """As ComfyUI's, which asks for one window at a time."""
+        """Like ComfyUI's method, which asks for one window at a time."""
         ((first, _),) = windows
         if first not in self._ahead:
             evaluate, evaluation = super().evaluate_context_windows, Evaluation()
@@ -119,7 +120,7 @@ def sample_in_windows(executor, guider, sigmas, extra_args: dict[str, Any], *arg
 
 
 def is_independent(handler: Any) -> bool:
-    """Whether the handler is ComfyUI's, or another node's of which no window depends on the one before."""
+    """Whether the handler is ComfyUI's, or another node's whose windows do not depend on the one before."""
     if not isinstance(handler, IndexListContextHandler):
         return False
     own = all(getattr(type(handler), name) is getattr(IndexListContextHandler, name) for name in IN_ORDER)

@@ -60,9 +60,10 @@ log = logging.getLogger(__name__)
 class RemoteDiffusionModel(torch.nn.Module):
     """Answers ComfyUI's model call with the ranks' output. Has no parameters and no process.
 
-    A call of another structure than before is tried first. `weights`: names and shapes of the weights. `devices`: the
-    devices that the model may use. `setup.devices` are those that it does use: with degrees `auto`, AutoDegrees sets `setup`
-    before each run. `patchers_elsewhere`: see RemoteModelPatcher.get_nested_additional_models.
+    Before a call whose structure is new is sent to the ranks, a trial proves that ranks can run it (proofs.py). `weights`:
+    names and shapes of the weights. `devices`: the devices that the model may use. `setup.devices` are those that it does
+    use: with degrees `auto`, AutoDegrees sets `setup` before each run. `patchers_elsewhere`: see
+    RemoteModelPatcher.get_nested_additional_models.
     """
 
     on_ranks = True
@@ -90,7 +91,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The native model's class, which isinstance accepts in addition to the type: nodes tell models apart by it. Model
+        """The native model's class, which isinstance accepts in addition to the type: nodes distinguish models by it. Model
         Sparse Attention does. So do nodes that then change the inside of the model; those are refused by name."""
         return self.native
 
@@ -240,7 +241,7 @@ class RemoteDiffusionModel(torch.nn.Module):
                 vars(self).pop(made, None)
 
     def _patches_name(self) -> tuple[Any, ...] | None:
-        """Return a name for all patches of the run. None: there are no patches."""
+        """Return a key that distinguishes the run's set of patches from others. None: there are no patches."""
         run = self.run
         is_patched = run.patches or run.bypass_patches or run.hook_patches
         return (run.patches_uuid, *run.hook_patches) if is_patched else None
@@ -342,8 +343,8 @@ class RemoteDiffusionModel(torch.nn.Module):
     def prove(self, run: Callable[[dict[str, Any]], Any], channels: Sequence[int], bands: bool = True) -> str:
         """Have the class tried for a run before its model is loaded. Returns why `bands` are not proven. Empty: they are.
 
-        `run` makes the calls of a step with these entries of transformer_options; they return zeros. `channels`: of each of
-        the sampler's latents.
+        `run` makes a step's model calls with these entries added to transformer_options; the calls return zeros. `channels`:
+        of each of the sampler's latents.
         """
         self.run.whole_calls, self.run.unproven_bands = {} if bands else None, ""
         self.run.prepared.clear()  # another trial may be needed

@@ -82,8 +82,9 @@ def joined(outputs: Sequence[torch.Tensor | list[torch.Tensor]]) -> torch.Tensor
 
 
 def own_residuals(control: Control | None, x: torch.Tensor, bands: Patching | None) -> Residuals:
-    """A ControlNet's residuals for the latent `x`, by the names that ranks use. Raises ValueError for outputs of another
-    size. `bands`: the patching if the latent is, or has, bands. Tokens are then in its order, otherwise in raster order."""
+    """Return a ControlNet's residuals for the latent `x`, by the names that ranks use. Raises ValueError for outputs of
+    another size. `bands`: the patching if the latent is a band or is cut into bands. Tokens are then in the patching's
+    order, otherwise in raster order."""
     residuals = by_name(control or {})
     for residual in residuals.values():
         if side_of(residual, x.shape[2:]) is None or len(residual) != len(x):

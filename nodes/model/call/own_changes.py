@@ -106,8 +106,8 @@ class OwnChanges:
 
 
 def whole_call(call: Call, known: Call | None, sizes: tuple[int, ...], proof: Proof, asked: NodeChanges) -> Call:
-    """Return the whole latent's call, for that of a band. `known`: the call that was tried, if any. Raises NotLocal if it
-    differs."""
+    """Return the whole latent's call that belongs to `call`, which is that of a band. `known`: the tried call of the whole
+    latent, if any. Raises NotLocal if `known` does not have the form of `call`."""
     if known is None or form(known, sizes) != form(call, sizes) or (asked.of_batch and len(known.x) != len(call.x)):
         raise NotLocal(OTHER_CALL)
     return known if proof.batch or asked.of_batch else entry_of(known, 0)

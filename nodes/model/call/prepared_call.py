@@ -41,7 +41,7 @@ call."""
 
 @dataclass(frozen=True)
 class RankCall:
-    """A call of the native model in the form of ranks and trials (call_arguments.py)."""
+    """A call of the native model, with its arguments as ranks and trials get them (call_arguments.py)."""
 
     given: NativeArguments
     band: Band | None

@@ -61,7 +61,7 @@ class Proofs:
 
     def kept(self, key: Key, numbers: Mapping[str, Any], sizes: tuple[int, ...] | None = None) -> Proof | None:
         """Return the stored proof for a trial with this key, or one that also covers bands. None: there is none. `numbers`:
-        the call's. `sizes`: see kept_proof. None: only proofs that hold for all sizes count."""
+        the call's. `sizes`: see kept_proof. None: only proofs that are valid for all sizes count."""
         of_numbers = key, tuple(numbers.items())
         found = self.known.get(key) or self.known.get(of_numbers) or self.known.get((*of_numbers, sizes))
         with_bands = key[0], key[1], True, key[3]
@@ -69,7 +69,7 @@ class Proofs:
 
 
 class Stub(Protocol):
-    """The attributes of RemoteDiffusionModel by which its calls are tried and answered."""
+    """The attributes of RemoteDiffusionModel that trials and answers of its calls use."""
 
     checkpoint: Checkpoint
     setup: Setup

@@ -77,7 +77,8 @@ class ControlsHere:
         options: Mapping[str, Any],
         run: SamplingRun,
     ) -> Control | None:
-        """Return the outputs of ControlNets and of an image's Fun controls, which are in transformer_options."""
+        """Return `control`, the outputs of ControlNets, with the outputs of an image's Fun controls added. Fun controls are
+        entries of transformer_options."""
         if not (controls := fun_controls(self._own.kind, options)):
             return control
         assert context is not None, "calls of these models need a text"

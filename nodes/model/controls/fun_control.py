@@ -67,7 +67,7 @@ def additions(
     residuals: Control = {REFINERS: [], BLOCKS: []}
 
     def add(kind: str, arguments: dict[str, Any]) -> torch.Tensor:
-        """Call the controls behind one block. They add to `arguments["img"]`, which is zeros [B, T, C]."""
+        """Call the controls that follow one block. They add to `arguments["img"]`, which is zeros [B, T, C]."""
         residual = arguments["img"]
         for control in controls.get(kind, ()):
             control(dict(arguments))
@@ -75,7 +75,7 @@ def additions(
         return residual
 
     def refined(arguments: dict[str, Any]) -> dict[str, Any]:
-        """The patch behind a noise refiner, whose output the next refiner needs."""
+        """The patch that follows a noise refiner, whose output the next refiner needs."""
         zeros = torch.zeros_like(arguments["img"])
         return {"img": arguments["img"] + add(REFINERS, arguments | {"img": zeros})}
 

@@ -1,4 +1,4 @@
-"""The code of ComfyUI's classes for which a trial holds: modules, their imports, and the arguments that they read."""
+"""The code of ComfyUI's classes for which a trial is valid: modules, their imports, and the arguments that they read."""
 
 import ast
 import hashlib
@@ -68,7 +68,7 @@ def _file(folder: Path, module: str) -> Path | None:
 
 
 def _named(module: str, text: str, is_package: bool) -> Iterator[str]:
-    """Modules of PACKAGE that the code imports, or uses by full name without an import. Some names may not be modules."""
+    """Yield names of PACKAGE that the code imports, or uses with a full name without an import. Some may not be modules."""
     for statement in ast.walk(ast.parse(text)):
         if isinstance(statement, ast.ImportFrom):
             # Of a package's own file the first level is the package itself.

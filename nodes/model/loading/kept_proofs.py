@@ -27,8 +27,9 @@ def kept_proof(
 ) -> Proof:
     """The proof for calls of this structure from its file in `folder`. Without a file, `prove` finds it, and it is stored.
 
-    `numbers`: the call's numbers. A proof holds only for them, or for all numbers if it says so. `sizes`: the call's, see
-    is_of_sizes. A file holds for the class, its arguments and code, for PACKAGES, and for the code of the trial.
+    `numbers`: the call's numbers. A proof is valid only for them, or for all numbers if it says so. `sizes`: the call's, see
+    is_of_sizes. A file is valid for one class with its arguments and code, the versions of PACKAGES, and the code of the
+    trial.
     """
     encoding = Encoding((Proof,))
     of_all: dict[str, object] = {
@@ -51,8 +52,8 @@ def kept_proof(
 
 
 def is_of_sizes(proof: Proof) -> bool:
-    """Whether the proof only holds for calls of equal sizes: with more tokens more may be proven, as after a call for a
-    small area."""
+    """Whether the proof is valid only for calls of equal sizes, because it refuses something. A larger call, with more
+    tokens, may prove more, for example after a call for a small area."""
     return bool(proof.blocks) and any(why not in ("", NOT_TRIED) for why in (proof.sequence, proof.bands, proof.tensor))
 
 

@@ -52,7 +52,8 @@ class ModelFile:
 
 
 def open_file(path: Path, imported: Mapping[str, Any], enlarged: TensorSizes = ()) -> ModelFile:
-    """Open a single file for ranks that have ComfyUI `imported` in this way. Its header is read, but no weights.
+    """Open a single file for ranks. Its header is read, but no weights. `imported`: how ranks import ComfyUI, see
+    `importing`.
 
     Raises ValueError, beginning with the input's name, for a file that ranks cannot run, such as audio, 3D and tool models.
     `enlarged`: sizes of tensors that a LoRA enlarges.
@@ -100,7 +101,8 @@ def conversion_of(tensors: Mapping[str, torch.Tensor]) -> Conversion:
 
 
 def _of_transformer(rows: Mapping[str, int]) -> Conversion:
-    """Return the conversion of a transformer, found by having ComfyUI convert row numbers in place of weights."""
+    """Return how ComfyUI converts a transformer's tensors. To find it, ComfyUI's own function converts row numbers in place
+    of weights. `rows`: number of rows of each tensor, by key."""
     numbered, starts, start = {}, {}, 0
     for key, count in rows.items():
         numbered[key] = torch.arange(start, start + count)
@@ -172,7 +174,7 @@ def _model_file(contents: Contents, imported: Mapping[str, Any], enlarged: Tenso
 
 
 def _dtype_name(value: Any) -> str:
-    """Return a class's argument that JSON does not have, as text."""
+    """Return a dtype among a class's arguments as text, because JSON has no dtypes. Raises TypeError for any other value."""
     if isinstance(value, torch.dtype):
         return f"{DTYPE}{str(value).removeprefix('torch.')}"
     raise TypeError(type(value))

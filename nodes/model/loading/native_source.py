@@ -115,7 +115,7 @@ def _of_a_pack(module: str) -> bool:
 
 
 def give_back_memory(model: comfy.model_patcher.ModelPatcher, path: Path) -> None:
-    """Replace the native model's copies of the file's weights by views of the mapped file, which need no memory.
+    """Replace the native model's copies of the file's weights with views of the mapped file, which need no memory.
 
     ComfyUI keeps the loader's output as long as the workflow is open. The MODEL can still be sampled without ranks:
     ComfyUI's layers then convert weights that the loader had converted to fp32 at each use. Weights that ComfyUI has rounded

@@ -19,7 +19,8 @@ CHANGED = " without its shipped plan, which is for other code"
 def shipped_proof(own: OwnClass, asked: Asked, lists: Mapping[str, Sequence[str]]) -> tuple[Proof | None, str]:
     """(the proof by a shipped plan, its source as text for the report). None: no plan proves everything that is asked.
 
-    `lists`: the model's lists of blocks. Plans hold for the class's modules below ROOT at the time when they were created.
+    `lists`: the model's lists of blocks. Plans are valid for the class's modules below ROOT at the time when they were
+    created.
     """
     if not path_of(own).is_file():  # the digest reads the class's modules
         return None, ""

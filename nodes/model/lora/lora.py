@@ -198,7 +198,7 @@ def why_not(patch: Patch, shape: torch.Size) -> tuple[str, str] | None:
 
 
 def why_not_hooked(patch: Patch, shape: torch.Size) -> tuple[str, str] | None:
-    """As `why_not`, for a patch in a conditioning, whose strength may differ from call to call."""
+    """Like `why_not`, for a patch in a conditioning, whose strength may differ from call to call."""
     kind = patch[1].name.upper() if isinstance(patch[1], comfy.weight_adapter.WeightAdapterBase) else "a whole weight"
     for_all = "It would be computed again at each call. Use a LoRA, LoHa or LoKr file, or load this one for the whole model."
     if shape_after([patch], shape) != shape:

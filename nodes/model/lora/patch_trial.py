@@ -10,8 +10,8 @@ import torch
 from parallel_backend.core.short_text import short
 
 Patch = tuple[float, Any, float, tuple[int, int, int] | None, Callable[[torch.Tensor], torch.Tensor] | None]
-"""ComfyUI's patch: strength, adapter or ("diff", tensors) and the like, strength of the weight itself, (dim, start, length)
-of the part of the weight that it changes, function applied to the addition."""
+"""ComfyUI's patch, a tuple of five: strength; adapter, or a tuple such as ("diff", tensors); strength of the weight itself;
+(dim, start, length) of the part of the weight that it changes; function applied to the addition."""
 FAILS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """Errors that ComfyUI's functions raise for tensors with which they cannot compute."""
 
@@ -23,7 +23,7 @@ def shape_after(patches: Sequence[Patch], shape: torch.Size) -> torch.Size:
 
 def is_applied(patch: Patch, name: str, shape: torch.Size) -> bool:
     """Whether ComfyUI changes the weight `name` of this shape by the patch. It only logs a patch of another size. Raises
-    ValueError for the user for a patch with which ComfyUI itself fails."""
+    ValueError, with a text for the user, if ComfyUI itself fails with the patch."""
     strength, value, _, offset, function = patch
     if isinstance(value, comfy.weight_adapter.WeightAdapterBase):  # without alpha, by which OFT decides on values
         weights = tuple(0.0 if isinstance(each, int | float) else each for each in value.weights)
@@ -38,7 +38,7 @@ def is_applied(patch: Patch, name: str, shape: torch.Size) -> bool:
 
 
 def calculated(patch: Patch, weight: torch.Tensor, name: str, **more: Any) -> torch.Tensor:
-    """comfy.lora.calculate_weight. Raises ValueError for the user for a patch with which it fails."""
+    """Return the result of comfy.lora.calculate_weight. Raises ValueError, with a text for the user, if that fails."""
     try:
         return comfy.lora.calculate_weight([patch], weight, name, **more)
     except FAILS as error:

@@ -30,7 +30,7 @@ def stored_weights(weights: NativeWeights, what: str) -> dict[str, torch.Tensor]
 def key_patches(
     stored: Mapping[str, torch.Tensor], patches: Mapping[str, list[Patch]], prefix: str | None
 ) -> dict[str, list]:
-    """As ModelPatcher.get_key_patches: values and patches by key, which a merge adds to another MODEL."""
+    """Return the same as ModelPatcher.get_key_patches: values and patches by key, which a merge adds to another MODEL."""
     return {
         key: [(value, _as_it_is), *patches.get(key, ())]
         for key, value in stored.items()

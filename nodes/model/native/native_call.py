@@ -1,4 +1,4 @@
-"""Runs other nodes' wrappers around the native model's forward (ComfyUI's DIFFUSION_MODEL wrappers) around the ranks' call.
+"""Runs ComfyUI's DIFFUSION_MODEL wrappers, with which other nodes wrap the native model's forward, around the ranks' call.
 
 A wrapper gets the arguments that the native class's `forward` passes to its `_forward`, in that order. So that `forward` is
 called with RemoteDiffusionModel as `self`: it runs the wrappers, and inside them RemoteDiffusionModel._forward.

@@ -33,8 +33,8 @@ NATIVE = {
 
 
 def chosen_attention(override: Any, loaded: str) -> str | None:
-    """`BlockChanges.attention` for an override of ComfyUI's attention. None: the kernel is unknown. `loaded`: the
-    `attention` with which the ranks' model was loaded. It stays if both kernels are exact."""
+    """Return `BlockChanges.attention` for an override of ComfyUI's attention. None: the kernel is unknown. `loaded`: the
+    `attention` with which the ranks' model was loaded. If both kernels are exact, it is kept and the result is empty."""
     kernel = _kernel(override)
     if kernel is None:
         return None

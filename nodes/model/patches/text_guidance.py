@@ -1,6 +1,6 @@
 """Normalized attention guidance (NAG) in a model's cross-attention, as KJNodes' WanVideoNAG puts it on a MODEL.
 
-The node replaces the `forward` of each block's cross-attention by a function with a second text in its closure. Text and
+The node replaces the `forward` of each block's cross-attention with a function with a second text in its closure. Text and
 settings become conditioning for the ranks.
 """
 

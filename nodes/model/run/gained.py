@@ -69,8 +69,8 @@ class MeasuredRun:
         return f"{gain:.1f} x one {self._unit}" if fitting and credible(gain, self.setup.degrees.world) else ""
 
     def advice(self) -> str:
-        """Return a line with other degrees on the same devices that take a tenth less time than the run, both by their
-        predictions and by the run's seconds. Empty if there are none, or if `degrees` auto has chosen."""
+        """Return a line with other degrees on the same devices that take at least a tenth less time. They must do so against
+        the run's prediction and against its measured seconds. Empty if there are none, or if `degrees` auto has chosen."""
         calibration = self.calibration
         if calibration is None or len(self.calls) != 1 or self.setup.planned:
             return ""

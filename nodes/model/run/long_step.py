@@ -1,4 +1,4 @@
-"""Progress of a step that takes long: the first one of a run, and any in which ranks compile."""
+"""Progress of a long step: the first step of a run, or one in which ranks compile."""
 
 import weakref
 
@@ -8,11 +8,11 @@ from parallel_backend.wire.lifecycle import COMPILING
 from ...ui.loading_bar import Elapsed
 
 PATIENCE = 5
-"""Seconds after which the user is told that a step takes long."""
+"""Seconds after which the user is told that a step takes a long time."""
 
 
 def long_step(model: RemoteTransformer, first: bool) -> Elapsed:
-    """Return a poll for a run's calls of `model`, which tells the user why a step takes long. `first`: the model has
+    """Return a poll for a run's calls of `model`, which tells the user why a step takes a long time. `first`: the model has
     answered no call of the run so far."""
     before, of_model = model.answered if first else None, weakref.ref(model)
     return Elapsed(lambda: "" if (here := of_model()) is None else _why(here, before), PATIENCE)

@@ -55,8 +55,8 @@ def steps_of(options: Mapping[str, Any]) -> int:
 
 @dataclass
 class SamplingRun:
-    """State of a RemoteDiffusionModel since a patcher's pre_run. Its patchers (clones) all share the model. The patches are
-    those of the patcher. `bypass_patches`: its LoRAs in bypass mode, as patches by key."""
+    """State of a RemoteDiffusionModel since `pre_run` of a patcher. All clones of a patcher share the model, so the patches
+    here are those of the clone that runs. `bypass_patches`: LoRAs in bypass mode, as patches by key."""
 
     patcher: Callable[[], comfy.model_patcher.ModelPatcher | None] = lambda: None
     """Weak reference to the patcher."""

@@ -29,7 +29,7 @@ class CacheSettings:
 
 class SamplingCache:
     """Step cache of one sampling run, whole or in bands. `shapes`: of the run's latents; None until its sampler begins. The
-    first call for a part of the latents ends all forecasts, because the cache cannot tell the parts' histories apart."""
+    first call for a part of the latents ends all forecasts, because the cache cannot distinguish the parts' histories."""
 
     def __init__(self, settings: CacheSettings, model_sampling: Any):
         self.settings = settings

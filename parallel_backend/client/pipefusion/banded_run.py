@@ -75,8 +75,8 @@ class BandedRun:
     `companion_tokens`: number of tokens of its companion. `overlap`, `extrapolate`: see sampling.Step and OpenRun. `cache`:
     forecasts calls of as many bands. `poll` is called while ranks are asked for their free memory.
 
-    With `warm_up` the first call for a conditioning is exact, because its buffers have no keys yet. So is a call for a
-    conditioning that had no call at the previous timestep: its keys would be older than one step.
+    With `warm_up` the first call for a conditioning is exact, because its buffers have no keys yet. A call is also exact if
+    its conditioning had no call at the previous timestep: its keys would be older than one step.
 
     With displaced patches the run is one band of all rows, whose calls are stale unless they are exact. The first call for a
     conditioning is always exact, because a patch rank gets the other patches' keys only by an earlier call.
@@ -216,7 +216,7 @@ class BandedRun:
             raise
 
     def _incomplete(self) -> dict[tuple[int, int], _Request]:
-        """Return the requests of calls that some band still has no answer to."""
+        """Return the requests of calls for which at least one band has no answer yet."""
         answered = Counter(call for (call, _), request in self._requests.items() if request.future.done())
         return {key: request for key, request in self._requests.items() if answered[key[0]] < len(self.rows)}
 
@@ -227,7 +227,7 @@ class BandedRun:
                 self.lost = error
 
     def _post_what_can_go(self) -> None:
-        """As `_post_in_order`, but records lost ranks."""
+        """Like `_post_in_order`, but records lost ranks."""
         try:
             self._post_in_order()
         except (DeviceFull, RankLost) as error:

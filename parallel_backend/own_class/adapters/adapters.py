@@ -108,7 +108,7 @@ def adapt(kind: str, model: nn.Module) -> None:
 class QwenImageBlock(Form):
     """Qwen-Image's block with a mask of tokens [S] instead of `timestep_zero_index`, so that ranks can cut it by tokens.
 
-    The index is the number of the first reference token. That token and all behind it have timestep 0. transformer_options
+    The index is the number of the first reference token. That token and all after it have timestep 0. transformer_options
     has the token counts of all references.
     """
 
@@ -154,8 +154,8 @@ def by_token(both: torch.Tensor, at_zero_S: torch.Tensor) -> torch.Tensor:
 
 
 class CosmosPredict2Block(Form):
-    """Cosmos Predict 2's block with the timesteps of frames [B, T, D] as Indexed, which ranks cut by tokens. A rank's
-    tokens, all in one row of one frame, run as frames with one token each."""
+    """Cosmos Predict 2's block. Timesteps of frames [B, T, D] are passed as an `Indexed`, which ranks cut by tokens. A
+    rank's tokens, all in one row of one frame, run as frames with one token each."""
 
     def __call__(self, x, emb, *others, adaln_lora_B_T_3D=None, **named):
         if emb.shape[1] > 1:
@@ -186,7 +186,7 @@ class PixartAttention(Form):
 
 
 class PixartCrossAttention(Form):
-    """As `PixartAttention`, for attention to the text. The class has the text of all batch entries in one row."""
+    """Like `PixartAttention`, for attention to the text. The class has the text of all batch entries in one row."""
 
     def forward(self, x, cond, mask=None):
         if mask is not None:

@@ -45,7 +45,7 @@ class Beside(NamedTuple):
 @dataclass(frozen=True)
 class SameFrame:
     """Attention in which the video's queries see all of the video's keys and the pose's keys of their frame. The pose's
-    queries see all of the pose's keys. Heads have the video's channels, and the pose's behind them."""
+    queries see all of the pose's keys. Heads have the video's channels, then the pose's."""
 
     tokens: int
     """Number of tokens in a frame."""
@@ -158,7 +158,7 @@ class Animate2Model(Form):
         return self.time_projection(e.unflatten(0, (len(t), -1))).unflatten(2, (6, self.dim))
 
     def _text(self, context, image):
-        """(text tokens behind the image's tokens [B, T, D], number of the image's tokens). None: there is no image."""
+        """(text tokens after the image's tokens [B, T, D], number of the image's tokens). None: there is no image."""
         text = self.text_embedding(context)
         if image is None:
             return text, None

@@ -161,7 +161,7 @@ class LtxModel(Form):
 
 
 class LtxBlock(Form):
-    """LTX-2's block with timesteps of frames as Indexed. Its options carry what its attention needs."""
+    """LTX-2's block. Timesteps of frames are passed as an `Indexed`. Its options carry what its attention needs."""
 
     def __call__(self, x, **named):
         return super().__call__(x, **{name: indexed(value) for name, value in named.items()})
@@ -188,7 +188,7 @@ class LtxBlock(Form):
 
 
 def indexed(value: Any) -> Any:
-    """Return a CompressedTimestep as Indexed. Other values are returned as they are."""
+    """Return an `Indexed` for a CompressedTimestep. Other values are returned as they are."""
     if type(value).__name__ != "CompressedTimestep":
         return value
     if value.patches_per_frame == 1 or value.num_frames == 1:

@@ -70,7 +70,7 @@ class MinimaxH3Block(Form):
 
 
 RowRuns = tuple[tuple[int, int, Any], ...]
-"""(first token, token behind the last one, row of a table) for all tokens in order. A tensor has the row of each token."""
+"""(first token, token after the last one, row of a table) for all tokens in order. A tensor has the row of each token."""
 
 
 @functools.lru_cache(maxsize=4)

@@ -68,8 +68,8 @@ def causal_of(attend: Callable[..., torch.Tensor]) -> Causal:
 
 
 class QwenImage21Model(Form):
-    """Qwen-Image 2.1's model with reference images at any positions in the text. The class needs them in order; a trial has
-    less text and random positions."""
+    """Qwen-Image 2.1's model with reference images at any positions in the text. The class needs sorted positions inside the
+    text; a trial has less text and random positions."""
 
     def build_sequence(self, x, context, ref_latents, image_slots):
         places = sorted(min(place, context.shape[1]) for place in image_slots)

@@ -23,7 +23,7 @@ EVERY = 5
 """Every EVERY-th block has a module after it that attends to faces."""
 OF_FACE = re.compile(r"^blocks\.(\d+)\.face\.")
 MOTION = "parallel_dit_motion"
-"""Option of Wan Animate's blocks: the motion of the frames, as Indexed."""
+"""Option of Wan Animate's blocks: the motion of the frames, an `Indexed`."""
 
 
 class WanModel(Form):
@@ -52,8 +52,8 @@ def with_frequency(
 
 
 class WanBlock(Form):
-    """Wan's block with the timesteps of frames [B, F, 6, D] as Indexed. In all blocks the rotary table has a row for every
-    token."""
+    """Wan's block. If frames have different timesteps, their vectors [B, F, 6, D] are passed as an `Indexed`, which ranks
+    can cut by tokens. In all blocks the rotary table has a row for every token."""
 
     def __call__(self, x, e, freqs, **named):
         if e.shape[1] > 1:
@@ -67,8 +67,8 @@ class WanBlock(Form):
 
 
 class WanAnimateModel(WanModel):
-    """As `WanModel`, but it takes the result of `face_motion` instead of `face_pixel_values`. The option MOTION then has the
-    motion of each frame, and for each token the number of its frame."""
+    """Like `WanModel`, but it takes the result of `face_motion` instead of `face_pixel_values`. The option MOTION then has
+    the motion of each frame, and for each token the number of its frame."""
 
     def face_motion(self, face_pixel_values):
         """Motion [B, 1 + f / FACES, 5, D] of the latent's frames, zeros in the first, from [B, 3, f, FACE_SIDE, FACE_SIDE].
@@ -107,8 +107,8 @@ def name_of_face(name: str) -> str:
 
 
 class WanAnimateBlock(Form):
-    """Wan Animate's block. It also runs its `face`, if it has one: each token attends to the motion of its frame. The mask
-    is over all frames' motion, which every rank has, because a rank's tokens may belong to any frames."""
+    """Wan Animate's block. If the block has a module `face`, that runs after it: each token attends to the motion of its
+    frame. The mask is over all frames' motion, which every rank has, because a rank's tokens may belong to any frames."""
 
     def forward(self, x, transformer_options=None, **named):
         options = dict(transformer_options or {})

@@ -38,7 +38,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class TorchLayers:
-    """Replaces ComfyUI's `operations` by torch's layers, because ranks do not need ComfyUI's casts of weights."""
+    """Replaces ComfyUI's `operations` with torch's layers, because ranks do not need ComfyUI's casts of weights."""
 
     Linear, Embedding, RMSNorm = FusedLinear, Embedding, RMSNorm
     Conv1d, Conv2d, Conv3d = nn.Conv1d, nn.Conv2d, nn.Conv3d

@@ -184,7 +184,8 @@ class BuiltClass:
         return found if len(found) == len(cut) else []
 
     def noise(self, shape: tuple[int, ...]) -> Latents:
-        """Random latents of a model call; the first has this shape. Nested latents without proven bands are packed."""
+        """Random latents of a model call; the first has this shape. Nested latents without proven bands are one packed
+        tensor, as in ComfyUI's calls."""
         if self.call is not None and LATENTS in self.call.named and self.patching.companion is None:
             return (torch.randn(shape[0], *self.call.x.shape[1:]),)
         return tuple(map(torch.randn, self.patching.usual(shape)))

@@ -81,7 +81,8 @@ def _counts_of(
     shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...],
     numbers: tuple[tuple[str, bytes], ...] = (),
 ) -> Counts | None:
-    """As `counts_of`, from hashable values. `numbers`: name and bytes of the first entry of each integer tensor."""
+    """Return the counts as `counts_of` does, from hashable values that a cache can use as a key. `numbers`: name and bytes
+    of the first entry of each integer tensor."""
     structure = json.loads(text)
     tensors = {name: torch.empty(1, *shape, dtype=dtype, device="meta") for name, shape, dtype in shapes}
     for name, values in numbers:
@@ -100,8 +101,8 @@ def _counts_of(
 
 
 def counted(own: OwnClass, call: Call) -> Counts | None:
-    """Return the counts of the call's first batch entry, without values. If the class needs them, integers in host memory
-    keep theirs, such as types of text tokens. None: the class does not run in this way."""
+    """Return the counts of the call's first batch entry, from a run with meta tensors. If the class fails without values, it
+    runs again with the values of integer tensors in host memory, such as types of text tokens. None: it fails then too."""
     tensors = pytree.tree_leaves(dict(call.named))
     has_numbers = any(isinstance(each, torch.Tensor) and _is_whole(each) and not each.is_meta for each in tensors)
     with _LOCK:

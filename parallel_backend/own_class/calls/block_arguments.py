@@ -59,7 +59,8 @@ def token_count(shape: Sequence[int], cut: OwnSlice) -> int:
 
 def token_axes(shape: Sequence[int], other: Sequence[int], batch: int) -> tuple[int, int]:
     """Return (first axis of tokens, number of such axes) of a stream: all axes except the batch and the channels, which are
-    last. `other`: the stream's shape in a call with other numbers of tokens. Raises Unproven if the axes cannot be told."""
+    last. `other`: the stream's shape in a call with other numbers of tokens. Raises Unproven if the axes cannot be found
+    out."""
     axes = len(shape) - 2
     if axes == 1:
         return 1, 1

@@ -23,7 +23,7 @@ TIME_DTYPE = "times"
 """Entry of STRUCTURE: name of the timestep's dtype. The class may compute in it, while ranks receive float32."""
 LATENT = "latent"
 """Entry of STRUCTURE: channels, (frames,) rows and columns of the whole latent. Empty if there are several latents, or if a
-call only tells how many whole tokens there are."""
+call only determines the number of whole tokens."""
 STRUCTURE = "structure"
 """Conditioning tensor [B, n] int32, equal for all batch entries: JSON of all arguments except tensors, see `to_tensors`."""
 TENSOR, SHARED, PLAIN, DICT = "tensor", "shared", "plain", "dict"
@@ -44,7 +44,7 @@ def to_tensors(arguments: Mapping[str, Any], timestep: torch.Tensor, latent: Seq
     """Return a call's arguments as conditioning tensors, and STRUCTURE.
 
     Values are tensors, None, numbers, strings, and lists and dictionaries of them. Raises ValueError with the argument's
-    name for others. `timestep`: [B], of which only the dtype is stored. `latent`: see LATENT.
+    name for others. `timestep`: [B]; only its dtype is stored. `latent`: see LATENT.
     """
     return tensors_in(arguments, len(timestep)) | {STRUCTURE: _structure(arguments, timestep, latent)}
 

@@ -202,7 +202,8 @@ class Patching:
         return torch.cat([band[0] for band in bands], dim=self.band_dim), *bands[0][1:]
 
     def usual(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the shapes of a call's latents, if the first has this shape and the companion has its usual sizes."""
+        """Return the shapes of a call's latents for a first latent of this shape. The companion, if there is one, has its
+        usual sizes."""
         return [shape] if self.companion is None else [shape, (shape[0], *self.companion.sizes)]
 
     @functools.cached_property

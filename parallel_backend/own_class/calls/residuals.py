@@ -46,7 +46,7 @@ class ReadResiduals(list[Any]):
 
 def adding(residuals: Sequence[torch.Tensor | None], read: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
     """Return a patch that adds residual number "block_index" to the tokens "img" [B, n + m, hidden] in place, as ComfyUI's
-    does. `read`: see ReadResiduals. The residual covers the latent's n tokens; the m tokens behind them stay."""
+    does. `read`: see ReadResiduals. The residual covers the latent's n tokens; the m tokens after them stay."""
 
     def patch(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         index, img_BSD = arguments["block_index"], arguments["img"]

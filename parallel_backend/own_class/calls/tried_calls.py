@@ -114,7 +114,7 @@ def with_tried_blocks(options: Mapping[str, Any], seed: int = 0) -> dict[str, An
 
 
 def with_tensors_told(call: Call) -> Call:
-    """Return the call with all tensors of ComfyUI's transformer_options among the entries that ranks get."""
+    """Return a copy of the call in which ranks also get all tensors in ComfyUI's transformer_options."""
     told = {name: value for name, value in call.options.items() if isinstance(value, torch.Tensor)}
     others = {name: value for name, value in call.options.items() if name not in told}
     return dataclasses.replace(call, named={**call.named, OPTIONS: call.named.get(OPTIONS, {}) | told}, options=others)
@@ -134,7 +134,7 @@ def numbers_of(call: Call) -> dict[str, int | float]:
 
 
 def with_numbers(call: Call, numbers: Mapping[str, float]) -> Call:
-    """Return the call with these numbers in place of its own. The names are those of `numbers_of`."""
+    """Return a copy of the call with `numbers` in place of its own numbers. Keys are those of `numbers_of`."""
     named = dict(call.named)
     for path, number in numbers.items():
         name, _, key = path.partition("/")

@@ -41,7 +41,8 @@ def is_attention(value: Any) -> bool:
 
 
 def module_global(kind: type, name: str) -> Any:
-    """Return the object with this name in the module of class `kind`. An attention function may be replaced at present."""
+    """Return the present value of this global in the module of class `kind`. An attention function may be a replacement
+    (_Replaced)."""
     return vars(sys.modules[kind.__module__])[name]
 
 
@@ -110,7 +111,8 @@ class _Replaced:
                 names[name] = self._replacements[value]
 
     def _modules_changed(self) -> bool:
-        """Whether a module was replaced by another one, or has more names because another thread was importing it."""
+        """Whether sys.modules has another module under a name, or a module has other names in it, because another thread
+        imported it."""
         now = sys.modules.get
         return any(
             now(place) is not module or len(vars(module)) != names for place, (module, names) in self._modules.items()

@@ -64,7 +64,7 @@ class BandTokens:
     companion: int = 0
     """Number of tokens of the second latent (audio)."""
     ahead: int = 0
-    """Number of reference tokens before the latent's, if there are others behind the latent. Otherwise 0."""
+    """Number of reference tokens before the latent's, if there are others after the latent. Otherwise 0."""
     alone: bool = False
     """Whether this is a patch of naive patches, which sees no other patch. Then it has text tokens wherever it begins."""
     words_have_run: bool = False
@@ -187,7 +187,7 @@ class BandTokens:
         return sum(self.others(stream, tokens[stream]) for stream in streams)
 
     def in_buffer(self, streams: Sequence[int], tokens: Mapping[int, int], device: torch.device) -> torch.Tensor:
-        """[n] int64: numbers of these streams' tokens in the buffer's order. Streams are counted one behind the other."""
+        """[n] int64: numbers of these streams' tokens in the buffer's order. Streams are counted one after the other."""
         words: list[torch.Tensor] = []
         latents: list[torch.Tensor] = []
         start = 0

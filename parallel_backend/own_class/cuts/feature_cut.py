@@ -320,7 +320,8 @@ def _of_heads(run: BlockRun, name: str, ranks: int, units: int) -> Place | None:
 
 
 def _of_input(run: BlockRun, name: str, ranks: int, of_heads: int, widths: Sequence[int]) -> Place | None:
-    """Return a layer's input, whole or in two parts, one as wide as attention's output. None: it cannot be cut."""
+    """Return how a layer's input is cut: as one part, or as two parts, of which one has the width of attention's output.
+    None: it cannot be cut."""
     total = run.inputs[name][0].shape[-1]
     choices = [
         (total,),

@@ -1,4 +1,4 @@
-"""Replaces the `forward` of modules by other functions."""
+"""Replaces the `forward` of modules with other functions."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack

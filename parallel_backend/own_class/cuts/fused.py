@@ -32,7 +32,7 @@ def rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
 
 
 def halves_rotated(x: torch.Tensor, turns: Rotation) -> torch.Tensor:
-    """As `rotated`, but channels i and i + D / 2 are a pair."""
+    """Like `rotated`, but channels i and i + D / 2 are a pair."""
     if (kernel := _kernel("apply_rope_split_half1", x)) is not None:
         return kernel(x.contiguous(), turns)
     first, second = x.float().unflatten(-1, (2, -1)).unbind(-2)
@@ -73,7 +73,7 @@ def normed_and_rotated(
 def normed_and_partly_rotated(
     query: torch.Tensor, key: torch.Tensor, norms: tuple[Any, Any], turns: Rotation
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `normed_and_rotated`, but only a head's first r channels are rotated, with i and i + r / 2 as pairs. r comes from
+    """Like `normed_and_rotated`, but only a head's first r channels are rotated, with i and i + r / 2 as pairs. r comes from
     `turns`, and may be less than D. The result may share memory with `query` and `key`."""
     of_queries, of_keys = norms
     turning = 2 * turns.shape[-3]
@@ -105,11 +105,11 @@ def gated(x: torch.Tensor, gate: torch.Tensor, out: torch.Tensor) -> torch.Tenso
 
 
 Runs = Sequence[tuple[int, int, Any]]
-"""(first token, token behind the last one, row of their vectors) for all tokens in order. A tensor has each token's row."""
+"""(first token, token after the last one, row of their vectors) for all tokens in order. A tensor has each token's row."""
 
 
 def modulated_in_runs(norm: Any, x: torch.Tensor, scales: torch.Tensor, shifts: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """As `modulated`, but each run of tokens has its own row of the vectors [r, C]."""
+    """Like `modulated`, but each run of tokens has its own row of the vectors [r, C]."""
     out, scales = norm(x), 1 + scales
     for start, stop, row in runs:
         torch.addcmul(shifts[row], out[:, start:stop], scales[row], out=out[:, start:stop])
@@ -117,7 +117,7 @@ def modulated_in_runs(norm: Any, x: torch.Tensor, scales: torch.Tensor, shifts: 
 
 
 def gated_in_runs(x: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, runs: Runs) -> torch.Tensor:
-    """As `gated`, but each run of tokens has its own row of the gates [r, C]. The result overwrites `out`."""
+    """Like `gated`, but each run of tokens has its own row of the gates [r, C]. The result overwrites `out`."""
     for start, stop, row in runs:
         torch.addcmul(x[:, start:stop], gates[row], out[:, start:stop], out=out[:, start:stop])
     return out

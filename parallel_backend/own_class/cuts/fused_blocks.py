@@ -111,7 +111,8 @@ class FusedKrea2Attention(Form):
 
 
 class FusedKrea2Modulation(Form):
-    """Multiplies the norms' weights, 1 + their scales, into the modulation: bands of a call share the products."""
+    """Multiplies the modulation's factors, 1 + scale, by the norms' weights, 1 + the norm's scale. Bands of a call share the
+    products."""
 
     def forward(self, vec, *scales_of_norms):
         vectors = super().forward(vec)

@@ -51,7 +51,7 @@ GUIDED = "parallel_dit_guided"
 OUTPUT = "attn1_output_patch"
 """ComfyUI's kind of patch that gets the output of attention."""
 IMAGE = "img_slice"
-"""Entry in the options that such a patch gets: (first image token, token behind the last one)."""
+"""Entry in the options that such a patch gets: (first image token, token after the last one)."""
 Sum = Callable[[torch.Tensor], torch.Tensor]
 """Sums tensors over the ranks that have other heads."""
 

@@ -123,7 +123,7 @@ class StageBlocks:
         return self._cut.residual(residual_BND, is_cut=self._next > 0 and not self._leaves)
 
     def _residual_of_all(self, residual_BSD: torch.Tensor, tokens: int) -> torch.Tensor:
-        """As `_residual`, for a residual of AROUND. `tokens`: the block's number of tokens."""
+        """Like `_residual`, for a residual of all tokens of a block (residuals.AROUND). `tokens`: their number."""
         if self._cut is None or self._leaves:
             return fitted(residual_BSD, tokens)
         return self._cut.residual_of_all(residual_BSD)
@@ -134,7 +134,7 @@ class StageBlocks:
         self._undo.close()
 
     def wrap(self, block: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace the block's forward by `wrapper(its forward)`. Exchanges between stages and ranks stay outside of it."""
+        """Replace the block's forward with `wrapper(its forward)`. Exchanges between stages and ranks stay outside of it."""
         self._forwards[block] = wrapper(self._forwards[block])
 
     def _run(self, number: int, *args: Any, **kwargs: Any) -> Any:

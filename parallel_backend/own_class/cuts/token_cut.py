@@ -167,7 +167,8 @@ class TokenCut(ABC):
         return part if cut.axes == 1 else part.unflatten(cut.axis, (*(1,) * (cut.axes - 1), -1))
 
     def rows_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the value as [B, S, D]. Its axes of tokens may be several, as in the stream that entered."""
+        """Return the value as [B, S, D]. It may have several axes of tokens, such as rows and columns, like the stream that
+        entered."""
         return in_rows(value, self._axes[value.ndim].cut) if value.ndim in self._axes else value
 
     def of_rows(self, rows_BSD: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -275,7 +276,7 @@ class TokenCut(ABC):
         return torch.cat([self.rows(streams, rank, device) for rank in range(self.ranks.size)])
 
     def picks(self, streams: Sequence[int], rank: int, stand_ins: bool = False) -> list[Pick]:
-        """As `rows`, but consecutive rows are a span, which avoids a copy. `stand_ins`: include this rank's."""
+        """Like `rows`, but consecutive rows are a span, which avoids a copy. `stand_ins`: include this rank's."""
         key = PICKS, tuple(streams), rank, stand_ins
         if key not in self._known:
             found: list[Pick] = []
@@ -334,8 +335,8 @@ class TokenCut(ABC):
         return bool(self.blocks[number].leaving or self.blocks[number].placed)
 
     def leave(self, out: Any, is_known: bool = True) -> Any:
-        """Return the output of the block that runs, in the shape for all tokens, if `leaves` is true for it. It has all
-        ranks' tokens; if the block has `placed`, only this rank's, and NaN for others. Not `is_known`: all are NaN."""
+        """Return the output of the present block, for which `leaves` is true, in the shape for all tokens. The tokens of all
+        ranks are gathered. If the block has `placed`, other ranks' tokens are NaN instead. Not `is_known`: all are NaN."""
         values, streams_of = (out,) if isinstance(out, torch.Tensor) else out, self.block.placed or self.block.leaving
         whole: list[torch.Tensor | None] = []
         for number, (value, streams) in enumerate(zip(values, streams_of, strict=True)):
@@ -367,7 +368,7 @@ class TokenCut(ABC):
         return torch.cat([parts[stream] for stream in streams], dim=1)
 
     def by_stream(self, value: torch.Tensor, streams: Sequence[int]) -> dict[int, torch.Tensor]:
-        """`value` split by stream. It has this rank's tokens of these streams, one stream behind the other."""
+        """`value` split by stream. It has this rank's tokens of these streams, one stream after the other."""
         return dict(zip(streams, value.split(self._computed_rows(streams), dim=1), strict=True))
 
     def _gathered(self, value: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:

@@ -82,7 +82,7 @@ class Plan:
     arguments: str
     """JSON of the constructor's arguments that can matter, without `depths`."""
     depths: tuple[str, ...]
-    """Names of arguments that are numbers of blocks. The plan holds for any values of them."""
+    """Names of arguments that are numbers of blocks. The plan is valid for any values of them."""
     form: str
     """For this field and the next two see Asked."""
     options: tuple[str, ...]
@@ -99,7 +99,7 @@ class Plan:
     """The proof without its blocks."""
 
     def serves(self, kind: str, arguments: Mapping[str, Any], asked: Asked) -> bool:
-        """Return whether the plan holds for this call. `arguments`: the constructor's arguments that can matter."""
+        """Return whether the plan is valid for this call. `arguments`: the constructor's arguments that can matter."""
         numbers = {name: value for name, value in asked.numbers.items() if name not in self.proof.numbers}
         same = (self.kind, self.arguments) == (kind, without(arguments, self.depths))
         same = same and (self.form, self.times) == (asked.form, asked.times)

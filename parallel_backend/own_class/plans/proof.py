@@ -52,7 +52,7 @@ class Proof:
             )
 
     def is_of_all(self, numbers: Collection[str]) -> bool:
-        """Return whether the proof holds for calls with any values of these numbers."""
+        """Return whether the proof is valid for calls with any values of these numbers."""
         return set(numbers) <= set(self.numbers)
 
 

@@ -49,7 +49,7 @@ from parallel_backend.own_class.trials.token_trial import WORDS, Runs
 ROWS = 3, 3, 5
 """Maximum frames, rows and columns of tokens of the second call. They are odd, so that padding by the class shows."""
 FEW_ROWS = 3, 3, 3
-"""As ROWS, for a call with which only the first and the last band are tried."""
+"""Like ROWS, for a call with which only the first and the last band are tried."""
 OUTSIDE = 99
 """Seed of the random values outside of a band."""
 
@@ -98,8 +98,8 @@ def check_in_bands(
 def runs_of_bands(
     model: nn.Module, blocks: Sequence[OwnBlock], latent: OwnLatent, actual: Call
 ) -> Iterator[Callable[[TensorRank], list[torch.Tensor]]]:
-    """For each band, the run of a call like `actual`, which TensorSharing tries. It returns the band's part of the
-    output."""
+    """Yield, for each band, a function that runs the band of a call like `actual` on a given tensor rank and returns the
+    band's part of the output. TensorSharing calls it."""
     runs = Runs(model, blocks)
     call = drawn(_odd(runs, actual, latent), 1)
     whole, outside = runs.noted(call), drawn(call, OUTSIDE).x

@@ -1,4 +1,4 @@
-"""Trials of changes inside a class that other nodes ask for, made with the tried model of the class's own trial (trial.py).
+"""Trials of changes that other nodes make inside a class. They use the same small model as the class's own trial (trial.py).
 
 They are skipped blocks (skip layer guidance) and guided attention (guided_attention.py) by ComfyUI's NAGuidance or KJNodes'
 WanVideoNAG. A separate test without a model shows that our guidance function computes the same as ComfyUI's.
@@ -54,8 +54,8 @@ class Shown:
 
 
 class ChangeTrial(ABC):
-    """The trial of a change for calls like `call`, also at `times`. `proof`: of these calls without the change. `tensor`:
-    number of ranks that share layers. `poll`: see `trial`."""
+    """The trial of a change that a node makes, for calls like `call` at its own timestep and at `times`. `proof`: proof for
+    such calls without the change. `tensor`: number of ranks that share layers. `poll`: see `trial`."""
 
     fails: str
     """Beginning of the message if the class raises an error."""
@@ -78,7 +78,8 @@ class ChangeTrial(ABC):
 
     @abstractmethod
     def tried(self) -> Shown:
-        """Return the result for the tried model. Raises Unproven if ranks would give a wrong result."""
+        """Try the change on `short.model` and return the result. Raises Unproven if ranks would compute something
+        different."""
 
     def shown(self) -> Shown:
         """Return the result for a narrower model. If that proves nothing, the result at the class's own width."""
@@ -297,7 +298,8 @@ Node = Callable[[nn.Module, torch.Tensor], Callable[..., torch.Tensor]]
 
 
 class TrialOfSecondText(_Guiding):
-    """The trial of WanVideoNAG's second text. `settings`: those with which `node` guides, see second_text.SETTINGS."""
+    """The trial of WanVideoNAG's second text. `settings` [B, 3]: scale, tau and alpha of the guidance, which `node` has
+    too."""
 
     fails = "it does not run with a second text"
 

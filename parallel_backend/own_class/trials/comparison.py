@@ -86,7 +86,7 @@ class NotedAttention:
     out: torch.Tensor
     masked: bool
     key_mask: torch.Tensor | None
-    """As AttentionCall.key_mask. Also None if the mask is not a mask of keys."""
+    """Like AttentionCall.key_mask. Also None if the mask is not a mask of keys."""
 
     def of_tensor_rank(self, rank: TensorRank, call: AttentionCall) -> "NotedAttention":
         """Return the part with a tensor rank's heads. `call`: the rank's own call."""
@@ -168,7 +168,8 @@ class ComparedRank(TokenCut):
         self._leaving: dict[int, torch.Tensor] = {}  # by stream: the whole's tokens of the value that leaves
 
     def noted(self) -> NotedAttention:
-        """Return the uncut run's values for the present attention call."""
+        """Return the recorded values of the uncut run for the present attention call. Raises Unproven if the uncut run has
+        no such call."""
         calls = self._noted.calls[self.number]
         if self.attended > len(calls):
             raise Unproven(f"{self.block.name} attends more often if its tokens are cut")

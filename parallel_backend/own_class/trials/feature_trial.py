@@ -54,7 +54,7 @@ class _Values:
         return value
 
     def next(self) -> torch.Tensor:
-        """Return the uncut run's value that belongs to the rank's present one."""
+        """Return the recorded value of the uncut run at the point that the rank has reached."""
         self._next += 1
         if self._next > len(self._whole):
             raise Unproven(f"{self.name} is called more often if it is cut")
@@ -112,7 +112,7 @@ class _LayerOfRank:
         return whole
 
     def _made_up(self, _layer: nn.Module, _given: tuple, out: torch.Tensor) -> torch.Tensor:
-        """Forward hook of a layer whose outputs are summed or gathered: replaces them by the uncut run's."""
+        """Forward hook of a layer whose outputs are summed or gathered: replaces them with the uncut run's."""
         return self._whole_of(out).clone() if self._cut.kind == CutKind.GATHER.value else self._values.add(out)
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class _LayerOfRank:
 
 
 def _layers(module: nn.Module, blocks: Sequence[OwnBlock]) -> Iterator[tuple[str, OwnCut, nn.Module]]:
-    """(name, cut, layer) of each layer in these blocks of the module that ranks share."""
+    """Yield (name, cut, layer) of each layer in the module's `blocks` that tensor parallelism cuts."""
     for block in blocks:
         for cut in block.cuts:
             name = f"{block.name}.{cut.layer}".removeprefix(".")
@@ -181,8 +181,8 @@ def _tensors(out: Any) -> list[torch.Tensor]:
 
 
 class TensorSharing:
-    """How `ranks` tensor ranks share the layers of a tried model's blocks, found by the first of `calls`. Raises Unproven if
-    they cannot share them, or if one of the calls gives a wrong result."""
+    """Finds, with the first of `calls`, how `ranks` tensor ranks can share the layers of a tried model's blocks. Raises
+    Unproven if they cannot share them, or if one of the calls gives a wrong result."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[OwnBlock], calls: Sequence[Call], ranks: int):
         self._model, self._ranks = model, ranks
@@ -192,7 +192,7 @@ class TensorSharing:
             self.check_call(call)
 
     def check_call(self, call: Call) -> None:
-        """As `check`, for a run of this call with all tokens in one stage."""
+        """Like `check`, for a run of this call with all tokens in one stage."""
         self.check(lambda _rank: call.run(self._model, options=False))
 
     def check(self, run: Run) -> None:
@@ -200,7 +200,7 @@ class TensorSharing:
         check_shared(self._model, self._shared, run, self._ranks)
 
     def check_all(self, runs: Iterable[Run]) -> None:
-        """As `check`, for each of these runs."""
+        """Like `check`, for each of these runs."""
         for run in runs:
             self.check(run)
 
@@ -284,7 +284,8 @@ def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[i
 def _settings(
     block: nn.Module, amounts: Mapping[int, int], tables: Mapping[int, Sequence[tuple[int, int]]]
 ) -> Iterator[tuple[tuple[tuple[str, str, int], ...], tuple[tuple[int, int], ...]]]:
-    """Combinations of attributes and arguments to divide over ranks, in the order in which they are tried.
+    """Yield combinations of attributes and arguments whose values are divided by the number of ranks, in the order in which
+    they are tried.
 
     The first one has all attributes whose value is in `amounts`, and none of the `tables`. The next ones have one attribute
     less or one axis of tables more, and so on."""

@@ -174,7 +174,8 @@ class _LatentSearch:
         """The streams of the unchanged call."""
 
     def rasters(self) -> list[_Raster]:
-        """The latent's tokens, for each time that tokens enter the blocks. Raises Unproven if they are not a raster."""
+        """Return the latent's tokens, for each time that tokens enter the blocks. Raises Unproven if they are not a regular
+        grid."""
         sides = self._call.latents[0].shape
         changed = [[self._by_latent(0, axis, index) for index in range(sides[axis])] for axis in range(2, len(sides))]
         return [_Raster.of(changed, self.first, streams) for streams in entries_of(self._runs.blocks)]
@@ -200,7 +201,7 @@ class _LatentSearch:
         return f"b {names} -> b ({tokens}) ({channels})", {stream: rows}
 
     def hints(self, found: _Raster) -> list[int]:
-        """Return other streams with one token for each of the latent's tokens, which change with images in the arguments.
+        """Return other streams that have one token for each of the latent's tokens, and depend on images in the arguments.
         Bands split them like the latent's."""
         changed, all_rows = self._by_images(), tuple(range(found.count))
         beside = (stream for stream in entries_of(self._runs.blocks)[0] if stream != found.stream)

@@ -1,4 +1,5 @@
-"""Checks whether a proof made with some calls of a class also holds for others: with other numbers, or at another width."""
+"""Checks whether a proof made with some calls of a class is also valid for other calls: with other numbers, or at another
+width."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -57,11 +58,11 @@ def check_proven(
     with_tokens: Sequence[Call],
     time: Sequence[float] = (),
 ) -> None:
-    """Raise Unproven if a proof made with other calls does not hold for these.
+    """Raise Unproven if a proof made with other calls is not valid for these.
 
     `noted`: a call and the uncut model's output. `with_tokens`: calls to run with cut tokens. `actual`: calls like it run in
-    bands. If the proof does not cover whole batches, `with_tokens` and `actual` get one entry each. `time`: timestep of the
-    bands; if given, only the first and the last rank are tried.
+    bands. If the proof does not cover whole batches, only the first batch entry of `with_tokens` and `actual` is run.
+    `time`: timestep of the bands; if given, only the first and the last rank are tried.
     """
     proof, blocks = tried
     if not proof.stages:

@@ -92,8 +92,9 @@ def with_arguments(own: OwnClass, changes: Mapping[str, int]) -> OwnClass:
 
 
 def _factors(heads: Mapping[str, int], tensor: int) -> list[int]:
-    """Factors to try: the largest for the highest number of heads and its divisors, such as key heads; the largest for all;
-    and the largest that keeps the key heads."""
+    """Return the factors to try. A factor divides numbers of `heads`. At most three are tried: the largest that fits the
+    highest number and its divisors, such as key heads; the largest that fits all numbers; and the largest that leaves key
+    heads as they are."""
     most = max(heads.values(), default=1)
     keys = [value for value in heads.values() if most % value == 0]
     found = []
@@ -269,8 +270,8 @@ MOST_BLOCKS = 16
 
 
 def shallower(own: OwnClass, lists: Mapping[str, Sequence[str]]) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
-    """(arguments with which the class has shorter lists, list -> its length), the shortest first. The shortest list has
-    FEWEST_BLOCKS and others twice as many, or all lists are shorter by the same factor."""
+    """Yield (arguments with which the class has shorter lists of blocks, list -> its length), the shortest first. The
+    shortest list has FEWEST_BLOCKS and others twice as many, or all lists are shorter by the same factor."""
     lengths = {name: len(blocks) for name, blocks in lists.items()}
     numbers = numbers_of_class(own)
     depths = {name: value for name, value in numbers.items() if value in lengths.values() and DEPTH.search(name)}

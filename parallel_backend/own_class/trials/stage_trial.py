@@ -119,8 +119,8 @@ def check_calls_apart(model: nn.Module, fresh: nn.Module, calls: Sequence[Call])
 
 
 def _stay_alike(model: nn.Module, calls: Sequence[Call]) -> bool:
-    """Whether outputs stay the same although calls have written into their tensor arguments, as when a class writes the same
-    padding in each call."""
+    """Whether outputs stay the same although calls have written into their tensor arguments. They do, for example, if the
+    class writes the same padding in each call."""
     given = [copied(call.named) for call in calls]
     for call in (*calls, *reversed(calls)):
         for first, written in zip(calls, given, strict=True):

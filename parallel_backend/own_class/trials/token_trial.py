@@ -51,7 +51,7 @@ def are_cut(blocks: Sequence[OwnBlock]) -> bool:
 
 
 class Learning(ComparedRank):
-    """The run of the last rank, which finds the cut of the tokens. Afterwards `blocks` have it.
+    """The run of the last rank. It finds how tokens are cut, and writes that into `blocks`.
 
     `another`: an uncut run with other numbers of tokens. `order`: the streams' order in tables of all tokens. `ends`:
     numbers of the blocks after which tokens are gathered. `placed`: whether all other blocks have OwnBlock.placed. `local`:

@@ -66,15 +66,15 @@ from parallel_backend.own_class.trials.stage_trial import (
 from parallel_backend.own_class.trials.token_trial import WORDS, Runs, Size, are_cut, cut_tokens, runs_of_ranks
 
 FEW = 4, WORDS
-"""As SIZES, for the one call that is tried at the class's own width."""
+"""Like SIZES, for the one call that is tried at the class's own width."""
 RUNS, AT_WIDTH = 600, 80
-"""Expected runs of models and blocks in a trial, and in its second part at the class's own width, which takes the fraction
-HALF of the time."""
+"""Expected runs of models and blocks: in a trial, and in its second part, which is at the class's own width. The second part
+takes the fraction HALF of the time."""
 HALF = 0.5
 LONG_SKIPS = "its blocks read other blocks' outputs, and it needs all tokens between them"
 LEAST_SHARE = 0.75
-"""Lists of blocks with a smaller fraction of the parameters are not chosen to make bands possible, because all other blocks
-run whole on every stage."""
+"""Minimum fraction of the parameters that chosen lists of blocks have. Smaller lists are not chosen to make bands possible,
+because all other blocks run whole on every stage."""
 
 
 @dataclass(frozen=True)
@@ -242,8 +242,8 @@ class _Trial:
         return tuple(blocks), why_not(partial(check_staged, model, blocks, [(call, call.run(model))]))
 
     def at_width(self, own: OwnClass, found: Found, factor: int, call: Call) -> Proof:
-        """Return the proof of a `factor` times narrower model, at the class's own width. Raises Unproven if nothing was
-        proven, or if a call at the last timestep gives a wrong result at the own width."""
+        """Return the proof `found` for a model that is `factor` times narrower, changed to the class's own width. Raises
+        Unproven if nothing was proven, or if a call at the last timestep gives a wrong result at that width."""
         short, options = found.short, found.proof.options
         if not found.proof.blocks:
             raise Unproven(found.proof.stages)

@@ -155,7 +155,7 @@ class KVBuffer:
         return tuple(x_BShD.data_ptr() for layer in self.layers.values() for x_BShD in (layer.k_BShD, layer.v_BShD))
 
     def slots(self) -> dict[int, LayerBuffer]:
-        """Return layer -> a copy of its host state, for `restore`."""
+        """Return a shallow copy of each layer's buffer, for `restore`."""
         return {number: replace(layer) for number, layer in self.layers.items()}
 
     def follow(self, layers: Iterable[int]) -> None:

@@ -37,7 +37,8 @@ class InFull:
 
 
 class ByRows:
-    """Attention by the call's rule, which needs the numbers of rows. Block-sparse attention does not support such calls."""
+    """Attention by the call's rule, which says from the row numbers of a query and a key whether the query sees the key.
+    Block-sparse attention does not support such calls."""
 
     def __init__(self, in_full: Form, sparse_calls: SparseCalls):
         self._in_full, self._sparse_calls = in_full, sparse_calls
@@ -97,7 +98,8 @@ class StageAttention:
         self._sparse = Sparse(self._in_full, self.sparse_calls, running)
 
     def kernel_of(self, call: AttentionCall, step: AttentionStep) -> Form:
-        """Return the form that computes a call, once this rank has its queries and keys."""
+        """Return the form that computes the call: by rows, block-sparse, or in full. It gets the queries and keys of this
+        rank."""
         if call.rule is not None:
             return self._by_rows
         return self._in_full if step.sparse is None else self._sparse

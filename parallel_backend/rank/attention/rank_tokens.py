@@ -101,7 +101,8 @@ class RankTokens(TokenCut):
         return self._form.attend(at, q_BQHD, call.k_BKHD, call.v_BKHD)
 
     def numbers(self, at: LayerCall, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See context.TokenNumbers. Queries are those after Ulysses' gather, keys are those known so far."""
+        """Return token numbers, see context.TokenNumbers: those of the queries after Ulysses' gather, and of the keys known
+        so far."""
         of_queries, of_keys, in_bands = at.spec.queries, at.spec.keys, at.step.in_bands
 
         def query_numbers() -> torch.Tensor:

@@ -45,7 +45,8 @@ Places = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows of all ranks go in the order of blocks. Rows are those after Ulysses' gather, in rank order."""
+    """The order of blocks: which row of all ranks is at which position. Rows are those after Ulysses' gather, in rank
+    order."""
 
     source_N: torch.Tensor | None
     """[N] int64: row at each position of the blocks; -1: an empty position. None: the rows are in order."""
@@ -146,7 +147,7 @@ class SparseStep:
         return Layout(source, place, lengths, (0, before), (0, before))
 
     def lacks(self, q_BShD: torch.Tensor) -> str:
-        """As `refusal`, for these queries."""
+        """Return why ComfyUI would use dense attention for these queries (see `refusal`). Empty: it would not."""
         return refusal(q_BShD.device, q_BShD.dtype, q_BShD.shape[-1], self.settings.cubes)
 
     def attend(

@@ -25,8 +25,8 @@ LEAST_WORK = 1 << 14
 
 
 class HeadGroup(NamedTuple):
-    """The heads that ranks attend with at one time. If each rank has at least as many heads as groups, no rank's part is
-    empty."""
+    """The heads that ranks compute together, in one exchange. If each rank has at least as many heads as groups, no rank's
+    part is empty."""
 
     spans: tuple[Span, ...]
     """Each rank's heads."""
@@ -107,7 +107,7 @@ def _start_apart(
     traffic: Traffic,
     codec: Codec | None,
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """As `start_sequence_to_heads`, if ranks differ in heads or tensors in tokens: each rank gets its parts one after
+    """Like `start_sequence_to_heads`, if ranks differ in heads or tensors in tokens: each rank gets its parts one after
     another."""
     batch, _, _, size = tensors_BsHD[0].shape
     heads = group.heads[axis.index]

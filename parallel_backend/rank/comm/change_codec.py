@@ -97,8 +97,8 @@ class ChangeCodec:
 
 @dataclass
 class Held:
-    """The reconstructions of all ranks' values on an axis, bitwise the same on every rank. They start exact. `parts`: by
-    index on the axis, each [..., D] and contiguous. Each gather changes them."""
+    """The reconstructed values of all ranks of an axis, bitwise the same on every rank. They start as exact copies; each
+    gather adds the encoded changes to them. `parts`: by index on the axis, each [..., D] and contiguous."""
 
     codec: ChangeCodec
     parts: list[torch.Tensor]
@@ -119,7 +119,7 @@ class Held:
 
 @dataclass
 class ChangeGathering:
-    """As collectives.Gathering. Each must be waited for once, in the order in which gatherings were started."""
+    """Like collectives.Gathering. Each must be waited for once, in the order in which gatherings were started."""
 
     held: Held
     gathering: Gathering
@@ -127,7 +127,7 @@ class ChangeGathering:
     """This rank's index on the axis."""
 
     def wait_pending(self) -> None:
-        """Wait until the transfer is over."""
+        """Wait until the transfer has ended."""
         self.gathering.wait_pending()
 
     def wait(self) -> list[torch.Tensor]:

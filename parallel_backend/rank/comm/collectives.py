@@ -89,7 +89,7 @@ class Gathering:
     transfer: Transfer | None
 
     def wait_pending(self) -> None:
-        """Wait until the transfer is over."""
+        """Wait until the transfer has ended."""
         if self.transfer is not None:
             self.transfer.wait()
             self.transfer = None

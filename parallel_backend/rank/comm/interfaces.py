@@ -26,7 +26,7 @@ def check_named(variable: str, value: str) -> None:
 
 
 def interface_towards(address: tuple[str, int]) -> str | None:
-    """Return the interface by which this machine reaches an IPv4 address. None if it cannot be told."""
+    """Return the interface by which this machine reaches an IPv4 address. None if it cannot be found out."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # a datagram socket sends nothing here, it only picks its route
         return interface_with(probe.getsockname()[0])

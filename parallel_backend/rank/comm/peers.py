@@ -134,14 +134,15 @@ class Peers:
                 try_sum(axis, values, self._device)
 
     def _meet(self) -> None:
-        """Wait for all ranks by the store, without a limit. Otherwise a rank in its next trial would take a rank that is
-        still blocked in this one for a broken link."""
+        """Wait at the rendezvous, without a time limit, until all ranks have ended this test. A rank that began the next
+        test early would report a broken link to a rank that is still in this one."""
         with self._guard.waiting():
             self._rendezvous.check()
             self._rendezvous.meet()
 
     def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers that each of `ranks` passes, in their order. Uses the store, because a part has no communicator."""
+        """Return the numbers that each of `ranks` passes, in their order. Uses the rendezvous, because a part of a pool has
+        no communicator."""
         assert self.place is not None
         with self._guard.waiting():
             return self._rendezvous.tell_all(self.place, numbers)

@@ -54,7 +54,7 @@ class Recorder:
             self._read_events(self.BATCH)
 
     def drain(self, kind: int) -> float:
-        """As `seconds`, but the sum starts again at zero."""
+        """Like `seconds`, but the sum starts again at zero."""
         seconds = self.seconds(kind)
         self._seconds.pop(kind, None)
         return seconds

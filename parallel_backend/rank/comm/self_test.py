@@ -1,7 +1,8 @@
 """Tests the links between ranks with every kind of transfer that a run uses, before weights are read.
 
-Direct access between consumer GPUs may be reported as working and still hang, or transfer wrong values, if an IOMMU or PCIe
-ACS is switched on (nccl-tests #117). So received values are checked, and the first transfer has a shorter time limit.
+Direct access between consumer GPUs may be reported as working, and still hang or transfer wrong values. This happens if an
+IOMMU or PCIe ACS is switched on (nccl-tests #117). So received values are checked, and the first transfer has a shorter time
+limit.
 
 NCCL creates a group's communicator at the group's first transfer, connects two ranks at their first send (nccl
 src/enqueue.cc), and connects for a sum once it takes an algorithm, which depends on the size. Each connection takes device

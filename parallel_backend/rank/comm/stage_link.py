@@ -14,7 +14,7 @@ PIPE = "pipe"
 
 
 class StageLink:
-    """A stage's links to its neighbours. Receives can be posted ahead. Sent tensors are kept until their transfer is over.
+    """A stage's links to its neighbours. Receives can be posted ahead. Sent tensors are kept until their transfer has ended.
     `before`, `after`: the links to the previous and next stage, None at the pipeline's ends."""
 
     def __init__(self, before: LinkEnd | None, after: LinkEnd | None, device: torch.device, traffic: Traffic):

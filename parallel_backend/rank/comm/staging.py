@@ -1,7 +1,7 @@
 """Copies through host memory for Gloo transfers of CUDA tensors, because Gloo only reads and writes host memory.
 
 Copies are page-locked if that is safe, which makes them several times faster. torch keeps page-locked memory for the next
-copy of about the same size, so it takes as much memory as the largest set of transfers that was ever in progress.
+copy of about the same size. It therefore takes as much memory as the largest set of transfers that was ever in progress.
 """
 
 from collections.abc import Sequence

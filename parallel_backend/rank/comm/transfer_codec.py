@@ -40,8 +40,8 @@ class Codec:
     def start_all_to_all(
         self, size: int, x_N: torch.Tensor, send: list[int], receive: list[int], axis: Axis, traffic: Traffic
     ) -> Callable[[], torch.Tensor]:
-        """As collectives.start_all_to_all, with packed values. The returned function waits for [sum(receive)]. `size`:
-        values of a head. A rank's part for itself is not packed."""
+        """Start collectives.start_all_to_all with packed values. Returns a function that waits and returns the unpacked
+        values [sum(receive)]. `size`: number of values of a head. A rank's part for itself is not packed."""
         sent, received = ([self.nbytes(n, size) for n in counts] for counts in (send, receive))
         sent[axis.index] = received[axis.index] = 0
         packed_Y = torch.empty(sum(sent), dtype=torch.uint8, device=x_N.device)

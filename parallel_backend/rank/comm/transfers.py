@@ -70,7 +70,7 @@ class Traffic:
         self.recorder = Recorder(self.clock.now if self.clock.on_stream else None)
 
     def mark(self, at: "float | torch.cuda.Event", waiting: bool = False, idle: bool = False) -> None:
-        """On CUDA, tell the heartbeat the device's state from the event `at` on, see Heartbeat.mark."""
+        """On CUDA, pass the device's state from the event `at` on to the heartbeat, see Heartbeat.mark."""
         if self.clock.on_stream:
             self.heartbeat.mark(functools.partial(_passed, at, self._device), waiting, idle)
 

@@ -89,8 +89,8 @@ def new_file() -> int:
 def open_arena(layout: Layout, process: int, handle: int) -> Arena:
     """Return the arena in the file that another process of this user on this machine has open as `handle`.
 
-    The first rank sets the file's size, for good. Raises OSError if this process may not open the file, ValueError if the
-    file was created for another layout.
+    The first rank sets the file's size, which then never changes. Raises OSError if this process may not open the file,
+    ValueError if the file was created for another layout.
     """
     import fcntl
 

@@ -17,7 +17,7 @@ RESERVE = 1 << 28
 class PageLocks:
     """Page-locks blocks until the driver refuses one, then stops.
 
-    The driver does not tell its limit. Under WSL 2 it is 0.5 to 1 GiB for all blocks and copies together. Blocks that are
+    The driver does not report its limit. Under WSL 2 it is 0.5 to 1 GiB for all blocks and copies together. Blocks that are
     not page-locked are copied more slowly, and the host may wait meanwhile. To be used only by the computing thread.
     """
 

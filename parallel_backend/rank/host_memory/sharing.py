@@ -62,7 +62,7 @@ class Meeting:
 
 
 def this_machine() -> int:
-    """63 bits that are equal for processes that see each other's handles. NOWHERE if the system does not tell."""
+    """63 bits that are equal for processes that see each other's handles. NOWHERE if the system does not show this."""
     if sys.platform != "linux":
         return NOWHERE
     try:

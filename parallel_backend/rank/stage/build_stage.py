@@ -126,7 +126,7 @@ class OwnLink:
 
 
 def attend_over_ranks(stage: Stage, context: AttentionContext, ranks: SequenceCut | None, gate: str = "") -> StageAttention:
-    """Return the stage's attention; its blocks attend by it from now on.
+    """Return the stage's attention, which its blocks use from now on.
 
     `ranks`: the cut by which blocks compute this rank's tokens only, and in a run of bands those of the band. None: all
     tokens. `gate`: adapters.Adapter.gate, empty if there is none.

@@ -53,7 +53,7 @@ class Compiler:
 
     def __init__(self, blocks: Mapping[str, nn.Module], ranks: int, heartbeat: Heartbeat, wrap: Wrap):
         """`blocks`: by name in the model, with weights and tensor plan in place. `ranks`: number of ranks on this machine.
-        `heartbeat`: told while a graph is compiled."""
+        `heartbeat`: reports that a graph is being compiled."""
         self.graphs, self._failed, self._heartbeat = 0, False, heartbeat
         trace_attention_by(_attend)
         # Settings of the process, equal for all of its models. After an error in tracing torch warns and runs the code.
@@ -90,7 +90,7 @@ class Compiler:
 
 
 def _stays_outside(module: nn.Module) -> bool:
-    """Whether a module has transfers, hooks, its own forward, which torch would trace again for every block, or a packed
-    weight."""
+    """Whether a module must run outside of graphs, because it has transfers, hooks, a packed weight, or a forward of its
+    own. torch would trace such a forward again for every block."""
     opaque = isinstance(module, (PackedLinear, SharedRMSNorm, CachedModule)) or "forward" in vars(module)
     return opaque or bool(module._forward_hooks or module._forward_pre_hooks)

@@ -45,7 +45,7 @@ class RankLinear(FusedLinear):
         return rows, columns
 
     def pack(self, packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> None:
-        """Replace the weight by `packed` [out, n] uint8. `dtype`: the dtype of the layer's input."""
+        """Replace the weight with `packed` [out, n] uint8. `dtype`: the dtype of the layer's input."""
         del self.weight
         self.__class__ = PackedLinear
         self.packed = nn.Parameter(packed, requires_grad=False)

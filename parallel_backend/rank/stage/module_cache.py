@@ -94,7 +94,7 @@ class ModuleCache:
                 del kept[key]
 
     def forget(self) -> None:
-        """Drop all outputs, because weights have changed or a run is over."""
+        """Drop all outputs, because weights have changed or a run has ended."""
         self._forget_call()
         self._places.clear()
         self._texts.clear()

@@ -99,7 +99,8 @@ class VAEPart:
             self.model.to(self.dtype)
 
     def _alone(self, x: torch.Tensor, part: torch.Tensor, trial: RunVAE) -> tuple[torch.Tensor, str]:
-        """(the whole output for x, why the rank's part of x cannot be computed as a band). Tried without other ranks."""
+        """Return (the whole output for x, the reason if the rank's part of x cannot be computed as a band). It is tried
+        without other ranks: this rank is its own neighbour."""
         bands = OwnNeighbour(Axis("rows", 1, 0, (self.rank,), None), self.traffic)
         try:
             whole = self._computed(x, replace(trial, sizes=()))

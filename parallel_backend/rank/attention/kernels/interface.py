@@ -15,5 +15,5 @@ say `masks` always get None. `scale` None: D ** -0.5.
 AttendLse = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float | None], tuple[torch.Tensor, torch.Tensor]
 ]
-"""As Attend, but also returns the natural logarithm of the sum of the scores' exponentials, [B, Q, H] float32. Entries whose
-mask leaves no key get zeros and -inf."""
+"""Like Attend, but also returns the natural logarithm of the sum of the scores' exponentials, [B, Q, H] in float32. Entries
+whose mask leaves no key get zeros and -inf."""

@@ -16,8 +16,8 @@ def attend(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
 
 
 def attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
-    """Raises TypeError if the installed release returns no log-sum-exp: release 1 ignores the option and returns the
-    output."""
+    """See interface.AttendLse. Raises TypeError if the installed release returns no log-sum-exp: release 1 ignores the
+    option and returns the output."""
     from sageattention import sageattn
 
     if "return_lse" not in inspect.signature(sageattn).parameters:
@@ -42,7 +42,8 @@ class Variant:
         return out_BQHD, lse_BHQ.transpose(1, 2)
 
     def _call(self, q_BQHD, k_BKHD, v_BKHD, scale, **options):
-        """Raises ImportError if the installed release has no such function."""
+        """Return the result of the package's function `_name`. Raises ImportError if the installed release does not have
+        it."""
         import sageattention
 
         function = getattr(sageattention, self._name, None)

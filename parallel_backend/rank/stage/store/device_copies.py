@@ -13,10 +13,10 @@ from parallel_backend.wire.diagnosis import DeviceMemoryReport
 
 
 class Ticket:
-    """A copy to wait for. This class stands for one that is over."""
+    """A copy to wait for. The base class represents a copy that has ended: its methods return at once."""
 
     def wait(self) -> None:
-        """Order everything that the rank computes from now on after the copy. On CUDA the host does not wait."""
+        """Make everything that the rank computes from now on wait for the copy. On CUDA the host does not wait."""
 
     def finish(self) -> None:
         """Return when the copy is done. Then its source may be overwritten, and the host may read its destination."""

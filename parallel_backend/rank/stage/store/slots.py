@@ -115,7 +115,8 @@ class Slots:
         return copied, self._traffic.recorder.drain(FETCH)
 
     def _fetch(self, slot: _Slot, number: int) -> None:
-        """Start to copy group `number` of the slot's turns, which go round, unless it is there already."""
+        """Start to copy group `number` of the slot's turns, unless the slot has it already. After the last turn follows the
+        first."""
         group = slot.turns[number % len(slot.turns)]
         if group is slot.group:
             return

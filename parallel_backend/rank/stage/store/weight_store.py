@@ -24,7 +24,7 @@ class WeightStore:
     """The weights of one model on a rank."""
 
     def __init__(self, copies: DeviceCopies, host: HostStore, traffic: Traffic, resident: int | None = None):
-        """`resident`: as Load.resident, for `load`. None: all weights are on the device."""
+        """`resident`: the limit that `load` applies, see Load.resident. None: all weights are on the device."""
         self._copies, self._host, self._slots = copies, host, Slots(copies, traffic)
         self._heartbeat = traffic.heartbeat
         self._resident = resident
