@@ -285,7 +285,8 @@ def _cut(layer: str, kind: CutKind, sizes: tuple[int, ...], units: tuple[int, ..
 
 
 def _units_of(size: int, ranks: int, of_heads: int, goes_with_heads: bool = False) -> int:
-    """Units to split `size` features into, see OwnCut: even shares, or the heads' units. 0: ranks cannot share them."""
+    """Return the number of units that `size` features are split in, see OwnCut. Ranks get even shares or whole heads. 0:
+    ranks cannot share the features."""
     if of_heads % ranks and size % of_heads == 0 and (goes_with_heads or size % ranks):
         return of_heads
     if size % ranks == 0:
