@@ -100,7 +100,7 @@ class ParallelSelfTest:
 
 
 def own_model(model: RemoteModelPatcher) -> OwnModel:
-    """Return how a MODEL is called. Raises ValueError if it has not been called yet."""
+    """Return the class, the last call and the timesteps of a MODEL. Raises ValueError if it has not been called yet."""
     stub = remote_stub(model)
     if (call := stub.checkpoint.built.call) is None:
         raise ValueError(

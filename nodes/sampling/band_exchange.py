@@ -84,8 +84,8 @@ class BandExchange:
 
 
 def moved(values: Mapping[int, torch.Tensor], times: Mapping[int, float], last: int, turn: int) -> torch.Tensor:
-    """Return a band's tensor of turn `last`, extrapolated linearly to the timestep of `turn` from the last two different
-    timesteps. `values` and `times` have the last REACH turns."""
+    """Return an estimate of a band's tensor at the timestep of `turn`, if the newest known one is from turn `last`. It is
+    extrapolated linearly from the last two different timesteps. `values` and `times` have the last REACH turns."""
     earlier = range(last - 1, turn - REACH - 1, -1)
     before = next((at for at in earlier if at in values and times[at] != times[last]), None)
     if last == turn or before is None:

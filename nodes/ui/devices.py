@@ -54,7 +54,8 @@ def why_hidden() -> str:
 def half_dtypes(devices: tuple[str, ...]) -> tuple[str, ...]:
     """Half dtypes (HALVES) that all GPUs among the devices compute in, by ComfyUI's tests and options (--force-fp16 ...).
 
-    GPUs of a Ray cluster are not tested and count as able. A ComfyUI under --cpu cannot test GPUs, so torch is asked.
+    GPUs of a Ray cluster are not tested; they are assumed to compute in both. A ComfyUI under --cpu cannot test GPUs, so
+    torch is asked.
     """
     local = [name for name in devices if device_kind(name) == "cuda" and not on_ray(name)]
     if host().kind != "cuda":

@@ -1,4 +1,4 @@
-"""Checks a device's attention kernels, by the same trials as a rank does before it uses them
+"""Checks a device's attention kernels with the same trials that a rank makes before it uses them
 (rank/attention/kernel_choice.py)."""
 
 import torch

@@ -22,7 +22,7 @@ class Reader:
     """Reads parts of parameters from a checkpoint's file.
 
     Every part is copied from the mapped file to its final memory, on a device through a little page-locked memory. An
-    intermediate copy of its own would leave holes in the heap, which the process keeps after the weights are freed.
+    intermediate copy would leave holes in the heap, which the process keeps after the weights are freed.
     """
 
     def __init__(self, checkpoint: Checkpoint, file: MappedFile):

@@ -294,7 +294,8 @@ def _method(name: str, layer: str, wish: Any) -> str:
 
 
 def check_own_arguments(name: str, arguments: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raise ValueError, which names the argument, if the class would build more than the file `name` has tensors for.
+    """Raise ValueError, which names the argument, if an argument would make the class larger than the tensors of the file
+    `name`.
 
     `arguments`: those of the class in the file's header, which ComfyUI passes on unchecked. `shapes`: shapes of its tensors.
     """

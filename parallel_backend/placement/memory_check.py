@@ -1,7 +1,8 @@
 """Checks whether a model, or a run of it, fits its ranks' devices, before anything is allocated.
 
-Weights, keys and values, and the hidden states that every block has are certain: a run without room for them is refused, and
-the error names the widgets that help. The whole estimate may be off by half: a run that exceeds it gets a warning.
+The bytes of weights, of keys and values, and of the hidden states of every block are certainly needed: a run without room
+for them is refused, and the error names the widgets that help. The estimate of everything may be wrong by half: if it
+exceeds the memory, the run only gets a warning.
 """
 
 import logging

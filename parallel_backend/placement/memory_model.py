@@ -112,8 +112,9 @@ class Request:
 
 
 def step_tokens(image: int, rows: int, text: int, entries: int, stages: int, bands: int) -> tuple[int, int]:
-    """Return tokens, over all entries, of a whole call's micro-step and of the largest band's, see banded_run.cut_rows.
-    `rows`: token rows of the image, or frames, that bands cut. A whole call's entries go through a pipeline one by one."""
+    """Return (tokens of a micro-step of a whole call, tokens of the largest band's micro-step). Tokens of several batch
+    entries are added up. See banded_run.cut_rows. `rows`: token rows of the image, or frames, that bands cut. A whole call's
+    entries go through a pipeline one by one."""
     whole = (entries if stages == 1 else 1) * (image + text)
     if bands == 1:
         return whole, whole

@@ -93,7 +93,7 @@ def _times_as_slow(first: Device, another: AnotherGpu) -> float:
 
 
 def _scaled(cost: DeviceCost, fixed: float, token: float) -> DeviceCost:
-    """Return the cost with both parts of each BlockCost times these factors."""
+    """Return the cost with each BlockCost's `fixed` and `token` multiplied by these factors."""
 
     def scaled(part: BlockCost) -> BlockCost:
         return replace(part, fixed=fixed * part.fixed, token=token * part.token)

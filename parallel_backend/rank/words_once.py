@@ -32,7 +32,7 @@ class WordsOnce:
         return decided
 
     def close_run(self, run: int) -> None:
-        """A run's buffers are dropped, and stored keys of calls outside of runs too: their text is computed again."""
+        """Forget which texts were computed in this run and outside of runs: their keys and values are dropped."""
         self._drop(lambda key: key[0] in (0, run))
 
     def drop_conditioning(self, conditioning: int) -> None:

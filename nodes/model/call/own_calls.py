@@ -162,8 +162,8 @@ def is_sparse(options: Mapping[str, Any]) -> bool:
 def _code_of_calls(own: OwnClass) -> str:
     """Return the code that can call a patch of another node: the class's module and those that it imports.
 
-    A patch of a kind that this code does not name has no effect, as natively. The module of UNets' blocks is left out,
-    unless the class has such blocks."""
+    A patch of a kind that this code does not name has no effect, as in ComfyUI itself. The module of UNets' blocks is left
+    out, unless the class has such blocks."""
     used = {type(module).__module__ for module in build(own).modules()}
     return "\n".join(text.decode() for name, text in class_code(own, helpers=False) if name != OF_UNETS or name in used)
 

@@ -75,7 +75,7 @@ class TextGuidance:
 
 
 def tried_guidance(guidance: TextGuidance) -> TextGuidance:
-    """`guidance` with other settings; each of them has an effect."""
+    """Return `guidance` with the settings of a trial: each of them has an effect there."""
     scale, tau, alpha = SETTINGS
     return replace(guidance, scale=scale, tau=tau, alpha=alpha)
 

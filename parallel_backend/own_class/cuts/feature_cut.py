@@ -60,7 +60,8 @@ class BlockRun:
     def note_layer(
         self, name: str, _layer: nn.Module, given: tuple, more: dict[str, Any], out: torch.Tensor
     ) -> torch.Tensor:
-        """Forward hook of a linear layer: records its input, and its output as a leaf. Skips calls with named arguments."""
+        """Forward hook of a linear layer: records its input, and makes its output a leaf of autograd. Skips calls with named
+        arguments."""
         if more or len(given) != 1:
             return out
         self.inputs.setdefault(name, []).append(given[0])
@@ -78,7 +79,7 @@ class BlockRun:
         return self.norms[name][-1] * 1
 
     def attend(self, function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Replaces ComfyUI's attention function: records the heads, and the output as a leaf."""
+        """Replaces ComfyUI's attention function: records the heads, and makes the output a leaf of autograd."""
         call, name = attention_call(function, *args, **kwargs), f"attention {len(self.heads)}"
         self.heads[name] = call.q_BQHD, call.k_BKHD, call.v_BKHD
         with torch.no_grad():
@@ -285,7 +286,8 @@ def _cut(layer: str, kind: CutKind, sizes: tuple[int, ...], units: tuple[int, ..
 
 
 def _units_of(size: int, ranks: int, of_heads: int, goes_with_heads: bool = False) -> int:
-    """Units to split `size` features into, see OwnCut: even shares, or the heads' units. 0: ranks cannot share them."""
+    """Return the number of units that `size` features are split in, see OwnCut. Ranks get even shares or whole heads. 0:
+    ranks cannot share the features."""
     if of_heads % ranks and size % of_heads == 0 and (goes_with_heads or size % ranks):
         return of_heads
     if size % ranks == 0:

@@ -132,8 +132,8 @@ def prompt_attention(model: nn.Module) -> list[nn.Module]:
 
 
 class SecondText:
-    """Guides by a second text. Calls without one are unchanged. It replaces forwards of modules from the first such call
-    until `close`, because compiled blocks must not change."""
+    """Guides attention to the prompt with a second text. Calls without a second text are unchanged. It replaces forwards of
+    modules from the first such call until `close`, because compiled blocks must not change."""
 
     def __init__(self, model: nn.Module):
         self._model = model

@@ -215,7 +215,8 @@ def are_mixed(blocks: Sequence[OwnBlock]) -> bool:
 
 
 def read_by_next(blocks: Sequence[OwnBlock], names: Collection[str]) -> list[OwnBlock]:
-    """Return mixed blocks with `until` set, in the lists `names`, to the next block of the list if others run between.
+    """Return blocks of several lists in their order of execution. In the lists `names`, `until` is set to the list's next
+    block if blocks of other lists run between the two.
 
     The class may add something to a block's output before the next block reads it. That sum is a new tensor, so
     `recorded_blocks` does not see that the next block reads the output.

@@ -118,7 +118,8 @@ def _even(runs: Runs, call: Call) -> Call:
 
 
 def _odd(runs: Runs, actual: Call, latent: OwnLatent, most: Sequence[int] = ROWS) -> Call:
-    """A call with odd numbers of latent tokens and less text. `most`: limit for each axis; raised until the class runs."""
+    """Return a call with odd numbers of latent tokens along each axis and with less text. `most`: their first limits, which
+    are raised until the class runs."""
     sides = actual.latents[0].shape[2:]
     by = latent.patch[-len(sides) :]
     limits = [most[-len(sides) :]]

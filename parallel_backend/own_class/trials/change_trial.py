@@ -217,7 +217,8 @@ class _Guiding(ChangeTrial):
         """Return the call as ranks get it."""
 
     def compared(self, wholes: WholeOutputs) -> Shown:
-        """Return the result for ranks. `wholes`: `calls`, each with the uncut model's guided output."""
+        """Return the result of comparing ranks with the uncut model. `wholes`: `calls`, each with the uncut model's guided
+        output."""
         proof, model, actual = self.proof, self.short.model, self.on_ranks(self.short.actual)
         tried = replace(proof, batch=TOGETHER), without_token_cut(self.blocks) if proof.sequence else self.blocks
         for (call, whole), time in zip(wholes, [(), *([time] for time in self.times)], strict=True):

@@ -89,7 +89,7 @@ class NotedAttention:
     """Like AttentionCall.key_mask. Also None if the mask is not a mask of keys."""
 
     def of_tensor_rank(self, rank: TensorRank, call: AttentionCall) -> "NotedAttention":
-        """Return the part with a tensor rank's heads. `call`: the rank's own call."""
+        """Return a copy with only the heads of a tensor rank. `call`: the rank's own call."""
 
         def part(whole_BSHD: torch.Tensor, own_BSHD: torch.Tensor) -> torch.Tensor:
             whole, heads = whole_BSHD.shape[2], own_BSHD.shape[2]

@@ -208,7 +208,7 @@ def _of_rank(runs: "Runs", call: Call, rank: int, whole: WholeRun, tensor_rank: 
 
 
 def cut_tokens(model: nn.Module, blocks: Sequence[OwnBlock], actual: Call, times: Sequence[float]) -> list[OwnBlock]:
-    """`blocks` with the cut of their tokens. Raises Unproven if no cut is right for calls like `actual` at all of
+    """Return `blocks` with how their tokens are cut. Raises Unproven if no cut is right for calls like `actual` at all of
     `times`."""
     runs = Runs(model, blocks)
     call, another = (smaller(actual, *size) for size in runs.sizes(actual))

@@ -46,8 +46,8 @@ class RankTokens(TokenCut):
         self._form: Form = self._whole  # of this call
 
     def _chain(self, in_run: bool = False, words_once: bool = False) -> Form:
-        """Return the chain of forms for attention calls. `in_run`: with a K/V buffer. `words_once`: with stored keys of the
-        text."""
+        """Return the chain of forms for attention calls. `in_run`: the calls use a K/V buffer. `words_once`: they use stored
+        keys of the text."""
         context = self._context
         patch, ring, traffic = context.patch, context.ring, context.traffic
         form: Form = Together()

@@ -109,7 +109,8 @@ class StageWeights:
         return {} if parameter is None else {VALUES: parameter}
 
     def move(self, target: str, places: Mapping[str, torch.Tensor]) -> None:
-        """Make the model's parameter views of `places` (see `read`), whatever they contain now."""
+        """Make the parameter `target` of the model a view of the tensors in `places` (see `read`). Their present contents do
+        not matter."""
         module, leaf = self.place(target)
         if isinstance(module, PackedLinear) and PACKED in places:
             module.move(places[PACKED], {name: tensor for name, tensor in places.items() if name != PACKED})

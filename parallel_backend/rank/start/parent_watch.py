@@ -18,8 +18,8 @@ LOOK_SECONDS = 1.0
 
 
 def end_with_parent(directory: Path) -> None:
-    """From now on this process removes `directory` and ends as soon as its parent process has ended. On Linux a stopped rank
-    (SIGSTOP) is continued for that. On other systems it stays until it is continued."""
+    """Make this process remove `directory` and end as soon as its parent process has ended. On Linux a rank that was stopped
+    (SIGSTOP) then continues and ends. On other systems it stays until somebody continues it."""
     process = multiprocessing.parent_process()
     if process is None:  # started by another program (Ray), which ends it
         return
