@@ -7,6 +7,7 @@ from scripts.workflow_form import NOTE, Graph, Group, Link, Node, Unconnected
 MODEL, CONDITIONING, LATENT = ((kind, kind) for kind in ("MODEL", "CONDITIONING", "LATENT"))
 LIGHTHOUSE = "a lighthouse on a cliff at dusk, warm light in its window, waves below, photograph"
 PIPEFUSION = {"num_pipeline_patch": 0, "warmup_steps": 1, "overlap": True, "extrapolate": True}
+CLOSENESS = {"min_closeness": 0.0}
 
 
 def loader_node(model_name: str, config: Node | None = None, **widgets: Any) -> Node:
@@ -74,11 +75,11 @@ def sampling_inputs(model: Link, positive: Link, negative: Link, latent: Node | 
 
 def pipefusion_sampler_node(inputs: dict[str, Any], **settings: Any) -> Node:
     outputs = (LATENT, ("report", "STRING"))
-    return Node("PipeFusionSampler", (320, 390), inputs | PIPEFUSION | {"step_cache": 0.0} | settings, outputs)
+    return Node("PipeFusionSampler", (320, 414), inputs | PIPEFUSION | {"step_cache": 0.0} | CLOSENESS | settings, outputs)
 
 
 def apply_pipefusion_node(model: Link) -> Node:
-    return Node("ApplyPipeFusion", (320, 130), {"model": model} | PIPEFUSION, (MODEL,))
+    return Node("ApplyPipeFusion", (320, 154), {"model": model} | PIPEFUSION | CLOSENESS, (MODEL,))
 
 
 def ksampler_node(inputs: dict[str, Any]) -> Node:
