@@ -1,6 +1,7 @@
 """What the pack says on nodes and in a corner of ComfyUI's page, as examples, and its reasons as they stand in the code."""
 
 import ast
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,6 +16,9 @@ _RUNS = (
     replace(_RUN, exact_calls=None, reason="the conditioning has its own area", gained="0.9 x one rank"),
     replace(_RUN, exact_calls=None, cache="step cache: 14 of 20 model calls computed"),
     replace(_RUN, degrees=Degrees(patch=2, patch_mode="displaced")),
+    replace(_RUN, expected_db=40.0),
+    replace(_RUN, expected_db=math.inf),
+    replace(_RUN, degrees=Degrees(patch=2, patch_mode="displaced"), expected_db=30.0),
 )
 _RANKS = "3.2 of 12.1 GB on rank 0, 2.2 of 9.1 GB on rank 1, 4.0 of 8.1 GB on rank 3"
 _HIDDEN = " ComfyUI was started with --cuda-device 0, which hides all other GPUs: restart it with no --cuda-device."
@@ -38,6 +42,7 @@ LINES = (
     "Flux, ComfyUI's own class, verified without its shipped plan, which is for other code: 57 of 57 blocks are shared out",
     "first step (each step copies 12.2 GB of weights to the devices), 7 s",
     "context windows: 4 at a time",
+    "min_closeness was not used, because of a step cache, a ControlNet or a guidance node",
     "step cache: every call is computed, because the conditioning has LoRAs of its own (hooks)",
     "split_batch_degree 2, but NAG needs both prompts in one call, so 1 of 2 copies of the model computes them. To "
     "split one image over GPUs, use pipefusion_degree or ulysses_degree instead.",

@@ -26,6 +26,8 @@ const PARTS = [
     [/^ without its shipped plan, which is for other code$/, "（自带的方案是为其他版本的代码做的，未使用）"],
     [/^Decoded$/, "解码"],
     [/^Encoded$/, "编码"],
+    [/^, at least (\d+) dB expected$/, "，预计至少 $1 dB"],
+    [/^, exact to the last step$/, "，到最后一步都精确"],
 ];
 
 /** Why something is so: behind "since" or a colon. */
@@ -116,8 +118,12 @@ const LINES = [
     [/^([\d.]+) s, ([\d.]+) x one rank$/, "$1 秒，速度是单个计算进程的 $2 倍"],
     [/^([\d.]+) s, ([\d.]+) s a step$/, "$1 秒，每步 $2 秒"],
     [/^exact, on (\d+) ranks?$/, "精确，$1 个计算进程"],
-    [/^close to exact: (\d+) patches, warm-up (\d+)$/, "接近：$1 个分片，预热 $2 步"],
-    [/^close to exact: patches, warm-up (\d+)$/, "接近：分片并行，预热 $1 步"],
+    [/^close to exact: (\d+) patches, warm-up (\d+)(, .*)?$/, "接近：$1 个分片，预热 $2 步{3}"],
+    [/^close to exact: patches, warm-up (\d+)(, .*)?$/, "接近：分片并行，预热 $1 步{2}"],
+    [
+        /^min_closeness was not used, because of a step cache, a ControlNet or a guidance node$/,
+        "最低接近度没有使用，因为有步缓存、ControlNet 或引导节点",
+    ],
     [/^close to exact: step cache, packed transfers$/, "接近：步缓存，压缩传输"],
     [/^close to exact: step cache$/, "接近：步缓存"],
     [/^close to exact: packed transfers$/, "接近：压缩传输"],

@@ -66,7 +66,7 @@ const CHINESE = {
     openTrace: "添加时间线节点",
     openTraceTip: "在工作流中放入“并行时间线”节点，它显示上次运行中每张卡计算和等待了多久。",
     runs: "最近的运行",
-    logs: (folder) => `日志：${folder}`,
+    logs: (folder) => `日志：\n${folder}`,
     unload: "释放显存",
     unloadTip: "释放各计算进程和 ComfyUI 模型的显存。下次运行会重新加载。",
     selfTest: "添加自检节点",
