@@ -19,6 +19,7 @@ _RUNS = (
     replace(_RUN, expected_db=40.0),
     replace(_RUN, expected_db=math.inf),
     replace(_RUN, degrees=Degrees(patch=2, patch_mode="displaced"), expected_db=30.0),
+    replace(_RUN, degrees=Degrees(patch=2, patch_mode="displaced"), expected_db=math.inf),
 )
 _RANKS = "3.2 of 12.1 GB on rank 0, 2.2 of 9.1 GB on rank 1, 4.0 of 8.1 GB on rank 3"
 _HIDDEN = " ComfyUI was started with --cuda-device 0, which hides all other GPUs: restart it with no --cuda-device."

@@ -27,7 +27,6 @@ const PARTS = [
     [/^Decoded$/, "解码"],
     [/^Encoded$/, "编码"],
     [/^, at least (\d+) dB expected$/, "，预计至少 $1 dB"],
-    [/^, exact to the last step$/, "，到最后一步都精确"],
 ];
 
 /** Why something is so: behind "since" or a colon. */
@@ -118,6 +117,8 @@ const LINES = [
     [/^([\d.]+) s, ([\d.]+) x one rank$/, "$1 秒，速度是单个计算进程的 $2 倍"],
     [/^([\d.]+) s, ([\d.]+) s a step$/, "$1 秒，每步 $2 秒"],
     [/^exact, on (\d+) ranks?$/, "精确，$1 个计算进程"],
+    [/^close to exact: (\d+) patches, warm-up (\d+), exact to the last step$/, "精确到最后一步：$1 个分片，预热 $2 步"],
+    [/^close to exact: patches, warm-up (\d+), exact to the last step$/, "精确到最后一步：分片并行，预热 $1 步"],
     [/^close to exact: (\d+) patches, warm-up (\d+)(, .*)?$/, "接近：$1 个分片，预热 $2 步{3}"],
     [/^close to exact: patches, warm-up (\d+)(, .*)?$/, "接近：分片并行，预热 $1 步{2}"],
     [
