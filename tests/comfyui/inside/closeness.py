@@ -21,7 +21,7 @@ def main(results: Results) -> None:
         last = next(wrapper.last for wrapper in model.get_all_wrappers(kind) if hasattr(wrapper, "last"))
         error = float((made - exact).square().mean().sqrt())
         return {
-            "difference": difference(made, exact),
+            "difference": difference(made, exact) / float(exact.abs().max()),
             "true": 20 * math.log10(float(exact.std()) / max(error, 1e-12)),
             "expected": last.expected_db,
             "patches": last.bands,
