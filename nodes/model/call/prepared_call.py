@@ -120,8 +120,8 @@ def prepared(stub: Stub, call: RankCall) -> PreparedCall:
 
 
 def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
-    options, context, patching = call.given.options, call.given.others["context"], stub.checkpoint.built.patching
-    _check(call, patching.axes)
+    options, context = call.given.options, call.given.others["context"]
+    _check(call, stub.checkpoint.built.patching.axes)
     changes, by_nodes, told = changes_and_options(stub.checkpoint, stub.setup.attention, options, len(call.x))
     call.structure(told)  # refuses what cannot be sent, before anything is tried
     others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
@@ -139,7 +139,7 @@ def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
         more=more,
         structure=call.structure(told | {name: options[name] for name in proof.options}, more),
         shape=CallShape(tuple(call.latents[0].shape), 1 if context is None else context.shape[1]),
-        in_parts=LATENTS in call.named and patching.companion is not None,
+        in_parts=LATENTS in call.named and stub.checkpoint.built.patching.companion is not None,  # a trial finds it
         heads=stub.heads_of(stub.run.patches),
     )
     if band is not None and shapes(made.tensors(call)) not in (stub.run.whole_calls or ()):
