@@ -62,11 +62,13 @@ def errors_of(dist: Faulty, degrees: Degrees, seconds: float = 30.0) -> dict[int
         if len(found) == dist.reports:
             over.set()
 
+    told: dict = {}
+
     def run(rank: int) -> None:
         dist.enter(world, rank)
         settings = RankSettings(devices, 1, timedelta(minutes=1), self_test=SelfTest(seconds), rank=rank, rendezvous=("", 0))
         # The guard calls `note` while the rank itself is blocked.
-        own = Peers(settings, Meeting(dist), Guard(Heartbeat(), lambda: None, functools.partial(note, rank)))
+        own = Peers(settings, Meeting(dist, told), Guard(Heartbeat(), lambda: None, functools.partial(note, rank)))
         try:
             own.join()
             own.enter_mesh(degrees)
