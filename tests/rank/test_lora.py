@@ -33,7 +33,7 @@ def load(pools):
 
     yield load
     for model in used:
-        if model._posting.alive:
+        if model._posting.error is None:
             model.adapt(None, (), lambda: None)
 
 
