@@ -17,6 +17,7 @@ from parallel_backend.own_class.adapters.adapters import adapter_of
 
 from ..ui.host import refuse
 from ..ui.node_text import tell
+from ..ui.other_nodes import calling_nodes, named
 from ..ui.prompt_graph import present_prompt
 from .call.concurrent_conds import add_concurrent_conds
 from .call.concurrent_windows import add_concurrent_windows
@@ -180,7 +181,7 @@ class RemoteModelPatcher(RankMemoryPatcher):
             options.update(entry)
             return
         if name == INSIDE or name.startswith(f"{INSIDE}."):
-            refuse_unread([Unread(f"another '{name}'", obj)])
+            refuse_unread([Unread(f"another '{name}'", obj, by=named(calling_nodes()))])
         if name == "manual_cast_dtype" and obj not in (None, self.stub.dtype):
             refuse(f"computing in another dtype ({obj})", "Choose weight_dtype in Parallel DiT Loader.")
         super().add_object_patch(name, obj)

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 import comfy.model_management
 import folder_paths
 
+from .other_nodes import calling_nodes, named
+
 
 def prompt_server() -> Any:
     """Return ComfyUI's PromptServer, or None if nodes are run from Python, without the server."""
@@ -21,7 +23,15 @@ def check_cancelled() -> None:
 
 def refuse(what: str, instead: str) -> NoReturn:
     """Raise ValueError, because `what` needs the weights, which only ranks have. `instead`: a sentence with advice."""
-    raise ValueError(f"model: {what} is not possible, because Parallel DiT's weights are on its ranks. {instead}")
+    raise ValueError(
+        f"model: {what}{on_behalf()} is not possible, because Parallel DiT's weights are on its ranks. {instead}"
+    )
+
+
+def on_behalf() -> str:
+    """Return the part of an error text that names the node that made the call; empty if there is none."""
+    nodes = named(calling_nodes())
+    return f" (asked for by {nodes})" if nodes else ""
 
 
 def folder() -> Path:

@@ -1,4 +1,4 @@
-"""Finds the node, of ComfyUI or of another pack, that a function comes from, so that refusals can name it."""
+"""Finds the node, of ComfyUI or of another pack, that a function or a call comes from, so that refusals can name it."""
 
 import functools
 import importlib
@@ -6,11 +6,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 COMFYUI = importlib.import_module("nodes")
 """ComfyUI's module `nodes`, which has its own nodes and the tables of all packs' nodes."""
+SAMPLING = ("comfy.sample", "comfy.samplers")
+"""Modules that call functions which nodes have put on a MODEL. Callers of these modules are not the cause of such a call."""
 OURS = __name__.removesuffix(".nodes.ui.other_nodes")
 SEPARATORS = re.compile(r"[./\\]")
 """The separators in a module's name."""
@@ -80,6 +82,29 @@ def nodes_that_set(entry: str) -> list[OtherNode]:
         return strings >= {"transformer_options", entry} or any(f"set_model_{entry}" in code.co_names for code in codes)
 
     return [_node(name, kind) for name, kind in _kinds() if any(map(sets, _functions(kind)))]
+
+
+def calling_nodes() -> list[OtherNode]:
+    """The node that causes the current call: its function is on the stack, or a function that it has put on the MODEL.
+
+    Empty: no other node causes the call. Several: see `nodes_of`.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (module := frame.f_globals.get("__name__", "")) not in SAMPLING:
+        if not module.startswith(("torch", "comfy.", "unittest", f"{OURS}.")):
+            owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
+            owner = owner if isinstance(owner, type) else type(owner)
+            for name, kind in _kinds():
+                defined_here = kind.__module__ == module
+                if owner is kind or (
+                    defined_here and any(frame.f_code in _codes(each.__code__) for each in _functions(kind))
+                ):
+                    return [_node(name, kind)]
+            function = frame.f_globals.get(frame.f_code.co_name)
+            if getattr(function, "__code__", None) is frame.f_code and (nodes := nodes_of(function)):
+                return nodes
+        frame = frame.f_back
+    return []
 
 
 def named(nodes: list[OtherNode]) -> str:

@@ -28,6 +28,7 @@ from parallel_backend.placement.memory_model import Request
 
 from ...ui.host import check_cancelled
 from ...ui.loading_bar import LoadingBar
+from ...ui.other_nodes import calling_nodes, named
 from ...ui.prompt_graph import present_prompt
 from ..controls.controls_here import ControlsHere
 from ..loading.model_file import importing, open_file
@@ -360,7 +361,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
 
 def _refuse_inside(name: str) -> None:
-    refuse_unread([Unread(f"another '{name}' in ComfyUI's model")])
+    refuse_unread([Unread(f"another '{name}' in ComfyUI's model", by=named(calling_nodes()))])
 
 
 def remote_stub(model: comfy.model_patcher.ModelPatcher) -> RemoteDiffusionModel:

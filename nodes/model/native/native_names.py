@@ -8,7 +8,7 @@ import torch
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.checkpoints.reader import values_of
 
-from ...ui.host import refuse
+from ...ui.host import on_behalf, refuse
 
 
 class NativeNames:
@@ -41,7 +41,7 @@ class NativeNames:
         if self._checkpoint.built.lacks(whole):
             return None
         raise AttributeError(
-            f"model: '{whole}' of ComfyUI's model is not possible, because Parallel DiT's weights are on "
+            f"model: '{whole}' of ComfyUI's model{on_behalf()} is not possible, because Parallel DiT's weights are on "
             "its ranks. Remove the node that asks for it (some ControlNets do), or load the model with ComfyUI's own "
             "loader."
         )

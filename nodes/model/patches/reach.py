@@ -79,11 +79,14 @@ class Unread:
     """The function or object that another node has put there."""
     entry: str = ""
     """The key, if it is an entry of transformer_options."""
+    by: str = ""
+    """The node that is doing it, if known."""
 
     def described(self) -> str:
         """Return the description with the responsible node, or with the function if the node is unknown."""
         function = None if self.source is None else definition(self.source)
-        nodes = named(nodes_of(function)) if function else named(nodes_that_set(self.entry)) if self.entry else ""
+        nodes = self.by or (named(nodes_of(function)) if function else "")
+        nodes = nodes or (named(nodes_that_set(self.entry)) if self.entry else "")
         if nodes:
             return f"{nodes} ({self.what})"
         return f"{self.what} ({function.__qualname__} of {function.__module__})" if function else self.what
