@@ -219,7 +219,7 @@ class MemoryCheck:
         """Return sizes as text. `loaded`: include the weights."""
         sizes = {
             "of weights": sum(need.weights for need in needs) if loaded else 0,
-            "for keys and values": sum(need.buffers for need in needs),
+            "for keys and values": sum(need.buffers + need.arriving for need in needs),
             "to compute": sum(need.activations for need in needs),
         }
         return ", ".join(f"{_size(size)} {purpose}" for purpose, size in sizes.items() if size)

@@ -49,11 +49,12 @@ class MemoryNeed:
 
     weights: int
     buffers: int
-    """Keys and values that are stored from call to call, and those of other ranks that arrive during a call for the next one
-    (displaced patches)."""
+    """Keys and values that are stored from call to call."""
     activations: int
     """Other tensors at the peak of a micro-step."""
-    least: int
+    arriving: int = 0
+    """Keys and values of other ranks that arrive during a call for the next one (displaced patches)."""
+    least: int = 0
     """The certain part of the activations."""
 
     @property
@@ -63,12 +64,12 @@ class MemoryNeed:
     @property
     def run(self) -> int:
         """Bytes at the peak of a run in addition to the weights."""
-        return self.buffers + self.activations
+        return self.buffers + self.arriving + self.activations
 
     @property
     def certain(self) -> int:
         """The part of `run` that is certain, not estimated."""
-        return self.buffers + self.least
+        return self.buffers + self.arriving + self.least
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,9 @@ def memory_of(
     added = max(additions, default=0) * sizes.token_bytes
     return MemoryNeed(
         rank_weights(sizes, degrees, span).total,
-        sum(_kept_bytes(sizes, degrees, span, at, request) for request in requests),
+        sum(buffer_bytes(sizes, degrees, span, at, request) for request in requests),
         max((likely for _, likely in computing), default=0) + added,
+        sum(_arriving_bytes(sizes, degrees, span, at, request) for request in requests),
         max((least for least, _ in computing), default=0) + added,
     )
 
@@ -155,7 +157,8 @@ def bytes_by_block(sizes: ModelSizes, degrees: Degrees, requests: tuple[Request,
     places = {replace(at, pipe=0, patch=0, ring=0) for at in coordinates}  # along these axes all ranks keep as much
 
     def kept(block: Span, at: Coordinate) -> int:
-        return sum(_kept_bytes(sizes, degrees, block, at, request) for request in requests)
+        parts = ((sizes, degrees, block, at, request) for request in requests)
+        return sum(buffer_bytes(*part) + _arriving_bytes(*part) for part in parts)
 
     return [
         size + max(kept(Span(index, index + 1), at) for at in places)
@@ -191,15 +194,16 @@ def head_values(layers: Iterable[StreamKeys], image: float, text: int, streams: 
     return sum(map(values, layers))
 
 
-def _kept_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
-    """Return `buffer_bytes`. Displaced patches add the bytes of this call's keys and values of all ranks, which the next
-    call reads."""
-    stored = buffer_bytes(sizes, degrees, span, at, request)
+def _arriving_bytes(sizes: ModelSizes, degrees: Degrees, span: Span, at: Coordinate, request: Request) -> int:
+    """Return the bytes of this call's keys and values of all ranks, which the next call reads. 0 unless patches are
+    displaced."""
     if not degrees.displaced or not request.kept:
-        return stored
-    keys, bits = stored // request.kept, change_bits(sizes.transfer_dtype)
+        return 0
+    keys = buffer_bytes(sizes, degrees, span, at, request) // request.kept
+    if not (bits := change_bits(sizes.transfer_dtype)):
+        return keys
     # Changes are sent quantised, so a rank also keeps the values that all ranks have decoded so far.
-    return stored + keys + (change_bytes(keys // sizes.itemsize, sizes.head_size, bits) if bits else 0)
+    return keys + change_bytes(keys // sizes.itemsize, sizes.head_size, bits)
 
 
 def _step_tokens(sizes: ModelSizes, degrees: Degrees, at: Coordinate, request: Request) -> tuple[int, int]:
