@@ -85,6 +85,7 @@ class RemoteTransformer:
         for the deltas (adapter_room.py). Returns when every rank has its part, with its size in `adapter_bytes`.
         """
         if (name, strengths) == self._adaptation.in_place:
+            self._posting.check()
             return
         self._memory.wake(poll)  # deltas need the weights on the devices
         room = self._memory.adapter_room(poll)
