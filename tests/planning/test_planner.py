@@ -378,8 +378,8 @@ DAMAGES = {
     "of another machine": change(("key", "class"), "sd3"),
     "an older version": change(("key", "version"), 0),
     "no digest": lambda text: text.replace('"digest"', '"digset"'),
-    "another figure": change(("calibration", 3), 1.0),
-    "not a number": change(("calibration", 2, 0, 0, 0, 1, 1), math.nan),
+    "another figure": change(("calibration", 5), 1.0),
+    "not a number": change(("calibration", 4, 0, 0, 0, 1, 1), math.nan),
 }
 
 

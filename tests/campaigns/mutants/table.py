@@ -351,7 +351,7 @@ a LoRA that fits no layer is silent | tests/nodes/test_lora_patches.py
 the second of two patches of a layer is checked against the file's shape | tests/nodes/test_lora_patches.py
 -            patches.append(patch)
 +            pass
-# web/js/wires.js
+# web/js/loaders.js
 a wire that a change lost is not noticed | tests/browser/test_menu.py | default
 -found.get(end) !== from
 +false
