@@ -22,6 +22,7 @@ from parallel_backend.own_class.cuts.stages import StageBlocks, crossing
 from parallel_backend.own_class.plans.block_order import block_lists
 from parallel_backend.own_class.trials.short_model import short_model
 from parallel_backend.own_class.trials.trial import trial
+from parallel_backend.quickstart.model import mini_flux
 from tests.support.planted_comfyui import planted as own
 
 pytestmark = pytest.mark.usefixtures("comfyui")
@@ -131,6 +132,15 @@ def nested(batch: int) -> Call:
     latents = [given.x, torch.randn(batch, 3, 2, 10, generator=g)]
     x, timestep, told = in_form(latents, (given.timestep, given.timestep / 2), 5)
     return Call(x, timestep, {**given.named, **told})
+
+
+def test_a_prompt_as_long_as_the_image_is_told_apart_from_it():
+    """An image of 8 x 8 has 16 tokens."""
+    text = {"context": torch.ones(1, 16, 32), "pooled": torch.ones(1, 24), "control": None}
+    found = trial(
+        mini_flux(double_blocks=2, pooled_width=24), Call(torch.ones(1, 16, 8, 8), torch.ones(1), text), (0.5,), bands=True
+    )
+    assert (found.sequence, found.bands) == ("", "")
 
 
 @pytest.mark.parametrize(("name", "batch"), [("SoundToo", 1), ("Pairs", 2)])

@@ -249,41 +249,61 @@ class Runs:
         self.model, self.blocks = model, list(blocks)
         self.tokens: TokenCut | None = None
         """How the latest run cuts its tokens."""
-        self._counted: dict[tuple[torch.Size, int], int] = {}
+        self._counted: dict[tuple[torch.Size, int], tuple[int, ...]] = {}
 
     def sizes(self, actual: Call) -> tuple[Size, Size]:
         """Return two sizes of calls like `actual`: one with few tokens, but enough for all ranks, and one with other numbers
         of tokens."""
-        words = words_of(actual)
         for side in SIDES:
-            call = smaller(actual, side, WORDS)
-            tokens, another = self._most_tokens(call), self._another(call, side, words)
+            size = side, self._words(actual, side)
+            call = smaller(actual, *size)
+            tokens, another = self._most_tokens(call), self._another(call, size)
             # A class may fill up its tokens: a call of another size may have as many of them.
             told_apart = self._most_tokens(smaller(call, *another)) != tokens
             if call.x.shape == actual.x.shape or (tokens >= 4 * RANKS and told_apart):
                 break
-        return (side, WORDS), another
+        return size, another
 
-    def _another(self, call: Call, side: int, words: int) -> Size:
-        """A size with other numbers of text and image tokens than the call, if possible. Otherwise the call's own size."""
-        words = min(words, WORDS)
+    def _words(self, actual: Call, side: int) -> int:
+        """Return the limit of text tokens with which the streams of a call with these sides have unequal numbers of tokens,
+        if possible. The order of equally long streams could not be told from their rows."""
+        call = smaller(actual, side, WORDS)
+        fewer = words_of(call) - 1
+        is_tried = fewer >= RANKS and not self._have_unequal_streams(call)
+        return fewer if is_tried and self._have_unequal_streams(smaller(call, side, fewer)) else WORDS
+
+    def _another(self, call: Call, size: Size) -> Size:
+        """Return a size with other numbers of text and image tokens than the call of `size`; `size` if there is none."""
+        side, limit = size
+        words = min(words_of(call), limit)
         # At least a word for each rank: classes may not run without any.
         fewer, less = max(min(words, RANKS), words - 3), call.longest * 3 // 4
         sizes = (less, fewer), (less, words), (side, fewer), (side // 2, words), (side // 2, fewer)
         tokens = self._most_tokens(call)
-        counted = ((size, self._most_tokens(smaller(call, *size))) for size in sizes)  # as few runs as will do
-        told_apart = (size for size, count in counted if count not in (0, tokens))
-        running = (size for size in sizes if self._most_tokens(smaller(call, *size)))
-        return next(itertools.chain(told_apart, running), (side, WORDS))
+        counted = ((other, self._most_tokens(smaller(call, *other))) for other in sizes)  # as few runs as will do
+        told_apart = (other for other, count in counted if count not in (0, tokens))
+        running = (other for other in sizes if self._most_tokens(smaller(call, *other)))
+        return next(itertools.chain(told_apart, running), size)
 
     def _most_tokens(self, call: Call) -> int:
         """Maximum number of tokens in a tensor that the first block gets. 0 if the class does not run with the call."""
+        return max(self._tokens(call), default=0)
+
+    def _have_unequal_streams(self, call: Call) -> bool:
+        """Whether the class runs with the call, and no two streams of the first block have equal numbers of tokens."""
+        streams = self._tokens(call)[: sum(map(bool, self.blocks[0].returns))]
+        return len(set(streams)) == len(streams) > 0
+
+    def _tokens(self, call: Call) -> tuple[int, ...]:
+        """Return the numbers of tokens of the streams that the first block returns, then of the tensors that it gets. Empty
+        if the class does not run with the call."""
         size = call.x.shape, words_of(call)
         if size not in self._counted:
             noted, _ = found_or_why(partial(self.noted, drawn(call, 1)))
+            streams = [] if noted is None else [value.shape for value in noted.outputs[0] if value is not None]
             shapes = [] if noted is None else noted.shapes[0]
-            tokens = (math.prod(shape[:-1]) // len(call.x) for shape in shapes if len(shape) > 2)
-            self._counted[size] = max(tokens, default=0)
+            counted = [*streams, *(shape for shape in shapes if len(shape) > 2)]
+            self._counted[size] = tuple(math.prod(shape[:-1]) // len(call.x) for shape in counted)
         return self._counted[size]
 
     def run(self, call: Call, cut: TokenCut | None = None, rank: TensorRank = ALL_LAYERS) -> Any:
