@@ -28,6 +28,7 @@ from .ui.routes import json_of
 from .ui.start_options import wanted_halves
 
 OURS = ("ParallelDiTLoader", "ParallelCheckpointLoader")
+TRY_CPU = "To try it on the CPU, use Parallel DiT Loader with cpu,cpu as devices."
 MOST_LOADERS = 1000
 MOST_BYTES = 1 << 22
 """Maximum size of a request in bytes: MOST_LOADERS loaders of several thousand bytes each."""
@@ -83,8 +84,9 @@ def answer(loaders: list[Mapping[str, Any]]) -> dict[str, Any]:
         return {"devices": 0, "cards": [], "why": str(error), "loaders": []}
     why = ""
     if len(devices) < 2:
-        kind = "no GPU" if device_kind(devices[0]) == "cpu" else "one GPU"
-        why = f"ComfyUI shows {kind} on this machine.{why_hidden()}"
+        why = f"ComfyUI shows one GPU on this machine.{why_hidden()}"
+        if device_kind(devices[0]) == "cpu":
+            why = f"ComfyUI shows no GPU on this machine. {TRY_CPU}{why_hidden()}"
     plans = [loader_plan(each["class_type"], each["inputs"], devices) for each in loaders]
     shown = [{"name": name, "memory": nbytes} for name, nbytes in zip(devices, memory_of(devices), strict=True)]
     return {"devices": len(devices), "cards": shown, "why": why, "loaders": [asdict(each) for each in plans]}

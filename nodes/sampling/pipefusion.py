@@ -221,9 +221,12 @@ class PipeFusion:
         return expected_request(checkpoint, shape, sampling.entries, sampling.text_tokens, kv_copies, bands)
 
     def _closeness(self, model: RemoteTransformer, cut: BandCut, sampling: Sampling) -> Closeness | None:
-        """Return the object that measures the run's closeness. None: the user asks for no closeness, or a step cannot be
-        computed in both ways, because other nodes keep a state from call to call."""
+        """Return the object that measures the run's closeness. None: the user asks for none, the run has no patches, or a step
+        cannot be computed in both ways, because other nodes keep a state from call to call."""
         if not self.min_closeness:
+            return None
+        if len(cut.rows) == 1 and not model.degrees.displaced:
+            sampling.stub.run.note("min_closeness was not used, because the run is exact")
             return None
         if (
             sampling.stub.run.cache is not None

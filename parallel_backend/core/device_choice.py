@@ -20,6 +20,7 @@ OTHER_KINDS = {
     "privateuseone": "DirectML",
 }
 """Device types, by torch's names, that ComfyUI supports and ranks do not -> name for the user."""
+ON_CPUS = "Write cpu,cpu into devices for two ranks on the CPU, which is slow."
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -60,10 +61,10 @@ def choose_devices(text: str, degrees: Degrees, host: Host, all_known: bool = Tr
         if gpus is None:
             return ("cpu",) * degrees.world
         if len(gpus) < degrees.world:
+            change = f"Lower the degrees so that their product is at most {len(gpus)}, or name a GPU more than once."
             raise ValueError(
-                f"devices: {degrees} needs {degrees.world} GPUs, but ComfyUI shows {len(gpus)} on this "
-                f"machine.{why_hidden(host)} Lower the degrees so that their product is at most {len(gpus)}, or name the "
-                "devices (a GPU may be named more than once)."
+                f"devices: {degrees} needs {degrees.world} GPUs, but ComfyUI shows {len(gpus)} on this machine. "
+                f"{change if gpus else ON_CPUS}{why_hidden(host)}"
             )
         return gpus[: degrees.world]
     devices = ray_devices(text, degrees.world) if names_ray(text) else named_devices(text, host)
@@ -95,6 +96,8 @@ def named_devices(text: str, host: Host) -> tuple[str, ...]:
         if kind in OTHER_KINDS:
             raise ValueError(f"devices: {name[:40]} is {OTHER_KINDS[kind]}, on which ranks cannot run. {_instead()}")
         hint = why_hidden(host) if kind == "cuda" else ""
+        if known == {"cpu"}:
+            hint = f" {ON_CPUS}{hint}"
         raise ValueError(
             f"devices: {_short(name)} is not a device of this machine, which has {', '.join(sorted(known))}.{hint}"
         )

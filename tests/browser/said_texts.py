@@ -44,6 +44,7 @@ LINES = (
     "first step (each step copies 12.2 GB of weights to the devices), 7 s",
     "context windows: 4 at a time",
     "min_closeness was not used, because of a step cache, a ControlNet or a guidance node",
+    "min_closeness was not used, because the run is exact",
     "step cache: every call is computed, because the conditioning has LoRAs of its own (hooks)",
     "split_batch_degree 2, but NAG needs both prompts in one call, so 1 of 2 copies of the model computes them. To "
     "split one image over GPUs, use pipefusion_degree or ulysses_degree instead.",
@@ -88,6 +89,7 @@ TOASTS = (
     "DeviceSelectorMultiGPU was removed: ComfyUI's loaders choose the device.",
     "This workflow has no loader of a diffusion model.",
     f"ComfyUI shows one GPU on this machine.{_HIDDEN}",
+    f"ComfyUI shows no GPU on this machine. To try it on the CPU, use Parallel DiT Loader with cpu,cpu as devices.{_HIDDEN}",
     "Nothing was changed: this editor would lose the wire to KSampler; Load LoRA. Please report it, and connect the nodes "
     "by hand.",
     f"Parallelize Model is now behind {_LOADER}, and Apply PipeFusion, because no GPU holds the whole model. Undo "

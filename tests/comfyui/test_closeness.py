@@ -26,7 +26,11 @@ def test_a_run_that_is_never_close_enough_is_exact(found, mode):
     assert "exact to the last step" in got["report"]
 
 
-def test_a_step_cache_leaves_the_closeness_unjudged(found):
-    got = found["step cache"]
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [("step cache", "because of a step cache, a ControlNet or a guidance node"), ("one patch", "because the run is exact")],
+)
+def test_a_run_whose_closeness_is_not_judged_says_why(found, case, why):
+    got = found[case]
     assert got["expected"] is None
-    assert "min_closeness was not used" in got["report"]
+    assert f"min_closeness was not used, {why}" in got["report"]

@@ -125,6 +125,7 @@ const LINES = [
         /^min_closeness was not used, because of a step cache, a ControlNet or a guidance node$/,
         "最低接近度没有使用，因为有步缓存、ControlNet 或引导节点",
     ],
+    [/^min_closeness was not used, because the run is exact$/, "最低接近度没有使用，因为这次运行是精确的"],
     [/^close to exact: step cache, packed transfers$/, "接近：步缓存，压缩传输"],
     [/^close to exact: step cache$/, "接近：步缓存"],
     [/^close to exact: packed transfers$/, "接近：压缩传输"],

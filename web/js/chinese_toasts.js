@@ -9,7 +9,10 @@ const WHY = [
     [/^Parallelize Model behind it is bypassed or muted$/, "它后面的“并行化模型”被绕过或禁用了"],
     [/^it does not run \(bypassed or muted\)$/, "它不运行（被绕过或禁用）"],
     [/^its model file is unknown$/, "不知道它加载的是哪个模型文件"],
-    [/^ComfyUI shows no GPU on this machine\.(.*)$/, "ComfyUI 在这台机器上没有可用的显卡。{1}"],
+    [
+        /^ComfyUI shows no GPU on this machine\. To try it on the CPU, use Parallel DiT Loader with cpu,cpu as devices\.(.*)$/,
+        "ComfyUI 在这台机器上没有可用的显卡。要在 CPU 上试用，请用“Parallel DiT 加载器”，并把 devices 设为 cpu,cpu。{1}",
+    ],
     [/^ComfyUI shows one GPU on this machine\.(.*)$/, "ComfyUI 在这台机器上只显示一张显卡。{1}"],
     ...REASONS,
 ];

@@ -13,8 +13,8 @@ def main(results: Results) -> None:
     empty = torch.zeros(1, 16, 32, 32)
     piped, displaced = parallel(BUNDLED), parallel(BUNDLED, pipe=1, config=sequence(1, 1, "displaced", 2))
 
-    def asked(plain, closeness: float, put=lambda model: model, **named) -> dict:
-        model = put(node("ApplyPipeFusion", plain, PATCHES, 1, True, True, closeness))
+    def asked(plain, closeness: float, put=lambda model: model, patches=PATCHES, **named) -> dict:
+        model = put(node("ApplyPipeFusion", plain, patches, 1, True, True, closeness))
         exact = ksampler(piped, prompts, empty, steps=STEPS, **named)
         made = ksampler(model, prompts, empty, steps=STEPS, **named)
         kind = comfy.patcher_extension.WrappersMP.SAMPLER_SAMPLE
@@ -34,3 +34,4 @@ def main(results: Results) -> None:
     results.case("99 dB, PipeFusion", partial(asked, piped, 99.0))
     results.case("99 dB, displaced", partial(asked, displaced, 99.0))
     results.case("step cache", partial(asked, piped, 25.0, lambda model: node("ParallelStepCache", model, 0.2, 0.0, 1.0)))
+    results.case("one patch", partial(asked, piped, 25.0, patches=1))
