@@ -221,7 +221,7 @@ class PipeFusion:
         return expected_request(checkpoint, shape, sampling.entries, sampling.text_tokens, kv_copies, bands)
 
     def _closeness(self, model: RemoteTransformer, cut: BandCut, sampling: Sampling) -> Closeness | None:
-        """Return the object that measures the run's closeness. None: the user asks for none, the run has no patches, or a step
+        """Return the object that measures the run's closeness. None: the user asks for none, there are no patches, or steps
         cannot be computed in both ways, because other nodes keep a state from call to call."""
         if not self.min_closeness:
             return None

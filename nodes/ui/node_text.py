@@ -12,14 +12,17 @@ SAID = "parallel_dit.said"
 
 
 def say(text: str) -> None:
-    """Show a line of text on the node that is being executed."""
+    """Show a line of text on the node that is being executed, on the page that has queued the prompt."""
     context = get_executing_context()
     if context is None:  # nodes are run from Python, without the server
         return
     from server import PromptServer
 
-    PromptServer.instance.send_progress_text(text, context.node_id)
-    PromptServer.instance.send_sync(SAID, {"node": str(context.node_id), "text": text})
+    server = PromptServer.instance
+    if server.client_id is None:  # queued without a page; other pages may have a node with this id
+        return
+    server.send_progress_text(text, context.node_id, server.client_id)
+    server.send_sync(SAID, {"node": str(context.node_id), "text": text}, server.client_id)
 
 
 def tell(text: str, why: str = "") -> None:

@@ -32,15 +32,19 @@ DDCONFIG = {
 
 
 class Recorder:
-    """In the place of a running server: keeps what nodes say on themselves."""
+    """In the place of a running server: keeps what nodes say on themselves, to the page that has queued the prompt."""
+
+    client_id = "page"
 
     def __init__(self):
         self.said: list[tuple[str, str]] = []
 
-    def send_progress_text(self, text: str, node_id: str) -> None:
+    def send_progress_text(self, text: str, node_id: str, client_id: str) -> None:
+        assert client_id == self.client_id
         self.said.append((node_id, text))
 
-    def send_sync(self, event: str, data: dict[str, str]) -> None:
+    def send_sync(self, event: str, data: dict[str, str], client_id: str) -> None:
+        assert client_id == self.client_id
         assert (event, (data["node"], data["text"])) == ("parallel_dit.said", self.said[-1])
 
 
