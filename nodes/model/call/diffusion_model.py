@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -54,8 +53,6 @@ from .answered_call import answered
 from .own_methods import TEXT_METHOD, OwnMethods
 from .prepared_call import PROVE_KEY
 from .proofs import Proofs
-
-log = logging.getLogger(__name__)
 
 
 class RemoteDiffusionModel(torch.nn.Module):
