@@ -15,11 +15,11 @@ from typing import Any
 from parallel_backend.core.kept_file import digest
 from parallel_backend.own_class.plans.plan import NAME, PLANS
 from scripts.comfyui_server import find_python
-from testing.comfyui.published.published import PUBLISHED
+from scripts.plans.published import PUBLISHED
 from testing.comfyui.scripted import ComfyUI, Inside
 
 SECONDS_A_MODEL = 3600.0
-SCRIPTS = Path(__file__).resolve().parents[1] / "testing" / "comfyui" / "published"
+SCRIPTS = Path(__file__).with_name("plans")
 
 
 def main() -> None:

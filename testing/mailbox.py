@@ -199,7 +199,7 @@ class Distributed:
         return Work([self._here.member.receive("point to point", tensor, src, group)])
 
     def send(self, tensor: torch.Tensor, dst: int, group: Group | None = None) -> None:
-        self.isend(tensor, dst, group)
+        self.isend(tensor, dst, group).wait()
 
     def recv(self, tensor: torch.Tensor, src: int, group: Group | None = None) -> None:
         self.irecv(tensor, src, group).wait()

@@ -56,7 +56,7 @@ AT_ONCE = "at once"
 def start_at_once(form: DisplacedPatches, at: LayerCall, kv_2BshD: torch.Tensor, lengths: list[int]):
     """In the place of DisplacedPatches._start: the codec is used in exact calls too, behind the first one."""
     patch, traffic = form._context.patch, form._context.traffic
-    held = at.step.buffer.held.get((at.layer, at.step.entries))
+    held = at.step.buffer.held.get((at.layer, at.step.message.entries))
     return (
         start_gather(kv_2BshD, lengths, 2, patch, traffic) if held is None else held.start_gather(kv_2BshD, patch, traffic)
     )

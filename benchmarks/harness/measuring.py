@@ -120,7 +120,7 @@ def run_ranks(model: RemoteTransformer, subject: Subject, pictures: int = 1, ban
 
     sample(linear_sigmas(REHEARSAL))
     report()  # what the rehearsal and the loading moved is not this run's
-    watch = Watch(model.pool.pids)
+    watch = Watch(model.pool.whole.ranks.pids)
     started, cpu = time.perf_counter(), time.process_time()
     latent, stats = sample(linear_sigmas(subject.steps))
     seconds, client = time.perf_counter() - started, time.process_time() - cpu

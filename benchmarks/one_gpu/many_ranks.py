@@ -102,7 +102,7 @@ def run(ranks: int, how: str, device: str, folder: Path, out: Path | None) -> No
             same = sum(each["same"] for each in result["products"].values())
             result["summary"] = f"NCCL {version}, {how}: {same} of {len(products)} products give Gloo's bits"
             keep(out, result)
-        result["killed"] = killed(model, pools["nccl"].pids[-1])
+        result["killed"] = killed(model, pools["nccl"].ranks.pids[-1])
         result["summary"] += f"; error {result['killed'].get('error_after_s', 'never came')} s after a rank was killed"
         keep(out, result)
 

@@ -103,7 +103,7 @@ def ranks(
     first = time.perf_counter() - started
 
     def run() -> Run:
-        watch, started = measuring.Watch(pool.pids), time.perf_counter()
+        watch, started = measuring.Watch(pool.whole.ranks.pids), time.perf_counter()
         latent = sample(linear_sigmas(subject.steps))
         return Run(time.perf_counter() - started, sum(watch.cpu_seconds()), first, latent)
 

@@ -120,7 +120,7 @@ def measure(
     pool: Pool, path: Path, size: int, degrees: Degrees, dtype: str = "fp32", emulated: bool = False
 ) -> dict[str, float]:
     pool.ask(Unload(), Unloaded).result(timeout=120)
-    with Peak((*pool.pids, os.getpid())) as peak:
+    with Peak((*pool.whole.ranks.pids, os.getpid())) as peak:
         started = time.perf_counter()
         model = on_ranks(pool, mini.opened(path), degrees, dtype, "sdpa", lambda: None)
         seconds = time.perf_counter() - started

@@ -71,7 +71,7 @@ def measure(subject: Subject, ranks: int, made: Made, x: torch.Tensor) -> tuple[
         remote = RemoteVAE(pool, "vae", subject.part, lambda: made)
         corner = x[..., : max(2, ranks) * subject.unit, : 2 * subject.unit]
         remote.run(corner, subject.unit, lambda: None)
-        watch, started = measuring.Watch(pool.pids), time.perf_counter()
+        watch, started = measuring.Watch(pool.whole.ranks.pids), time.perf_counter()
         output = remote.run(x, subject.unit, lambda: None)
         return {
             "seconds": round(time.perf_counter() - started, 1),

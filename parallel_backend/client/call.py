@@ -189,3 +189,5 @@ class PostedStep:
     """The output of its call."""
     entries: Span
     local: Span
+    awaited: set[int]
+    """Ranks whose output has not come."""

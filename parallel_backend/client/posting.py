@@ -64,12 +64,11 @@ class Posting:
             ]
             for replica in range(degrees.batch)
         ]
-        # By replica, the ranks that send outputs; below, by micro-step, the ranks whose output has not come.
+        # By replica, the ranks that send outputs.
         self._output_ranks = [
             frozenset(degrees.ranks(replica, degrees.pipe - 1, index)[0] for index in range(degrees.sequence))
             for replica in range(degrees.batch)
         ]
-        self._awaited_ranks: dict[int, set[int]] = {}
         self._width: int | None = None  # values of an output token, by the first output
 
     @contextlib.contextmanager
@@ -104,10 +103,10 @@ class Posting:
                 fail(call.future, self.error)
                 return
             output = PartialOutput(call, cut)
-            for parts, waiting in zip(cut.parts, self._waiting, strict=True):
+            for parts, waiting, ranks in zip(cut.parts, self._waiting, self._output_ranks, strict=True):
                 for entries, local in parts:
                     self._newest += 1
-                    waiting.append(PostedStep(self._newest, output, entries, local))
+                    waiting.append(PostedStep(self._newest, output, entries, local, set(ranks)))
             try:
                 for replica in range(self._degrees.batch):
                     self._fill(replica)
@@ -139,7 +138,6 @@ class Posting:
             for waiting, flying in zip(self._waiting, self._in_flight, strict=True):
                 waiting.clear()
                 flying.clear()
-            self._awaited_ranks.clear()
             self._shared.close()
         for call in {id(step.output): step.output.call for step in steps}.values():
             fail(call.future, error)
@@ -168,15 +166,15 @@ class Posting:
         step = flying.get(output.seq)
         if step is None and output.seq <= self._newest:
             return None
-        if step is None or output.rank not in self._awaited_ranks[output.seq]:
+        if step is None or output.rank not in step.awaited:
             raise m.BadMessage(f"an output of micro-step {output.seq}, which nobody waits for")
         whole, index = step.output, self._degrees.sequence_index(at)
         rows = whole.shards[index][: 1 + self._cut.gives_companion(index)]
         self._check_value(output.value, len(step.entries), sum(map(len, rows)))
         complete = whole.put(step.entries, rows, output.value)
-        self._awaited_ranks[output.seq].remove(output.rank)
-        if not self._awaited_ranks[output.seq]:
-            del self._awaited_ranks[output.seq], flying[output.seq]
+        step.awaited.remove(output.rank)
+        if not step.awaited:
+            del flying[output.seq]
             self._shared.done(output.seq)
             self._fill(at.batch)
         return whole, complete
@@ -214,7 +212,6 @@ class Posting:
             step = waiting.popleft()
             self._send(replica, step)
             flying[step.seq] = step
-            self._awaited_ranks[step.seq] = set(self._output_ranks[replica])
 
     def _send(self, replica: int, step: PostedStep) -> None:
         """Send each rank of the replica its tokens of a micro-step. All stages get latents and residuals."""
@@ -222,9 +219,7 @@ class Posting:
             if self._resident.parked:
                 self._resident.wake()
             messages = self._messages(replica, step)
-            with self._ranks.pool.together():
-                for rank, index in self._ranks_of[replica]:
-                    self._ranks.send(rank, messages[index])
+            self._ranks.send_each([(rank, messages[index]) for rank, index in self._ranks_of[replica]])
         except BaseException:
             self._shared.done(step.seq)
             raise

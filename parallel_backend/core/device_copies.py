@@ -87,9 +87,10 @@ def to_device(
     already, such as one in shared memory, before the device has copied it. Raises RuntimeError while a CUDA graph is
     captured.
     """
-    if in_graph(device) and tensor.device.type == "cpu":
+    is_upload = device.type == "cuda" and tensor.device.type == "cpu"
+    if is_upload and in_graph(device):
         raise RuntimeError("a copy from the host cannot be in a CUDA graph, which would repeat it when its source is gone")
-    if not page_locked(device) or tensor.device.type != "cpu":
+    if not (is_upload and page_locked(device)):
         return tensor.to(device, dtype, non_blocking=True, copy=copy)
     source = tensor if tensor.is_pinned() else _or_pageable(tensor.pin_memory, lambda: tensor)
     # Converted on the device: a conversion on the host would give memory that is not page-locked.

@@ -8,10 +8,15 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Span:
-    """Half-open range [start, stop) of tokens, rows, blocks or batch entries."""
+    """Half-open range [start, stop) of tokens, rows, blocks or batch entries. Raises ValueError if it ends before it
+    starts."""
 
     start: int
     stop: int
+
+    def __post_init__(self):
+        if self.stop < self.start:
+            raise ValueError(f"{self} ends before it starts")
 
     def __len__(self) -> int:
         return self.stop - self.start

@@ -5,7 +5,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
@@ -105,8 +105,6 @@ class Pool:
         self._numbers = itertools.count(1)  # of models
         self._newest = 0  # number of the newest model
         self._order = threading.RLock()  # held while sending, so that messages to several ranks have one order on all ranks
-        self._depth = 0  # of nested `together` contexts
-        self._cut_short: BaseException | None = None  # the first error after a message was begun in them
         self._closing = False
         self._claiming = threading.Lock()  # of `_closing` by one of several threads that close
         self._gone = threading.Event()  # set once the ranks have ended
@@ -122,10 +120,6 @@ class Pool:
         self._watchdog_thread.start()
         self._receiver.start()  # last: a message may end the pool at once, and that joins the watchdog's thread
         self.ready: Future = ready
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return self.ranks.pids
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -171,40 +165,46 @@ class Pool:
         self._models.pop(number, None)
 
     def send(self, rank: int, message: Any, request_id: int | None = None, model: int | None = None) -> None:
-        """Send a message to a rank. Raises RankError if the pool has failed; if a rank has just ended, the receiving thread
-        reports it. `request_id`, `model`: see Envelope. Blocks while the rank reads nothing, until the watchdog kills it."""
+        """Send a message to a rank, see `send_each`."""
+        self.send_each([(rank, message)], request_id, model)
+
+    def send_each(
+        self, messages: Iterable[tuple[int, Any]], request_id: int | None = None, model: int | None = None
+    ) -> None:
+        """Send messages to ranks, with no other message between them. Raises RankError if the pool has failed; if a rank has
+        just ended, the receiving thread reports it. `request_id`, `model`: see Envelope. Blocks while a rank reads nothing,
+        until the watchdog kills it."""
+        with self._in_order():
+            for rank, message in messages:
+                self._send(rank, message, request_id, model)
+
+    def _send(self, rank: int, message: Any, request_id: int | None, model: int | None) -> None:
         self._raise_error()
         self.watchdog.sent(message, model)
         try:
-            with self.together(), contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
                 self.ranks.channels[rank].send(message, request_id, model)
         except BaseException:
             self.watchdog.not_sent(message, model)
             raise
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Context for messages that must reach all their ranks, because ranks that got theirs would wait for the others.
-
-        No other message comes between them. An error after the first was begun ends the pool: its ranks are out of step.
-        """
-        cut_short = None
+    def _in_order(self) -> Iterator[None]:
+        """Context in which no other thread sends. An error after a message was begun ends the pool: its ranks are out of
+        step, because those that got their message wait for the others."""
+        cut_short = False
         try:
             with self._order:
-                before, self._depth = self._begun, self._depth + 1
+                begun = self._begun
                 try:
                     yield
-                except BaseException as error:
-                    if self._begun != before:
-                        self._cut_short = self._cut_short or error
+                except BaseException:
+                    cut_short = self._begun != begun
                     raise
-                finally:
-                    self._depth -= 1
-                    cut_short = self._cut_short if not self._depth else None
-                    self._cut_short = None if not self._depth else self._cut_short
-        finally:  # outside the lock: `_fail` takes the models' locks, whose holders may be waiting to send
-            if cut_short is not None and self.error is None:
-                self._fail(self._failures.cut_short(cut_short))
+        except BaseException as error:  # outside the lock: `_fail` takes the models' locks, whose holders may wait to send
+            if cut_short and self.error is None:
+                self._fail(self._failures.cut_short(error))
+            raise
 
     @property
     def _begun(self) -> int:
@@ -219,13 +219,13 @@ class Pool:
     def lend(self, rank: int, segment: Segment, model: int | None = None) -> None:
         """Let the rank use a segment of shared memory, see Channel.lend. Raises as `send` does."""
         self._raise_error()
-        with self.together(), contextlib.suppress(OSError):
+        with self._in_order(), contextlib.suppress(OSError):
             self.ranks.channels[rank].lend(segment, model)
 
     def drop(self, rank: int, segment: Segment) -> None:
         """Tell the rank that no later message uses the segment, see Channel.drop. Raises as `send` does."""
         self._raise_error()
-        with self.together(), contextlib.suppress(OSError):
+        with self._in_order(), contextlib.suppress(OSError):
             self.ranks.channels[rank].drop(segment.number)
 
     def forget(self, rank: int, segment: Segment) -> None:
@@ -246,11 +246,11 @@ class Pool:
         told = set(every) - set(asked) if isinstance(messages[0], KNOWN_TO_ALL) else ()
         request_id, future = self._gathers.open(reply, asked)
         try:
-            with self.together():
+            with self._in_order():
                 for rank, message in zip(asked, messages, strict=True):
-                    self.send(rank, message, request_id, model)
+                    self._send(rank, message, request_id, model)
                 for rank in told:
-                    self.send(rank, messages[0], None, model)
+                    self._send(rank, messages[0], None, model)
         except BaseException:
             self._gathers.drop(request_id)
             raise
@@ -258,9 +258,8 @@ class Pool:
 
     def tell(self, message: Any, model: int | None = None, ranks: Sequence[int] | None = None) -> None:
         """Send a message to `ranks`, or to all ranks, without waiting for replies."""
-        with self.together():
-            for rank in range(len(self.devices)) if ranks is None or isinstance(message, KNOWN_TO_ALL) else ranks:
-                self.send(rank, message, None, model)
+        told = range(len(self.devices)) if ranks is None or isinstance(message, KNOWN_TO_ALL) else ranks
+        self.send_each(((rank, message) for rank in told), None, model)
 
     def refuse(self, rank: int, why: str) -> Exception:
         """End the pool because the rank sent an invalid message. Returns the error for the caller to raise."""

@@ -1,8 +1,7 @@
 """Some of a pool's ranks, used by a model or VAE that needs fewer devices than the pool has."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Any
 
 from parallel_backend.core.devices import device_kind, on_ray
@@ -38,10 +37,6 @@ class PoolPart:
     def notes(self) -> tuple[str, ...]:
         return self.whole.notes
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return tuple(self.whole.pids[rank] for rank in self.part_ranks)
-
     def place(self, rank: int) -> int | None:
         return self.part_ranks.index(rank) if rank in self.part_ranks else None
 
@@ -51,8 +46,8 @@ class PoolPart:
     def send(self, rank: int, message: Any, request_id: int | None = None) -> None:
         self.whole.send(self.part_ranks[rank], message, request_id, self.number)
 
-    def together(self) -> AbstractContextManager[None]:
-        return self.whole.together()
+    def send_each(self, messages: Iterable[tuple[int, Any]]) -> None:
+        self.whole.send_each([(self.part_ranks[rank], message) for rank, message in messages], None, self.number)
 
     def lends_to(self, rank: int) -> bool:
         return self.whole.lends_to(self.part_ranks[rank])

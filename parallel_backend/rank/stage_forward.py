@@ -15,6 +15,7 @@ from parallel_backend.own_class.calls.call_arguments import (
     LATENT,
     LATENTS,
     OPTIONS,
+    anew,
     from_tensors,
     pack,
     run_call,
@@ -45,8 +46,8 @@ class StepForm:
     """The rank's image tokens, with those of references."""
     pictures: Span
     """The image's tokens among them, numbered without references."""
-    tensors: dict[str, torch.Tensor]
-    """Conditioning tensors of the batch entries."""
+    arguments: Mapping[str, Any]
+    """The call's arguments by name, without latent and timestep."""
     patching: Patching
     structure: Mapping[str, Any]
     """The decoded call_arguments.STRUCTURE."""
@@ -73,15 +74,11 @@ class StageForward:
         inputs = MicroStepInputs(to_device(step.timestep, stage.device), to_device(step.x, stage.device, stage.dtype))
         stage.module_cache.begin_step(step, whole=conditioning.is_whole(step))
         state = MicroStepState(step, conditioning, stage.module_cache, buffer)
-        forward = functools.partial(self._forward, state)
         try:
-            graphs = self._graphs
-            if graphs is not None and not self._can_be_captured(step, conditioning):
-                graphs = None
-            if graphs is not None:
-                stage.own_link.given = known = stage.own_link.receive_known()
-                inputs, graphs = (inputs, None) if known is None else (replace(inputs, received=known), graphs)
-            output, *leaving = forward(inputs) if graphs is None else graphs.run(state, inputs, forward)
+            if self._graphs is None or not self._can_be_captured(step, conditioning):
+                output, *leaving = self._forward(state, inputs)
+            else:
+                output, *leaving = self._captured(state, inputs, self._graphs)
             stage.own_link.send_now(leaving)
             return output
         finally:
@@ -93,6 +90,14 @@ class StageForward:
         kernel = self._stage.kernel_of(conditioning.changes.attention).kernel
         return kernel.graphs and not (step.residuals or self._stage.store.streams or conditioning.changes.sparse is not None)
 
+    def _captured(self, state: MicroStepState, inputs: MicroStepInputs, graphs: MicroStepGraphs) -> Outputs:
+        """Return the result of `_forward`, from a CUDA graph if it is known what the stage receives."""
+        link = self._stage.own_link
+        link.given = known = link.receive_known()
+        if known is None:
+            return self._forward(state, inputs)
+        return graphs.run(state, replace(inputs, received=known), functools.partial(self._forward, state))
+
     def _forward(self, state: MicroStepState, inputs: MicroStepInputs) -> Outputs:
         """Return (the result of `compute`, *tensors for the next stage). May be captured: `state` has all host data it
         depends on."""
@@ -100,17 +105,14 @@ class StageForward:
         form = self._form(conditioning, step)
         words = None if step.run or step.residuals else conditioning.words
         stage.attention.step = AttentionStep(
+            message=step,
             kernel=form.kernel,
-            entries=step.entries,
             buffer=state.buffer,
-            stale=step.stale,
-            overlap=step.overlap,
             residuals=self._residuals(step) if step.residuals else {},
             sparse=None if conditioning.changes.sparse is None else self._sparse(state, conditioning.changes.sparse),
             kept=conditioning.kept[form.image],
             known=conditioning.kept[form.image, step.run > 0, words is None, step.with_text],
             words=words,
-            words_have_run=not step.with_text,
         )
         stage.own_link.begin_forward(inputs.received)
         stage.blocks.skipped = conditioning.changes.skipped
@@ -164,22 +166,23 @@ class StageForward:
         cut, order, grid = stage.blocks.tokens, conditioning.token_order, conditioning.grid
         tensors = {name: tensor[step.entries.slice] for name, tensor in conditioning.tensors.items()}
         patching, structure, band = stage.built.patching.cut(order.along), structure_of(conditioning.tensors), None
+        arguments = {OPTIONS: {}} | from_tensors(tensors, structure)
         if cut is not None and latent is not None:
             numbers = class_numbers(order, grid)
             numbers = None if numbers is None else to_device(numbers, stage.device)
-            ahead = latent.tokens_ahead(from_tensors(tensors, structure))
+            ahead = latent.tokens_ahead(arguments)
             band = BandTokens(latent, order, image, numbers, conditioning.companion_tokens, ahead, cut.alone)
         # A naive patch has no row of another one with which the class could fill it up.
         sizes = () if cut is not None and cut.alone else structure[LATENT][1:]
         sizes = tuple(sizes or patching.whole(grid))
         pictures, kernel = order.images(image), stage.kernel_of(conditioning.changes.attention)
         is_whole = len(pictures) == order.image and not conditioning.companion_tokens
-        return StepForm(image, pictures, tensors, patching, structure, sizes, band, kernel, is_whole)
+        return StepForm(image, pictures, arguments, patching, structure, sizes, band, kernel, is_whole)
 
     def _arguments(self, conditioning: RankConditioning, form: StepForm) -> dict[str, Any]:
         """Return the call's arguments by name, without latent and timestep. Also passes the call's band to the blocks."""
         blocks = self._stage.blocks
-        named: dict[str, Any] = {OPTIONS: {}} | from_tensors(form.tensors, form.structure)
+        named: dict[str, Any] = anew(form.arguments)
         if form.band is not None and blocks.tokens is not None:
             blocks.tokens.band = form.band
         if (guidance := conditioning.changes.guidance) is not None:

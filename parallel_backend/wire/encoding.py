@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from parallel_backend.core.spans import Span
-
 from .shared_memory import Segment
 
 MAX_HEADER_BYTES = 1 << 20
@@ -174,10 +172,9 @@ class Encoding:
 
     def _record(self, cls: type) -> _Kind:
         hints = get_type_hints(cls)
-        names = tuple(field.name for field in dataclasses.fields(cls))
-        kinds = [self._kind(hints[name]) for name in names]
-        packs = [(name, kind.pack) for name, kind in zip(names, kinds, strict=True)]
-        reads = [(name, kind.read) for name, kind in zip(names, kinds, strict=True)]
+        kinds = {field.name: self._kind(hints[field.name]) for field in dataclasses.fields(cls)}
+        packs = [(name, kind.pack) for name, kind in kinds.items()]
+        reads = [(name, kind.read) for name, kind in kinds.items()]
 
         def pack(value: Any, tensors: _Leaving) -> list[Any]:
             assert type(value) is cls, _unfit(value)
@@ -293,18 +290,6 @@ def _pack_tensor(value: Any, tensors: _Leaving) -> list[Any]:
     return [_NAMES[value.dtype], list(value.shape)]
 
 
-def _pack_span(value: Any, _tensors: _Leaving) -> list[int]:
-    assert type(value) is Span and 0 <= value.start <= value.stop < MAX_INT, _unfit(value)
-    return [value.start, value.stop]
-
-
-def _read_span(value: Any, _arriving: _Arriving) -> Span:
-    start, stop = _fixed(value, 2)
-    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop < MAX_INT:
-        raise BadMessage(f"{_short(value)} is no span")
-    return Span(start, stop)
-
-
 def _pack_path(value: Any, _tensors: _Leaving) -> str:
     assert isinstance(value, Path), _unfit(value)
     return str(value)
@@ -323,7 +308,6 @@ _PLAIN = {
     str: _plain("str", lambda value: type(value) is str),
     Path: _Kind(_pack_path, _read_path),
     torch.Tensor: _Kind(_pack_tensor, lambda value, arriving: arriving.add(value)),
-    Span: _Kind(_pack_span, _read_span),
 }
 
 

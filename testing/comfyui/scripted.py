@@ -60,18 +60,17 @@ class Inside:
         *,
         here: bool = False,
         skip: Iterable[str] = (),
-        folder: Path | None = None,
         seconds: float = SCRIPT_SECONDS,
         **arguments: Any,
     ) -> tuple[dict[str, Any], str]:
         """Its main(**arguments): (its results by case, all output of the script and its ranks).
 
-        `here`: in the process that all later scripts are forked from. `skip`: cases that it need not measure. `folder`: the
-        script's, if it is another one. `seconds`: the process is killed if the script takes longer.
+        `here`: in the process that all later scripts are forked from. `skip`: cases that it need not measure. `seconds`:
+        the process is killed if the script takes longer.
         """
         result, output = (self._base / f"{script}.{ending}" for ending in ("json", "txt"))
         request = {"script": script, "arguments": arguments, "result": str(result), "output": str(output)}
-        request |= {"here": here, "skip": list(skip), "folder": str(folder or "")}
+        request |= {"here": here, "skip": list(skip)}
         with timed(seconds, self._process):
             print(json.dumps(request), file=self._process.stdin, flush=True)
             code = self._process.stdout.readline().strip()

@@ -195,7 +195,7 @@ def test_a_rank_that_is_killed_leaves_no_shared_memory(process_pools, controlled
     model = process_pools.load(controlled.path, Degrees(pipe=2), own, fresh=True)
     model.predict(call, nobody)
     assert maps() > before
-    os.kill(model.pool.pids[1], signal.SIGKILL)
+    os.kill(model.pool.whole.ranks.pids[1], signal.SIGKILL)
     with pytest.raises(RankError):
         model.predict(call, nobody)
     process_pools.end(2)

@@ -73,7 +73,7 @@ def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, ke
     given = mini.inputs(LARGE, batch=1, height=48, width=48)
     registry.model(small, nobody).predict(ModelCall(*mini.inputs()), nobody)  # what is imported at first use
     registry.unload()
-    pids = registry.model(small, nobody).pool.pids
+    pids = registry.model(small, nobody).pool.whole.ranks.pids
     registry.unload()
     before, everything = held_bytes(pids), held_bytes((*pids, os.getpid()))
 
@@ -94,7 +94,7 @@ def test_unloading_gives_the_memory_back_and_keeps_the_ranks(registry, large, ke
     assert registry.models.bytes_on(key, "cpu") == 0
 
     again = registry.model(key, nobody)
-    assert again.pool.pids == pids
+    assert again.pool.whole.ranks.pids == pids
     assert held_bytes(pids) - before >= 0.95 * weights
     assert again.predict(ModelCall(*given), nobody).equal(first)
 

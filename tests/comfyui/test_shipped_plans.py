@@ -5,7 +5,7 @@ import json
 import pytest
 
 from parallel_backend.own_class.plans.plan import NAME, PLANS
-from scripts.make_plans import SCRIPTS, all_made, version_of
+from scripts.make_plans import all_made, version_of
 from tests.support.requirements import missing
 
 pytestmark = pytest.mark.comfyui
@@ -21,7 +21,7 @@ SHIPPED = " by its shipped plan"
 def test_the_call_of_a_published_model_needs_no_trial(comfyui, inside, name):
     if {version_of(comfyui.checkout)} != (versions := {file["made with ComfyUI"] for file in FILES}):
         missing(f"plans are made with ComfyUI {', '.join(versions)}", expected=False)
-    found = inside.run("served", folder=SCRIPTS, names=[name])[0][name]
+    found = inside.run("served", names=[name])[0][name]
     assert (found["how"], found["shared"]) == (SHIPPED, found["run"])
     assert found["run"] >= 0.75 * found["blocks"]
 

@@ -12,7 +12,7 @@ from parallel_backend.core.own_class import OwnAttention, OwnBlock, OwnClass, Ow
 from parallel_backend.own_class.plans import plan as plans
 from parallel_backend.own_class.plans.plan import Asked, Plan, key_of, of_json, path_of, without
 from parallel_backend.own_class.plans.proof import Proof
-from testing.comfyui.published.plan_json import lists_of, to_json
+from scripts.plans.plan_json import lists_of, to_json
 
 SLICES = (OwnSlice(1, 1, (0,), True), OwnSlice(2, 1, (1,), False))
 MIDDLE = OwnBlock(

@@ -12,7 +12,7 @@ from parallel_backend.own_class.calls.unproven import Unproven
 from parallel_backend.own_class.plans.plan import ListPlan, of_json
 from parallel_backend.own_class.trials.feature_trial import check_shared
 from parallel_backend.own_class.trials.trial import trial
-from testing.comfyui.published.plan_json import lists_of, to_json
+from scripts.plans.plan_json import lists_of, to_json
 from tests.own_class.planted_tokens import HEADS, SIZE, WIDTH, rows
 from tests.own_class.test_own_class import TIMES, call
 from tests.own_class.test_own_class_bands import call as of_video

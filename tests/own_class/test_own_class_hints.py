@@ -9,7 +9,7 @@ import torch
 from parallel_backend.core.own_class import OwnEntry
 from parallel_backend.own_class.plans.plan import ListPlan, Plan, of_json
 from parallel_backend.own_class.trials.trial import trial
-from testing.comfyui.published.plan_json import lists_of, to_json
+from scripts.plans.plan_json import lists_of, to_json
 from tests.own_class.test_own_class_bands import ALONE, call
 from tests.support.planted_comfyui import planted
 

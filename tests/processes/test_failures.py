@@ -49,7 +49,7 @@ class After:
 def lose_a_rank(load, given, expected, words: str) -> None:
     """Rank 1 is killed in the middle of a run: the error names it, all end, and the next pool works."""
     model = load(Degrees(pipe=2))
-    pids, loss = model.pool.pids, After(lambda: os.kill(model.pool.pids[1], signal.SIGKILL))
+    pids, loss = model.pool.whole.ranks.pids, After(lambda: os.kill(model.pool.whole.ranks.pids[1], signal.SIGKILL))
     with pytest.raises(RankError, match=words):
         many_steps(model, given, loss)
     assert time.monotonic() - loss.at < LIMIT
@@ -74,7 +74,7 @@ def test_an_error_inside_the_model_comes_back_with_rank_and_traceback(remote, gi
         model.predict(ModelCall(x, timestep, narrow), lambda: None)
     assert "Traceback (most recent call last):" in str(error.value)
     assert "mini_flux.py" in str(error.value)
-    assert wait_until_gone(model.pool.pids)
+    assert wait_until_gone(model.pool.whole.ranks.pids)
 
 
 def test_a_file_that_vanished_fails_in_loading(pools, mini_model, given, tmp_path):
@@ -97,7 +97,7 @@ def test_close_leaves_no_process_and_no_file():
     pool = Pool(("cpu", "cpu"))
     created = set(folder.glob("parallel-dit-*"))
     pool.ready.result(timeout=120)
-    pids = set(pool.pids)
+    pids = set(pool.whole.ranks.pids)
     assert pool.ranks.directory in created
     assert pool.ranks.directory.stat().st_mode & 0o077 == 0  # whoever could write the store could join the group
     pool.close()

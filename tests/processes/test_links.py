@@ -57,7 +57,7 @@ def test_a_link_that_never_comes_up_is_named_and_the_next_prompt_works(monkeypat
             assert time.monotonic() - began < BOUND
             assert error.value.backend == "gloo"
             assert f"did not end within {LIMIT:g} s. Try: " in str(error.value)
-            assert wait_until_gone(deaf.pids)
+            assert wait_until_gone(deaf.ranks.pids)
     with closing(pool()) as working:
         assert mini.relative(load(working, mini_file).predict(ModelCall(*given), nobody), expected) <= 1e-5
 

@@ -86,7 +86,7 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
 def test_ranks_on_two_nodes_equal_one_process(on_ray, remote, given, expected):
     degrees = Degrees(pipe=2)
     model = on_ray(degrees)
-    assert len({psutil.Process(pid).ppid() for pid in model.pool.pids}) == 2  # two raylets: two nodes
+    assert len({psutil.Process(pid).ppid() for pid in model.pool.whole.ranks.pids}) == 2  # two raylets: two nodes
     output = model.predict(ModelCall(*given), lambda: None)
     assert mini.relative(output, expected) <= 1e-5
     assert torch.equal(output, remote(degrees).predict(ModelCall(*given), lambda: None))  # of this machine's own ranks
@@ -128,7 +128,7 @@ def test_a_machine_without_the_model_or_with_another_is_named(on_ray, mini_model
     wanted = rf"rank \d \({PLACE}\) failed in loading: ValueError: model_name: .*model.safetensors {words}"
     with pytest.raises(RankError, match=wanted):
         on_ranks(pool, mini.opened(path), Degrees(pipe=2), "fp32", "sdpa", lambda: None)
-    assert wait_until_gone(pool.pids)
+    assert wait_until_gone(pool.whole.ranks.pids)
 
 
 def test_a_killed_actor_is_named_and_the_next_pool_works(on_ray, given, expected):
@@ -151,7 +151,7 @@ def test_no_actor_outlives_a_killed_client(cluster, on_ray, tmp_path):
         "from parallel_backend.processes.ray_ranks import RayRanks\n"
         f"pool = Pool({DEVICES}, {THREADS}, start=RayRanks)\n"
         "pool.ready.result()\n"
-        "print(*pool.pids, flush=True)\n"
+        "print(*pool.whole.ranks.pids, flush=True)\n"
         "threading.Event().wait()\n"
     )
     process = subprocess.Popen(

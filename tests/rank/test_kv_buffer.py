@@ -51,7 +51,7 @@ def test_what_other_ranks_sent_is_there_from_the_next_call_on():
     own = [(Span(0, 4), Span(0, 4))]
     call(buffer, 0.5, 2.0, own)
     theirs = torch.stack((values(7.0, 2), -values(7.0, 2)))
-    buffer.add_pending(0, Arriving(Arrived(theirs), [[(Span(0, 2), Span(4, 6))]], ENTRIES))
+    buffer.layers[0].arriving.append(Arriving(Arrived(theirs), [[(Span(0, 2), Span(4, 6))]], ENTRIES))
     keys, negated = call(buffer, 0.25, 3.0, own)
     expected = torch.cat((values(3.0, 4), values(7.0, 2)), dim=1)
     assert torch.equal(keys, expected)

@@ -148,8 +148,8 @@ def test_groups_are_weighed_without_being_sent_again(load, mini_file, monkeypatc
     model, state = load(path, degrees), load_file(path)
     base, first, second = lora(state), lora(state, seed=7) + diffs(state), lora(state, seed=8)
     grouped = [*base, *(replace(delta, group=1) for delta in first), *(replace(delta, group=2) for delta in second)]
-    sent, send = [], model.pool.send
-    monkeypatch.setattr(model.pool, "send", lambda rank, message, *rest: (sent.append(message), send(rank, message, *rest)))
+    sent, told = [], model.pool.watchdog.sent
+    monkeypatch.setattr(model.pool.watchdog, "sent", lambda message, number: (sent.append(message), told(message, number)))
     model.adapt("hooks", grouped, lambda: None)  # not weighed: the groups are at rest
     for strengths in ((), (1.0, 0.0), (0.0, 1.0), (0.5, -0.25), (0.0, 0.0), (1.0, 1.0)):
         sent.clear()

@@ -81,9 +81,9 @@ def test_a_damaged_file_ends_the_run_and_no_rank(pools, damaged_file, mini_file,
         with pytest.raises(NotFiniteError, match="if it is damaged"):
             WAYS[way](model)
     assert model.pool.error is None
-    pids = model.pool.pids
+    pids = model.pool.whole.ranks.pids
     well = pools.mini(mini_file, Degrees(pipe=2))
-    assert well.pool.pids == pids
+    assert well.pool.whole.ranks.pids == pids
     after, before = in_bands(well)[0], in_bands(pools.mini(mini_file, Degrees(pipe=2), fresh=True))[0]
     assert torch.equal(after, before)
     assert after.isfinite().all()
@@ -129,8 +129,8 @@ def test_inputs_are_refused_by_name_before_they_are_sent(remote, what, bad, band
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     nonfinite = {"x": x, "time": timestep, **tensors}[what]
     nonfinite.view(-1)[-1] = bad
-    sent, send = [], model.pool.send
-    model.pool.send = lambda rank, message, *asked: (sent.append(type(message)), send(rank, message, *asked))
+    sent, watchdog = [], model.pool.watchdog
+    watchdog.sent = lambda message, number: (sent.append(type(message)), type(watchdog).sent(watchdog, message, number))
     name = {"x": "latent_image: the sampler gave the model a latent", "time": "sigmas: "}.get(
         what, f"positive, negative: the conditioning's '{what}'"
     )
@@ -141,6 +141,6 @@ def test_inputs_are_refused_by_name_before_they_are_sent(remote, what, bad, band
             else:
                 model.predict(ModelCall(x, timestep, tensors), nobody)
     finally:
-        del model.pool.send
+        del watchdog.sent
     assert m.Step not in sent
     assert model.predict(ModelCall(*mini.inputs()), nobody).isfinite().all()

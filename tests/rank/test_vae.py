@@ -135,7 +135,7 @@ def test_cancel_leaves_ranks_that_work(remote_decoder):
 
 def test_a_rank_killed_while_decoding_is_named(remote_decoder, pools):
     decoder = remote_decoder(2, autoencoder())
-    pid = pools(2).pids[1]
+    pid = pools(2).ranks.pids[1]
     threading.Timer(0.3, lambda: os.kill(pid, signal.SIGKILL)).start()
     with pytest.raises(RankError, match=r"rank 1 \(cpu\) was killed by signal 9"):
         while True:

@@ -9,7 +9,7 @@ from typing import Any
 
 from boot import PACK, Results
 
-sys.path.append(str(PACK / "testing" / "comfyui" / "published"))
+sys.path.append(str(PACK / "scripts" / "plans"))
 from make_plans import captured, own_calls
 from published import PUBLISHED
 

@@ -47,9 +47,9 @@ def answered(
         return joined([answered(stub, **each, is_carried=is_carried) for each in by_entry(x, timestep, named)])
     given = NativeArguments(latents, timestep, {"context": context, **extra}, options)
     call = _in_rank_form(stub, x, given, control, is_carried)
-    plan = prepared(stub, call)
+    plan, tensors = prepared(stub, call)
     if PROVE_KEY in options:
-        return _tried(stub, call, plan)
+        return _tried(stub, call, plan, tensors)
     changes = plan.changes
     if plan.is_sparse:
         sparse = sparse_attention(stub.checkpoint, options, latents, call.given.others, stub.native)
@@ -61,7 +61,7 @@ def answered(
     first_replica = 0 if evaluation is None else evaluation.first_replica(len(call.x))
     may_forecast = stub.run.cache is not None and _may_forecast(stub.run.cache, call)
     sent = latents if plan.in_parts else call.x
-    model_call = ModelCall(sent, call.timestep, plan.tensors(call), call.residuals, changes, first_replica, may_forecast)
+    model_call = ModelCall(sent, call.timestep, tensors, call.residuals, changes, first_replica, may_forecast)
     if (band := call.band) is not None:
         exact = band.apart or float(options["sigmas"].max()) > band.exact_above
         out = band.run.predict(band.index, model_call, exact, band.poll, start_next, band.apart)
@@ -113,10 +113,11 @@ def _residuals(
     return residuals
 
 
-def _tried(stub: Stub, call: RankCall, plan: PreparedCall) -> torch.Tensor | list[torch.Tensor]:
+def _tried(
+    stub: Stub, call: RankCall, plan: PreparedCall, tensors: dict[str, torch.Tensor]
+) -> torch.Tensor | list[torch.Tensor]:
     """Return zeros as the output of a call that is only tried. Records whether similar calls can run in bands."""
     if stub.run.whole_calls is not None:
-        tensors = plan.tensors(call)
         tokens = stub.run.whole_calls[shapes(tensors)] = tokens_of(stub.checkpoint.built, call.latents[0], tensors)
         stub.run.unproven_bands = why_not_in_bands(plan.proof, tokens) or stub.run.unproven_bands
     counts = zip(call.latents, call.given.options[PROVE_KEY], strict=True)

@@ -6,7 +6,6 @@ the ranks; before it waits for the answer, it starts the next part. So one threa
 busy. Model calls and the result are the same as without the wrapper. Context windows are parts too (concurrent_windows.py).
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,8 +18,6 @@ import torch
 
 from ...ui.other_nodes import is_known
 from ..patches.sparse_attention import PREPARE
-
-log = logging.getLogger(__name__)
 
 WRAPPER_KEY = "parallel_dit_concurrent_conds"
 EVALUATION_KEY = "parallel_dit_evaluation"

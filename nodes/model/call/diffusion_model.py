@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -54,8 +53,6 @@ from .answered_call import answered
 from .own_methods import TEXT_METHOD, OwnMethods
 from .prepared_call import PROVE_KEY
 from .proofs import Proofs
-
-log = logging.getLogger(__name__)
 
 
 class RemoteDiffusionModel(torch.nn.Module):
@@ -225,7 +222,7 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def _adapted(self, model: RemoteTransformer) -> RemoteTransformer:
         """Return the model with the run's patches at the strengths of the present call."""
-        model.adapt(self._patches_name(), self._deltas(), check_cancelled, self._strengths())
+        model.adapt(self.run.patches_name, self._deltas(), check_cancelled, self._strengths())
         return model
 
     def follow_files(self) -> None:
@@ -240,12 +237,6 @@ class RemoteDiffusionModel(torch.nn.Module):
             self.weights.read_from(self.checkpoint)
             for made in ("_methods", "controls_here", "whole_bytes"):
                 vars(self).pop(made, None)
-
-    def _patches_name(self) -> tuple[Any, ...] | None:
-        """Return a key that distinguishes the run's set of patches from others. None: there are no patches."""
-        run = self.run
-        is_patched = run.patches or run.bypass_patches or run.hook_patches
-        return (run.patches_uuid, *run.hook_patches) if is_patched else None
 
     def _deltas(self) -> Iterator[Delta]:
         """All changes of weights for the ranks. Group 0 always applies. Each other group is one hook, whose strength may
@@ -301,13 +292,13 @@ class RemoteDiffusionModel(torch.nn.Module):
         """
         options = transformer_options or {}
         self.run.call = time.perf_counter(), options
-        arguments = {"context": context, "control": control, "transformer_options": options, **extra}
         if wrappers := wrappers_of(options):
             if runs_wrappers(self.native):
+                arguments = {"context": context, "control": control, "transformer_options": options, **extra}
                 return self.native.forward(self, x, timestep, **arguments)
             if leaves_wrappers_to_parent(self.native):
                 refuse_unread(Unread("a wrapper around the diffusion model", each) for each in wrappers)
-        return answered(self, x, timestep, **arguments)
+        return answered(self, x, timestep, context, control, options, **extra)
 
     def wrappers(self, options: dict[str, Any], is_model_options: bool = False) -> list[Any]:
         """Return other nodes' wrappers around a call with these transformer_options, or with those inside model_options."""
@@ -329,8 +320,9 @@ class RemoteDiffusionModel(torch.nn.Module):
 
     def predict(self, call: ModelCall, shape: CallShape, steps: int, start_next: StartNext) -> torch.Tensor | Latents:
         """Return the ranks' output for a call with the whole latent, from a sampler with `steps` steps."""
-        batch = shape.latent[0]
-        expected = functools.partial(expected_request, self.checkpoint, shape.latent, batch, shape.text_tokens)
+
+        def expected() -> Request | None:
+            return expected_request(self.checkpoint, shape.latent, shape.latent[0], shape.text_tokens)
 
         def work(model: RemoteTransformer) -> torch.Tensor | Latents:
             self._adapted(model)

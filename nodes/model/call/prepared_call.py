@@ -1,7 +1,7 @@
 """Decisions made once for all calls of a sampling run that differ only in values."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,9 @@ class RankCall:
         """The tensor call_arguments.STRUCTURE. `told`: the transformer_options for ranks. `more`: further arguments."""
         return to_tensors({**self.named, OPTIONS: told, **more}, self.timestep, self.latent)[STRUCTURE]
 
-    def likeness(self) -> Hashable:
-        """Return the key of the PreparedCall that the call can use. Calls that only differ in values have equal keys."""
+    def likeness(self) -> tuple[Hashable, list[torch.Tensor]]:
+        """Return the key of the PreparedCall that the call can use, and the call's tensors, those in `named` first. Calls
+        that only differ in values have equal keys."""
         options = {
             name: None if name in OF_EACH_CALL else value
             for name, value in self.given.options.items()
@@ -78,7 +79,9 @@ class RankCall:
         if OVERRIDE in options:  # Model Sparse Attention may put a new function there before each evaluation
             options[OVERRIDE] = has_override(options[OVERRIDE]), below(options[OVERRIDE])
         wholes = None if self.band is None else self.band.wholes
-        return likeness((wholes, self.sizes, self.given.latents, self.timestep, self.named, self.residuals, options))
+        tensors: list[torch.Tensor] = []
+        values = self.named, wholes, self.sizes, self.given.latents, self.timestep, self.residuals, options
+        return likeness(values, tensors), tensors
 
 
 @dataclass(frozen=True)
@@ -92,34 +95,39 @@ class PreparedCall:
     is_sparse: bool
     """Whether Model Sparse Attention is on the MODEL."""
     proof: Proof
-    more: Mapping[str, Any]
-    """Further arguments for ranks: the second text of a guidance."""
-    structure: torch.Tensor
-    """The tensor call_arguments.STRUCTURE."""
+    named: tuple[tuple[str, bool], ...]
+    """For each tensor in RankCall.named, in order: its name as a conditioning tensor, and whether it has a row for each
+    entry."""
+    fixed: dict[str, torch.Tensor]
+    """Conditioning tensors that are equal in all calls: STRUCTURE, and the second text of a guidance."""
     shape: CallShape
     in_parts: bool
     """Whether ranks get the latents apart: a video's and its audio's."""
     heads: int
     """Number of output heads, see RemoteDiffusionModel.heads_of."""
 
-    def tensors(self, call: RankCall) -> dict[str, torch.Tensor]:
-        """Return the call's conditioning tensors."""
-        options = {OPTIONS: {name: call.given.options[name] for name in self.proof.options}}
-        return tensors_in({**call.named, **options, **self.more}, len(call.x)) | {STRUCTURE: self.structure}
+    def tensors(self, call: RankCall, given: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the call's conditioning tensors. `given`: those of `likeness`."""
+        batch, rows = len(call.x), zip(self.named, given, strict=False)
+        found = {name: each if has_rows else each.expand(batch, *each.shape) for (name, has_rows), each in rows}
+        if self.proof.options:
+            found |= tensors_in({OPTIONS: {name: call.given.options[name] for name in self.proof.options}}, batch)
+        return found | self.fixed
 
 
-def prepared(stub: Stub, call: RankCall) -> PreparedCall:
-    """Return the run's PreparedCall for this call. The first call of its likeness creates it."""
-    known, key = stub.run.prepared, call.likeness()
+def prepared(stub: Stub, call: RankCall) -> tuple[PreparedCall, dict[str, torch.Tensor]]:
+    """Return the run's PreparedCall for this call, and the call's conditioning tensors. The first call of its likeness
+    creates the PreparedCall."""
+    known, (key, given) = stub.run.prepared, call.likeness()
     found = known.get(key)
     if found is None or found.setup is not stub.setup:
         if len(known) >= MOST_PREPARED:
             known.clear()
-        found = known[key] = _prepare(stub, call)
-    return found
+        found = known[key] = _prepare(stub, call, given)
+    return found, found.tensors(call, given)
 
 
-def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
+def _prepare(stub: Stub, call: RankCall, given: Sequence[torch.Tensor]) -> PreparedCall:
     options, context = call.given.options, call.given.others["context"]
     _check(call, stub.checkpoint.built.patching.axes)
     changes, by_nodes, told = changes_and_options(stub.checkpoint, stub.setup.attention, options, len(call.x))
@@ -131,18 +139,20 @@ def _prepare(stub: Stub, call: RankCall) -> PreparedCall:
     band = call.band
     proof = proven(stub, tried, call.sizes) if band is None else of_band(stub, tried, call.sizes, band.wholes)
     fields, more = _changed(stub, by_nodes, proof, tried, call) if by_nodes else ({}, {})
+    structure = call.structure(told | {name: options[name] for name in proof.options}, more)
+    named = tensors_in(call.named, len(call.x))
     made = PreparedCall(
         setup=stub.setup,
         proof=proof,
         changes=dataclasses.replace(changes, one_batch=bool(proof.batch), **fields),
         is_sparse=is_sparse(options),
-        more=more,
-        structure=call.structure(told | {name: options[name] for name in proof.options}, more),
+        named=tuple((name, sent is own) for (name, sent), own in zip(named.items(), given, strict=False)),
+        fixed=tensors_in(more, len(call.x)) | {STRUCTURE: structure},
         shape=CallShape(tuple(call.latents[0].shape), 1 if context is None else context.shape[1]),
         in_parts=LATENTS in call.named and stub.checkpoint.built.patching.companion is not None,  # a trial finds it
         heads=stub.heads_of(stub.run.patches),
     )
-    if band is not None and shapes(made.tensors(call)) not in (stub.run.whole_calls or ()):
+    if band is not None and shapes(made.tensors(call, given)) not in (stub.run.whole_calls or ()):
         raise NotLocal("a patch has different conditioning from the whole latent")
     return made
 
@@ -191,14 +201,15 @@ class Itself:
         return id(self._value)
 
 
-def likeness(value: Any) -> Hashable:
+def likeness(value: Any, tensors: list[torch.Tensor]) -> Hashable:
     """Equal for tensors of one shape and dtype, for equal plain values of one type, and for the same other object; and for
-    lists and dictionaries of these in equal order."""
+    lists and dictionaries of these in equal order. Adds the tensors to `tensors`."""
     kind = type(value)
     if kind in PLAIN:
         return kind, value
     if isinstance(value, torch.Tensor):
+        tensors.append(value)
         return value.dtype, value.shape
     if isinstance(value, dict):
-        return tuple((name, likeness(each)) for name, each in value.items())
-    return (kind, *map(likeness, value)) if isinstance(value, (list, tuple)) else Itself(value)
+        return tuple([(name, likeness(each, tensors)) for name, each in value.items()])
+    return (kind, *[likeness(each, tensors) for each in value]) if isinstance(value, (list, tuple)) else Itself(value)

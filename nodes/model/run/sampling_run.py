@@ -1,6 +1,7 @@
 """State of a MODEL on ranks from the beginning of a sampling run to its end."""
 
 import contextlib
+import functools
 import time
 import weakref
 from collections import Counter
@@ -106,6 +107,12 @@ class SamplingRun:
 
     def __post_init__(self) -> None:
         self.tries = FurtherTries(self.tell)
+
+    @functools.cached_property
+    def patches_name(self) -> tuple[Any, ...] | None:
+        """A key that distinguishes the run's set of patches from others. None: there are no patches."""
+        is_patched = self.patches or self.bypass_patches or self.hook_patches
+        return (self.patches_uuid, *self.hook_patches) if is_patched else None
 
     def tell(self, text: str) -> None:
         """Tell the user, on the node and in the console, and store the text for the end of the run."""

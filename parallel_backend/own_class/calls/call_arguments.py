@@ -4,7 +4,6 @@ A call has one latent, one timestep [B], and other arguments by name. Nested lat
 packed into one row of values. The other arguments are sent as conditioning tensors, batch first.
 """
 
-import copy
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -106,11 +105,18 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], structure: Mapping[str, An
             return [value(each) for each in stored]
         if not isinstance(stored, dict):
             return stored
-        if DICT in stored:  # classes write into the options
-            return copy.deepcopy(stored.get(PLAIN, {})) | {key: value(each) for key, each in stored[DICT].items()}
+        if DICT in stored:
+            return anew(stored.get(PLAIN, {})) | {key: value(each) for key, each in stored[DICT].items()}
         return tensors[stored[TENSOR]] if TENSOR in stored else tensors[stored[SHARED]][0]
 
     return {name: value(stored) for name, stored in structure.items() if name not in (TIME_DTYPE, LATENT)}
+
+
+def anew(value: Any) -> Any:
+    """Return the value with other dictionaries and lists, because classes write into them. Tensors are the same."""
+    if isinstance(value, dict):
+        return {name: anew(each) for name, each in value.items()}
+    return [anew(each) for each in value] if isinstance(value, list) else value
 
 
 def timestep_of(times: torch.Tensor, structure: Mapping[str, Any]) -> torch.Tensor:

@@ -97,8 +97,9 @@ class StageBlocks:
             kwargs = {**kwargs, OPTIONS: self._guide.options(options, self._cut, self.add_up)}
         attend = self.attend if self._cut is None else self._cut.attend
         second = kwargs.pop(SECOND, None)
+        texts = nullcontext() if second is None else self._with_second_text(second, kwargs)
         try:
-            with nullcontext() if attend is None else attention_by(attend), self._with_second_text(second, kwargs):
+            with nullcontext() if attend is None else attention_by(attend), texts:
                 out = self._model(*args, **kwargs)
         except LaterStages:
             return None
@@ -108,10 +109,8 @@ class StageBlocks:
             raise Unproven(f"{self._next} of {len(self.blocks)} blocks ran")
         return out
 
-    def _with_second_text(self, second: Mapping[str, Any] | None, named: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Context of a call with a second text, if there is one."""
-        if second is None:
-            return nullcontext()
+    def _with_second_text(self, second: Mapping[str, Any], named: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Context of a call with a second text."""
         whole = self.attend or call_itself
         cut = (whole, whole) if self._cut is None else (self._cut.attend, self._cut.attend_whole)
         return self._second.of_call(second, named["context"], self.add_up, *cut)

@@ -38,7 +38,7 @@ class Bands:
         entries."""
         assert at.step.buffer is not None
         pieces, words, has_latent = self._places.in_buffer(at.spec.keys, ranks)
-        known = at.step.buffer.update(at.layer, k_BshD, v_BshD, pieces, at.step.entries, words, has_latent)
+        known = at.step.buffer.update(at.layer, k_BshD, v_BshD, pieces, at.step.message.entries, words, has_latent)
         if at.mask_bK is not None:
             at.mask_bK = at.mask_bK[:, : known[0].shape[1]]
         return known
@@ -52,17 +52,17 @@ class DisplacedPatches(Bands):
         buffer, patches = at.step.buffer, self._context.of_patches
         assert buffer is not None
         gathering = self._start(at, torch.stack((k_BshD, v_BshD)), of_axis(at.keys, patches))
-        if at.step.stale:
-            if not at.step.overlap:
+        if at.step.message.stale:
+            if not at.step.message.overlap:
                 gathering.wait_pending()
             known = self._update(at, k_BshD, v_BshD, self._own)
             pieces = [[] if ranks is self._own else self._places.in_buffer(at.spec.keys, ranks)[0] for ranks in patches]
             # Behind the update, which waits for all that is pending.
-            buffer.add_pending(at.layer, Arriving(gathering, pieces, at.step.entries))
+            buffer.layers[at.layer].arriving.append(Arriving(gathering, pieces, at.step.message.entries))
         else:
             parts_2BshD = gathering.wait()
             if self._context.changes is not None:
-                buffer.held[at.layer, at.step.entries] = Held(self._context.changes, parts_2BshD)
+                buffer.held[at.layer, at.step.message.entries] = Held(self._context.changes, parts_2BshD)
             k_BShD, v_BShD = torch.cat(parts_2BshD, dim=2)
             known = self._update(at, k_BShD, v_BShD, range(patches[-1].stop))
         return self._inner.attend(at, q_BQhD, *known)
@@ -72,7 +72,7 @@ class DisplacedPatches(Bands):
         only changes, if there is a codec for changes and the ranks hold values of an exact call."""
         patch, traffic = self._context.patch, self._context.traffic
         assert at.step.buffer is not None
-        held = at.step.buffer.held.get((at.layer, at.step.entries)) if at.step.stale else None
+        held = at.step.buffer.held.get((at.layer, at.step.message.entries)) if at.step.message.stale else None
         if held is None or not held.fits([(*kv_2BshD.shape[:2], length, *kv_2BshD.shape[3:]) for length in lengths]):
             return start_gather(kv_2BshD, lengths, 2, patch, traffic)
         return held.start_gather(kv_2BshD, patch, traffic)
@@ -94,6 +94,6 @@ class WordsOnce:
             times = len(heads) // k_BKhD.shape[2]
             of_keys = Span((heads.start - own.start) // times, (heads.stop - own.start) // times)
             pieces, count, _ = self._places.in_buffer(at.spec.keys, self._ranks)
-            fresh = k_BKhD, v_BKhD, pieces, at.step.entries
+            fresh = k_BKhD, v_BKhD, pieces, at.step.message.entries
             k_BKhD, v_BKhD = words.update(at.layer, *fresh, count, of_keys, len(own) // times)
         return self._inner.attend(at, q_BQhD, k_BKhD, v_BKhD)

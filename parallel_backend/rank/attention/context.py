@@ -16,6 +16,7 @@ from parallel_backend.rank.comm.change_codec import ChangeCodec, changes_for
 from parallel_backend.rank.comm.mesh import Axis
 from parallel_backend.rank.comm.transfer_codec import Codec, codec_for
 from parallel_backend.rank.comm.transfers import Traffic
+from parallel_backend.wire.sampling import Step
 
 from .kernel_choice import RankKernel
 from .kv_buffer import KVBuffer
@@ -70,15 +71,11 @@ class AttentionContext:
 class AttentionStep:
     """Facts about the present micro-step for attention. The same on all ranks of a stage."""
 
+    message: Step
+    """The micro-step."""
     kernel: RankKernel
-    entries: Span
-    """Batch entries that the micro-step computes."""
     buffer: KVBuffer | None
     """The run's K/V buffer. None outside of runs."""
-    stale: bool = False
-    """Whether keys of other patches are those of the previous call (displaced patches)."""
-    overlap: bool = True
-    """Whether transfers run during computation if possible."""
     residuals: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Residuals of a ControlNet, [entries, n, hidden] each, by the names that residuals.by_name gives them."""
     sparse: SparseStep | None = None
@@ -89,8 +86,6 @@ class AttentionStep:
     """See TokenCut.known."""
     words: WordKeys | None = None
     """Stored keys of the text, outside of runs. None: they are not stored."""
-    words_have_run: bool = False
-    """Whether the text was computed in an earlier micro-step."""
     gate: torch.Tensor | None = None
     """VSA's gate [B, s, H x D] of the layer that runs, computed from this rank's tokens."""
 

@@ -31,7 +31,7 @@ class RankKernel:
     """A rank's attention: one kernel, and SDPA for calls that the kernel does not support.
 
     The kernel is tried once for each head size and dtype, with and without the log-sum-exp. `attend` and `attend_lse` are
-    those of kernels/interface.py, but several neighbouring query heads may share one head of keys and values.
+    those of kernels/__init__.py, but several neighbouring query heads may share one head of keys and values.
     """
 
     def __init__(self, kernel: AttentionKernel, device: torch.device, refused: str = "", variant: str = ""):

@@ -202,7 +202,3 @@ class KVBuffer:
         buffer.write(k_bshD, v_bshD, pieces, entries)
         stop = max([text_tokens + filled, *(positions.stop for _, positions in pieces)])
         return buffer.k_BShD[entries.slice, :stop], buffer.v_BShD[entries.slice, :stop]
-
-    def add_pending(self, layer: int, arriving: Arriving) -> None:
-        """Have the layer write these keys and values at its next call."""
-        self.layers[layer].arriving.append(arriving)

@@ -83,7 +83,7 @@ class RankTokens(TokenCut):
         if not step.in_bands and not self.alone:
             self.band = None
         assert not (step.in_bands or self.alone) or self.band is not None, "bands are refused if no trial has proven them"
-        if self.band is not None and step.words_have_run:
+        if self.band is not None and not step.message.with_text:
             self.band = replace(self.band, words_have_run=True)
         outside = self._whole if step.words is None else self._words_once
         self._form = outside if step.buffer is None else self._in_run
@@ -139,7 +139,7 @@ class RankTokens(TokenCut):
         of_ranks = self.gather(mask_bK.to(torch.uint8)[..., None], streams)[..., 0].bool()
         if self._layer not in buffer.masks:
             buffer.masks[self._layer] = of_ranks.new_ones(buffer.batch, tokens)
-        kept = buffer.masks[self._layer][step.entries.slice]
+        kept = buffer.masks[self._layer][step.message.entries.slice]
         for rows, positions in self.in_buffer(streams, range(self.ranks.size))[0]:
             kept[:, positions.slice] = of_ranks[:, rows.slice]
         return kept

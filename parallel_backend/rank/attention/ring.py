@@ -25,7 +25,7 @@ class Ring:
     def attend(self, at: LayerCall, q_BsHD: torch.Tensor, k_BsHD: torch.Tensor, v_BsHD: torch.Tensor) -> torch.Tensor:
         if at.call.rule is not None:
             return self._gathered.attend(at, q_BsHD, k_BsHD, v_BsHD)
-        axis, overlap = self._axis, at.step.overlap
+        axis, overlap = self._axis, at.step.message.overlap
         attend, scale = at.step.kernel.attend_lse, at.call.arguments.get("scale")
         lengths = of_axis(at.keys, self._ranks)
         masks = [None] * axis.size if at.mask_bK is None else at.mask_bK.expand(len(q_BsHD), -1).split(lengths, dim=1)

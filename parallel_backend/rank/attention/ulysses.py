@@ -47,7 +47,7 @@ class Ulysses:
     def attend(self, at: LayerCall, q_BQHD: torch.Tensor, k_BKHD: torch.Tensor, v_BKHD: torch.Tensor) -> torch.Tensor:
         axis, heads = self._axis, q_BQHD.shape[2]
         queries, keys = at.queries[self._own], at.keys[self._own]
-        in_one = self._in_one or not at.step.overlap
+        in_one = self._in_one or not at.step.message.overlap
         count = 1 if in_one else groups_of(q_BQHD, queries, heads // axis.size)
         groups = head_groups(heads, axis.size, count)
         sent, tokens = [q_BQHD, k_BKHD, v_BKHD], [queries, keys, keys]

@@ -49,10 +49,8 @@ def freeze() -> None:
     gc.freeze()
 
 
-def run(script: str, arguments: dict[str, Any], skip: list[str], folder: str, result: str, output: str) -> None:
+def run(script: str, arguments: dict[str, Any], skip: list[str], result: str, output: str) -> None:
     """In a child. `result`: the file for the script's results. `output`: for the output of the script and its ranks."""
-    if folder:
-        sys.path.insert(1, folder)
     with open(output, "wb") as printed, open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(printed.fileno(), 1)

@@ -146,7 +146,7 @@ class Trial:
 
     def _pids(self) -> tuple[int, ...]:
         pool = self.session.pool()
-        return () if pool is None else pool.pids
+        return () if pool is None else pool.whole.ranks.pids
 
     def _end_by_force(self, attempt: Attempt) -> None:
         for pid in self._pids():

@@ -78,7 +78,7 @@ old values are not corrected | tests/rank/test_kv_buffer.py
 +.add_(0.0 * shift)
 # parallel_backend/rank/attention/bands.py
 a stale band read as fresh | tests/system/test_exactness.py -k displaced | default
--        if at.step.stale:
+-        if at.step.message.stale:
 +        if False:
 # parallel_backend/rank/attention/kernel_choice.py
 masked calls go to a kernel that takes no mask | tests/rank/test_foreign_kernels.py

@@ -65,12 +65,12 @@ def main(results: Results) -> None:
         return {
             "before": before,
             "left": left,
-            "pids": len({*pids} & {*registry().pools.working[-1].pids}),
+            "pids": len({*pids} & {*registry().pools.working[-1].ranks.pids}),
             "difference": difference(expected, sample()),
             "again": held(),
         }
 
-    pids = registry().pools.working[-1].pids
+    pids = registry().pools.working[-1].ranks.pids
     results.case("loaded, on CPU ranks", sizes)
     with gpu():
         results.case("loaded, on the GPU that ComfyUI uses", sizes)

@@ -83,14 +83,14 @@ class EmulatedNccl(StrictDistributed):
             sizes = output_split_sizes, input_split_sizes
             return StrictDistributed.all_to_all_single(self, _inner(output), _inner(input), *sizes, group, True)
 
-        return self._begun(self._on_stream(self._communicator(group), [input], [output], issue), async_op)
+        return self._started(self._on_stream(self._communicator(group), [input], [output], issue), async_op)
 
     def all_reduce(self, tensor: torch.Tensor, group: Group | None = None, async_op: bool = False) -> NcclWork | None:
         def issue() -> StrictWork:
             with torch.inference_mode(tensor.is_inference()):
                 return StrictDistributed.all_reduce(self, _inner(tensor), group, True)
 
-        return self._begun(self._on_stream(self._communicator(group), [], [tensor], issue), async_op)
+        return self._started(self._on_stream(self._communicator(group), [], [tensor], issue), async_op)
 
     def barrier(self, group: Group | None = None, device_ids: list[int] | None = None) -> None:
         super().barrier(group, device_ids)
@@ -125,13 +125,6 @@ class EmulatedNccl(StrictDistributed):
         if key not in self._streams or self._streams[key].gpu is not gpu(device):
             self._streams[key] = Stream(device)
         return self._streams[key]
-
-    @staticmethod
-    def _begun(work: NcclWork, async_op: bool) -> NcclWork | None:
-        if async_op:
-            return work
-        work.wait()
-        return None
 
 
 def _inner(tensor: torch.Tensor) -> torch.Tensor:

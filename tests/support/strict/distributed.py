@@ -76,12 +76,6 @@ class StrictDistributed(Distributed):
     def irecv(self, tensor: torch.Tensor, src: int, group: Group | None = None) -> StrictWork:
         return self._issue("transfer", {}, {src: [tensor]}, {src}, self._link(src, group))
 
-    def send(self, tensor: torch.Tensor, dst: int, group: Group | None = None) -> None:
-        self.isend(tensor, dst, group).wait()
-
-    def recv(self, tensor: torch.Tensor, src: int, group: Group | None = None) -> None:
-        self.irecv(tensor, src, group).wait()
-
     def batch_isend_irecv(self, p2p_op_list: list[P2POp]) -> list[StrictWork]:
         groups = {operation.group for operation in p2p_op_list}
         if len(groups) != 1:

@@ -31,9 +31,9 @@ from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 from parallel_backend.own_class.trials.short_model import narrowed
 from parallel_backend.own_class.trials.trial import trial
 
-PACK = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
+NODES = nodes.NODE_CLASS_MAPPINGS["ParallelDiTLoader"].__module__.rpartition(".")[0]
 own_calls, proofs, prepared_call, class_code = (
-    importlib.import_module(f"{PACK}.model.{name}")
+    importlib.import_module(f"{NODES}.model.{name}")
     for name in ("call.own_calls", "call.proofs", "call.prepared_call", "loading.class_code")
 )
 log = logging.getLogger(__name__)

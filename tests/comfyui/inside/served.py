@@ -1,16 +1,19 @@
 """Published models by their shipped plans: what of a sampler's call they prove. Run by serve.py."""
 
 import importlib
+import sys
 from unittest.mock import patch
 
-from boot import Results
-from make_plans import PACK, captured, own_calls, proofs
+from boot import PACK, Results
+
+sys.path.append(str(PACK / "scripts" / "plans"))
+from make_plans import NODES, captured, own_calls, proofs
 from published import PUBLISHED
 
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.plans.block_order import block_lists
 
-shipped_plans = importlib.import_module(f"{PACK}.model.loading.shipped_plans")
+shipped_plans = importlib.import_module(f"{NODES}.model.loading.shipped_plans")
 
 
 def main(results: Results, names: list[str]) -> None:

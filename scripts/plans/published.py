@@ -4,10 +4,74 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from testing.ltx_headers import LTX_2, LTX_23
-
 IMAGE, VIDEO = (64, 64), (5, 32, 32)
 """Latent rows and columns, and frames in front of them. A trial takes smaller ones."""
+LTX_2 = {
+    "_class_name": "AVTransformer3DModel",
+    "activation_fn": "gelu-approximate",
+    "attention_bias": True,
+    "attention_head_dim": 128,
+    "attention_type": "default",
+    "audio_attention_head_dim": 64,
+    "audio_cross_attention_dim": 2048,
+    "audio_num_attention_heads": 32,
+    "audio_out_channels": 128,
+    "audio_positional_embedding_max_pos": [20],
+    "av_ca_timestep_scale_multiplier": 1000.0,
+    "av_cross_ada_norm": True,
+    "caption_channels": 3840,
+    "causal_temporal_positioning": True,
+    "connector_attention_head_dim": 128,
+    "connector_norm_output": True,
+    "connector_num_attention_heads": 30,
+    "connector_num_layers": 2,
+    "connector_num_learnable_registers": 128,
+    "connector_positional_embedding_max_pos": [4096],
+    "cross_attention_dim": 4096,
+    "cross_attention_norm": True,
+    "double_self_attention": False,
+    "dropout": 0.0,
+    "frequencies_precision": "float64",
+    "in_channels": 128,
+    "norm_elementwise_affine": False,
+    "norm_eps": 1e-6,
+    "norm_num_groups": 32,
+    "num_attention_heads": 32,
+    "num_embeds_ada_norm": 1000,
+    "num_layers": 48,
+    "num_vector_embeds": None,
+    "only_cross_attention": False,
+    "out_channels": 128,
+    "positional_embedding_max_pos": [20, 2048, 2048],
+    "positional_embedding_theta": 10000.0,
+    "positional_embedding_type": "rope",
+    "qk_norm": "rms_norm",
+    "rope_type": "split",
+    "share_ff": False,
+    "standardization_norm": "rms_norm",
+    "timestep_scale_multiplier": 1000,
+    "upcast_attention": False,
+    "use_audio_video_cross_attention": True,
+    "use_embeddings_connector": True,
+    "use_linear_projection": False,
+    "use_middle_indices_grid": True,
+}
+LTX_23 = LTX_2 | {
+    "apply_gated_attention": True,
+    "audio_connector_attention_head_dim": 64,
+    "audio_connector_num_attention_heads": 32,
+    "caption_proj_before_connector": True,
+    "caption_proj_input_norm": False,
+    "caption_projection_first_linear": False,
+    "caption_projection_second_linear": False,
+    "connector_apply_gated_attention": True,
+    "connector_learnable_registers_std": 1,
+    "connector_num_attention_heads": 32,
+    "connector_num_layers": 8,
+    "cross_attention_adaln": True,
+    "text_encoder_norm_type": "per_token_rms",
+}
+"""What the headers of Lightricks' files of LTX-2 (19B) and LTX-2.3 (22B) say about the transformer."""
 
 
 @dataclass(frozen=True)
