@@ -105,20 +105,20 @@ class Channel:
     def receive(self) -> Envelope:
         """Wait for the next message and return it. Raises EOFError or OSError if the other end is gone, BadMessage for other
         bytes. After a BadMessage nothing more can be received, because it is unknown where the next message begins."""
-        envelope, pending = decode_header(self._frame(MAX_HEADER_BYTES), self._borrowed)
-        for tensor, shape, nbytes in pending:
-            for start in range(0, nbytes, FRAME_BYTES):
-                length = min(FRAME_BYTES, nbytes - start)
-                frame = self._frame(length)
-                if len(frame) != length:
-                    raise BadMessage(f"{len(frame)} bytes of a tensor instead of {length}")
-                if not start:
-                    content = self._room(tensor, shape)
-                content[start : start + length] = frame
-        if self._on_borrowed is None or not isinstance(envelope.message, OpenSegment):
-            return envelope
-        self._borrow(envelope.message, envelope.model, self._on_borrowed)
-        return self.receive()
+        while True:
+            envelope, pending = decode_header(self._frame(MAX_HEADER_BYTES), self._borrowed)
+            for tensor, shape, nbytes in pending:
+                for start in range(0, nbytes, FRAME_BYTES):
+                    length = min(FRAME_BYTES, nbytes - start)
+                    frame = self._frame(length)
+                    if len(frame) != length:
+                        raise BadMessage(f"{len(frame)} bytes of a tensor instead of {length}")
+                    if not start:
+                        content = self._room(tensor, shape)
+                    content[start : start + length] = frame
+            if self._on_borrowed is None or not isinstance(envelope.message, OpenSegment):
+                return envelope
+            self._borrow(envelope.message, envelope.model, self._on_borrowed)
 
     def return_segments(self, model: int | None = None) -> None:
         """Return the segments that were lent for `model`, or for any model: their tensors are no longer read. Segments
