@@ -1,5 +1,4 @@
-"""Train and judge the mini video model of the benchmarks on a CPU: benchmarks/harness/mini_wan.py, one moving digit in eight
-frames.
+"""Train and judge the mini video model of the benchmarks on a CPU: quickstart/mini_wan.py, one moving digit in eight frames.
 
 Train (one core):                 python scripts/train_mini_video.py --minutes 70 --out /tmp/train
 Go on after SIGTERM or a crash:   the same with --resume; a larger --minutes prolongs a finished run
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import moving_digits as data
 from benchmarks.harness.mini_video import START, requests
-from benchmarks.harness.mini_wan import MiniWan
+from parallel_backend.quickstart.mini_wan import MiniWan
 
 log = logging.getLogger("train_mini_video")
 

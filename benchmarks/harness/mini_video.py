@@ -2,14 +2,12 @@
 
 import functools
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 from benchmarks.harness import mini_model, moving_digits
 from benchmarks.harness.mini_model import closeness
-from benchmarks.harness.mini_wan import mini_wan
 from parallel_backend.checkpoints.checkpoint import Checkpoint, open_own_class
 from parallel_backend.client import proven_class
 from parallel_backend.client.remote_transformer import RemoteTransformer
@@ -18,10 +16,8 @@ from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.built.built_class import BuiltClass
 from parallel_backend.own_class.calls.tried_calls import Call
-from parallel_backend.processes.local import LocalRanks
 from parallel_backend.processes.pool import Pool
-from parallel_backend.rank.start.entry import main
-from parallel_backend.wire.rank_settings import RankSettings
+from parallel_backend.quickstart.model import mini_wan
 from testing.models import on_ranks
 
 WEIGHTS = Path(__file__).parents[1] / "assets" / "moving-digits.safetensors"
@@ -33,13 +29,8 @@ but not on one path: it was not trained for long enough to agree with itself ove
 
 
 def load(degrees: Degrees, transfer_dtype: str = "full") -> RemoteTransformer:
-    pool = Pool(("cpu",) * degrees.world, threads=1, start=functools.partial(LocalRanks, entry=enter))
+    pool = Pool(("cpu",) * degrees.world, threads=1)
     return on_ranks(pool, opened(), degrees, "fp32", "auto", lambda: None, transfer_dtype=transfer_dtype)
-
-
-def enter(settings: RankSettings, connection: Connection) -> None:
-    """A rank's entry, as entry.main. Importing it lets the rank build the class."""
-    main(settings, connection)
 
 
 def opened() -> Checkpoint:

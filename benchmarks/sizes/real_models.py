@@ -6,12 +6,11 @@ from typing import Any, Self
 
 import torch
 
-from benchmarks.harness.mini_wan import mini_wan
 from parallel_backend.checkpoints.checkpoint import Checkpoint
 from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.built.building import build
 from parallel_backend.own_class.built.built_class import BuiltClass, built_class
-from parallel_backend.quickstart.model import mini_flux
+from parallel_backend.quickstart.model import mini_flux, mini_wan
 from testing import mini
 from testing.files import write_header
 

@@ -4,7 +4,6 @@ Weights leave the device for it, and come back.
 """
 
 from concurrent.futures import Future
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +19,7 @@ from parallel_backend.placement.balance import even_stages
 from parallel_backend.placement.memory_check import MemoryCheck
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
 from parallel_backend.placement.residency import ALL
-from parallel_backend.quickstart.model import mini_flux
+from parallel_backend.quickstart.model import mini_wan
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.models import nobody
@@ -202,7 +201,7 @@ def test_gb_to_leave_free_are_left_free(mini_file):
 
 @pytest.mark.parametrize(("along", "dim"), [("rows", -2), ("frames", -3)])
 def test_a_run_counts_bands_along_the_axis_that_they_cut(along, dim):
-    built, grid = built_class(replace(mini_flux(), video=True)), (6, 4, 4)
+    built, grid = built_class(mini_wan()), (6, 4, 4)
     tensors = {"context": torch.zeros(1, 7, 8)}
     given = Conditioning(1, TokenLayout(grid, along), built.token_order(grid, 0, along), 7, 1, tensors)
     assert request_of(given, built).band_dim == dim

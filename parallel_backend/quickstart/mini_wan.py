@@ -1,33 +1,22 @@
-"""A class for videos in the form of ComfyUI's classes, as quickstart/mini_flux.py is one for images. Its arithmetic and the
-names of its tensors are Wan's. Benchmarks of video run it where there is no ComfyUI. A process that imports this module, a
-rank's too, builds the class.
+"""A class for videos in the form of ComfyUI's classes, as mini_flux.py is one for images. Its arithmetic and the names of
+its tensors are Wan's. Benchmarks and tests of video run it where there is no ComfyUI.
 
 B batch, T text tokens, S tokens by frames, rows, columns, D features of a head, W width.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel_backend.core import own_class
-from parallel_backend.quickstart import attention
-from parallel_backend.quickstart.mini_flux import EPS, normed, rotated, rotations, sines
-from parallel_backend.quickstart.model import mini_flux
-
-own_class.PACKAGES = (*own_class.PACKAGES, own_class.Package(__name__, attention.__name__, "attention"))
+from .attention import attention
+from .mini_flux import EPS, normed, rotated, rotations, sines
 
 PATCH = 2
 """Number of latent rows and of latent columns per token."""
 HEAD, AXES = 128, (44, 42, 42)
 """The number of features of a head, and how many of them each axis of positions has."""
-
-
-def mini_wan(**arguments: Any) -> own_class.OwnClass:
-    """Return the class without proofs."""
-    return replace(mini_flux(**arguments), module=__name__, name="MiniWan", video=True)
 
 
 class MiniWan(nn.Module):
@@ -106,7 +95,7 @@ class Attention(nn.Module):
         q, k, v = (each.unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in (q, k, v))
         if rope_S is not None:
             q, k = rotated(q, rope_S), rotated(k, rope_S)
-        return self.o(attention.attention(q, k, v, q.shape[1], skip_reshape=True))
+        return self.o(attention(q, k, v, q.shape[1], skip_reshape=True))
 
 
 class Head(nn.Module):
