@@ -106,16 +106,7 @@ class Channel:
         """Wait for the next message and return it. Raises EOFError or OSError if the other end is gone, BadMessage for other
         bytes. After a BadMessage nothing more can be received, because it is unknown where the next message begins."""
         while True:
-            envelope, pending = decode_header(self._frame(MAX_HEADER_BYTES), self._borrowed)
-            for tensor, shape, nbytes in pending:
-                for start in range(0, nbytes, FRAME_BYTES):
-                    length = min(FRAME_BYTES, nbytes - start)
-                    frame = self._frame(length)
-                    if len(frame) != length:
-                        raise BadMessage(f"{len(frame)} bytes of a tensor instead of {length}")
-                    if not start:
-                        content = self._room(tensor, shape)
-                    content[start : start + length] = frame
+            envelope = self._receive()
             if self._on_borrowed is None or not isinstance(envelope.message, OpenSegment):
                 return envelope
             self._borrow(envelope.message, envelope.model, self._on_borrowed)
@@ -152,6 +143,19 @@ class Channel:
         if len(handles) != 1:
             raise BadMessage("a segment's handle is missing")
         return handles[0]
+
+    def _receive(self) -> Envelope:
+        envelope, pending = decode_header(self._frame(MAX_HEADER_BYTES), self._borrowed)
+        for tensor, shape, nbytes in pending:
+            for start in range(0, nbytes, FRAME_BYTES):
+                length = min(FRAME_BYTES, nbytes - start)
+                frame = self._frame(length)
+                if len(frame) != length:
+                    raise BadMessage(f"{len(frame)} bytes of a tensor instead of {length}")
+                if not start:
+                    content = self._room(tensor, shape)
+                content[start : start + length] = frame
+        return envelope
 
     @property
     def sending(self) -> bool:
