@@ -249,7 +249,7 @@ class Runs:
         self.model, self.blocks = model, list(blocks)
         self.tokens: TokenCut | None = None
         """How the latest run cuts its tokens."""
-        self._counted: dict[tuple[torch.Size, int], tuple[int, ...]] = {}
+        self._counted: dict[tuple[torch.Size, int], tuple[list[int], list[int]]] = {}
 
     def sizes(self, actual: Call) -> tuple[Size, Size]:
         """Return two sizes of calls like `actual`: one with few tokens, but enough for all ranks, and one with other numbers
@@ -287,23 +287,24 @@ class Runs:
 
     def _most_tokens(self, call: Call) -> int:
         """Maximum number of tokens in a tensor that the first block gets. 0 if the class does not run with the call."""
-        return max(self._tokens(call), default=0)
+        _, given = self._tokens(call)
+        return max(given, default=0)
 
     def _have_unequal_streams(self, call: Call) -> bool:
         """Whether the class runs with the call, and no two streams of the first block have equal numbers of tokens."""
-        streams = self._tokens(call)[: sum(map(bool, self.blocks[0].returns))]
+        streams, _ = self._tokens(call)
         return len(set(streams)) == len(streams) > 0
 
-    def _tokens(self, call: Call) -> tuple[int, ...]:
-        """Return the numbers of tokens of the streams that the first block returns, then of the tensors that it gets. Empty
-        if the class does not run with the call."""
+    def _tokens(self, call: Call) -> tuple[list[int], list[int]]:
+        """Return the numbers of tokens of the streams that the first block returns, and of the tensors that it gets. Both
+        are empty if the class does not run with the call."""
         size = call.x.shape, words_of(call)
         if size not in self._counted:
             noted, _ = found_or_why(partial(self.noted, drawn(call, 1)))
-            streams = [] if noted is None else [value.shape for value in noted.outputs[0] if value is not None]
-            shapes = [] if noted is None else noted.shapes[0]
-            counted = [*streams, *(shape for shape in shapes if len(shape) > 2)]
-            self._counted[size] = tuple(math.prod(shape[:-1]) // len(call.x) for shape in counted)
+            returned = [] if noted is None else [value.shape for value in noted.outputs[0] if value is not None]
+            given = [] if noted is None else [shape for shape in noted.shapes[0] if len(shape) > 2]
+            streams, tensors = ([math.prod(shape[:-1]) // len(call.x) for shape in shapes] for shapes in (returned, given))
+            self._counted[size] = streams, tensors
         return self._counted[size]
 
     def run(self, call: Call, cut: TokenCut | None = None, rank: TensorRank = ALL_LAYERS) -> Any:
