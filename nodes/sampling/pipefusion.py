@@ -75,6 +75,11 @@ def has_pipefusion(model: comfy.model_patcher.ModelPatcher) -> bool:
     return bool(model.get_wrappers(kind, WRAPPER_KEY))
 
 
+def has_patches(model: RemoteTransformer, cut: BandCut) -> bool:
+    """Whether a run with this cut can have patches. If not, it is exact."""
+    return len(cut.rows) > 1 or model.degrees.displaced
+
+
 log = logging.getLogger(__name__)
 MOST_TRIALS = 4
 """Maximum number of trials during a run in bands, for calls that were not tried before. Each trial begins the run again."""
@@ -193,7 +198,7 @@ class PipeFusion:
         """Return (samples, run), or None if there is only one patch. Calls that are not proven yet are tried, and the run
         begins again. Raises NotLocal if the run must be exact, or if it needs more than `trials` trials."""
         displaced = model.degrees.displaced
-        if len(cut.rows) == 1 and not displaced:
+        if not has_patches(model, cut):
             return None
         if reason := why_not_displaced(sampling) if displaced else why_not_banded(sampling) or why_wrapped(executor):
             raise NotLocal(reason)
@@ -225,7 +230,7 @@ class PipeFusion:
         cannot be computed in both ways, because other nodes keep a state from call to call."""
         if not self.min_closeness:
             return None
-        if len(cut.rows) == 1 and not model.degrees.displaced:
+        if not has_patches(model, cut):
             sampling.stub.run.note("min_closeness was not used, because the run is exact")
             return None
         if (
