@@ -14,7 +14,7 @@ def attend(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
 
 
 def attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
-    """See the package. Raises TypeError if the installed release does not return the log-sum-exp."""
+    """See kernels/__init__.py. Raises TypeError if the installed release does not return the log-sum-exp."""
     from flash_attn_interface import flash_attn_func
 
     on_request = "return_attn_probs" in inspect.signature(flash_attn_func).parameters

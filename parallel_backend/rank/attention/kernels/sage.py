@@ -16,8 +16,8 @@ def attend(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
 
 
 def attend_lse(q_BQHD, k_BKHD, v_BKHD, mask_BK, scale):
-    """See the package. Raises TypeError if the installed release returns no log-sum-exp: release 1 ignores the option and
-    returns the output."""
+    """See kernels/__init__.py. Raises TypeError if the installed release returns no log-sum-exp: release 1 ignores the
+    option and returns the output."""
     from sageattention import sageattn
 
     if "return_lse" not in inspect.signature(sageattn).parameters:
