@@ -128,7 +128,7 @@ class Engine:
             rank=self.rank,
             run=run,
             micro_steps=micro_steps,
-            compute_seconds=self._traffic.recorder.drain(WORK) - waited - waited_for_weights,
+            compute_seconds=self._traffic.recorder.drain_computing(),
             transfer_seconds=under_way,
             wait_seconds=waited,
             bytes_sent=bytes_sent,

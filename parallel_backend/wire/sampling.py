@@ -106,7 +106,7 @@ class RunStats:
     run: int
     micro_steps: int
     compute_seconds: float
-    """Seconds spent in micro-steps, without `wait_seconds` and `streaming_wait_seconds`."""
+    """Seconds spent in micro-steps, without the waits in them for transfers and weights."""
     transfer_seconds: float
     """Sum of the durations of all transfers, whether the rank waited for them or not."""
     wait_seconds: float

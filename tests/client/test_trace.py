@@ -14,7 +14,7 @@ from parallel_backend.client.reports.trace import Trace, read_trace, total, writ
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands, sample_whole
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.rank.comm.recorder import Recorder
-from parallel_backend.wire.timeline_kinds import OUTSIDE, TRANSFER, WAIT, WORK
+from parallel_backend.wire.timeline_kinds import FETCH, OUTSIDE, TRANSFER, WAIT, WORK
 from testing import mini
 from testing.models import nobody
 
@@ -121,6 +121,15 @@ def test_the_ring_keeps_the_newest_and_counts_the_others():
     recorder.restart()
     assert (len(recorder.read()[0]), recorder.read()[2], recorder.step) == (0, 0, OUTSIDE)
     assert (recorder.drain(WORK), recorder.drain(WORK), recorder.drain(WAIT)) == (20 * 0.5, 0.0, 0.0)  # of the lost too
+
+
+def test_only_waits_in_a_micro_step_are_no_computing():
+    recorder = Recorder(None)
+    recorder.add(WAIT, (1, 0, 4, 1), 1.0, 1.25)
+    recorder.add(FETCH, (1, 0, 4, 1), 1.5, 2.0)
+    recorder.add(WORK, (1, 0, 4, 1), 0.0, 8.0)
+    recorder.add(WAIT, OUTSIDE, 8.0, 12.0)  # for what this rank still sends
+    assert (recorder.drain(WAIT), recorder.drain_computing(), recorder.drain_computing()) == (4.25, 7.25, 0.0)
 
 
 class Event:

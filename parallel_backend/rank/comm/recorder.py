@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parallel_backend.wire.timeline_kinds import OUTSIDE, StepLabel
+from parallel_backend.wire.timeline_kinds import FETCH, OUTSIDE, WAIT, WORK, StepLabel
 
 
 class Recorder:
@@ -28,6 +28,7 @@ class Recorder:
         self._spans: deque[tuple] = deque(maxlen=self.CAPACITY)
         self._unread: deque[tuple] = deque()
         self._seconds: dict[int, float] = defaultdict(float)
+        self._waited_in_steps = 0.0
         self.restart()
 
     def restart(self) -> None:
@@ -46,8 +47,7 @@ class Recorder:
         """Add a span. `step`: the micro-step in which it began."""
         self._recorded += 1
         if self._event is None:
-            self._spans.append((kind, step, start, stop))
-            self._seconds[kind] += stop - start
+            self._keep(kind, step, start, stop)
             return
         self._unread.append((kind, step, start, stop))
         if len(self._unread) == self.UNREAD + self.BATCH:
@@ -63,6 +63,11 @@ class Recorder:
         """Seconds of all spans of this kind since the last `drain`. On CUDA the host waits for the end of the last span."""
         self._read_events(len(self._unread))
         return self._seconds.get(kind, 0.0)
+
+    def drain_computing(self) -> float:
+        """Seconds of micro-steps in which the rank did not wait, since the last call. Drains WORK."""
+        seconds, self._waited_in_steps = self.drain(WORK) - self._waited_in_steps, 0.0
+        return seconds
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Return (starts and stops, float64 [N, 2]; kinds and StepLabels, int64 [N, 5]; number of older spans that were
@@ -84,7 +89,11 @@ class Recorder:
         for kind, step, start, stop in oldest:
             if stop is not read:  # a transfer and the wait for it end together
                 read, end = stop, self._anchored + self._anchor.elapsed_time(stop) / 1000
-            seconds = start.elapsed_time(stop) / 1000
-            self._spans.append((kind, step, end - seconds, end))
-            self._seconds[kind] += seconds
+            self._keep(kind, step, end - start.elapsed_time(stop) / 1000, end)
         self._anchor, self._anchored = last, self._spans[-1][3]
+
+    def _keep(self, kind: int, step: StepLabel, start: float, stop: float) -> None:
+        self._spans.append((kind, step, start, stop))
+        self._seconds[kind] += stop - start
+        if kind in (WAIT, FETCH) and step != OUTSIDE:
+            self._waited_in_steps += stop - start
