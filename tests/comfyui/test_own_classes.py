@@ -19,7 +19,8 @@ each frame."""
 IN_FULL = ("ulysses and stages", "PipeFusion with all steps exact")
 DEFAULT = tuple(QUICK)
 OTHERS = (
-    *("omnigen2", "boogu", "mage_flow", "joyimage", "mochi_preview", "zimage_pixel", "wan_humo", "wan_dancer"),
+    *("auraflow", "omnigen2", "boogu", "mage_flow", "joyimage", "mochi_preview", "zimage_pixel", "cosmos-1"),
+    *("wan_humo", "wan_dancer"),
     *("ernie-image", "longcat-image", "longcat-image-edit", "chroma", "lumina2", "ideogram4"),
     *("kandinsky-5-video", "kandinsky-5-image", "cogvideox-5b", "cogvideox-1.5", "cogvideox-1.5-i2v", "wan-2.2-camera"),
     *("hunyuan-video", "hunyuan-video-i2v", "hunyuan-video-1.5", "hunyuan-video-1.5-sr"),
