@@ -40,7 +40,7 @@ def comfyui() -> Host:
     """Return this ComfyUI: its version, its start options, and its function to run a checkpoint."""
     from comfyui_version import __version__
 
-    return Host(f"ComfyUI {__version__}", tuple(sys.argv[1:]), native_model)
+    return Host(f"ComfyUI {__version__}", tuple(sys.argv[1:]), native_model, registry().folder)
 
 
 @validate(early=check_one_kind_of_devices)

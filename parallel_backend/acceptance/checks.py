@@ -12,6 +12,7 @@ from .machine import look_at_links, look_at_system
 from .modes import look_at_modes
 from .own_model import look_at_model
 from .session import Findings, Host, NotLookedAt, SelfTestSession, Settings
+from .transports import look_at_transports
 
 PASSED, FAILED, NOT_LOOKED_AT = "passed", "failed", "not looked at"
 STATUSES = (PASSED, FAILED, NOT_LOOKED_AT)
@@ -20,6 +21,7 @@ CHECKS: dict[str, tuple[str, Callable[[SelfTestSession, Findings], None]]] = {
     "system": ("driver, libraries and GPUs", look_at_system),
     "kernels": ("attention kernels, on each device", look_at_attention),
     "links": ("bandwidth of every link between ranks", look_at_links),
+    "transports": ("settings of NCCL for direct access between GPUs: the fastest one is kept", look_at_transports),
     "modes": ("one rank against a CPU, and every mode against one rank", look_at_modes),
     "model file": ("your model on one rank and on all", look_at_model),
 }

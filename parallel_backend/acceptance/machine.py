@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from parallel_backend.client.measurements import measured_links
-from parallel_backend.client.p2p_verdicts import nccl_version
+from parallel_backend.client.transports import nccl_version
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.host_memory import host_memory
 from parallel_backend.placement.links import SIZES, links_of
 from parallel_backend.processes.pool import Pool
 from parallel_backend.rank.comm.process_group import backend_for
+from parallel_backend.wire.rank_settings import BY_GLOO
 
 from .session import Findings, NotLookedAt, SelfTestSession
 
@@ -147,8 +148,7 @@ def look_at_links(session: SelfTestSession, findings: Findings) -> None:
     for note in pool.notes:  # such as P2P switched off: runs work, but their links are slower than they could be
         findings.wrong.append(note)
     findings.note("links", links(pool, session))
-    nccl = backend_for(pool.devices) == "nccl" and not pool.self_test.gloo
-    findings.note("P2P", pool.self_test.p2p if nccl else None)
+    findings.note("transport", pool.self_test.transport.name if backend_for(pool.devices) == "nccl" else BY_GLOO.name)
 
 
 def links(pool: Pool, session: SelfTestSession) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.core.setup import Setup
 from parallel_backend.own_class.calls.tried_calls import Call
 from parallel_backend.processes.pool import Poll, Pool, RankError
+from parallel_backend.wire.rank_settings import BY_NCCL, Transport
 
 from . import tiny_model
 
@@ -124,6 +125,8 @@ class Host:
     """The options on its command line."""
     native: Native | None = None
     """The host's own way to run a model, to compare with. None: the host cannot run models itself."""
+    folder: Callable[[], Path | None] = lambda: None
+    """Returns the folder in which later starts of ranks look for how these GPUs transfer. None: nothing is kept."""
 
 
 @dataclass
@@ -144,6 +147,8 @@ class SelfTestSession:
     _loaded: Setup | None = None
 
     def __post_init__(self):
+        self._registry.folder = self.host.folder
+        self._registry.pools.transports.turn_to(self.settings.devices, BY_NCCL)  # whatever an earlier start found out
         self._registry.threads = max(1, usable_cores() // self.world)
 
     @property
@@ -162,6 +167,18 @@ class SelfTestSession:
         pool = self._registry.pool_for(self.settings.devices, self.poll, alone=True)
         assert pool is not None  # as devices are named
         return pool.whole
+
+    def ranks_by(self, transport: Transport) -> Pool:
+        """Return ranks that transfer in this way, or in another one if their links fail in it."""
+        if self.ranks().self_test.transport != transport:
+            self.end_ranks()
+            self._registry.pools.transports.turn_to(self.settings.devices, transport)
+        return self.ranks()
+
+    def keep(self, transport: Transport) -> None:
+        """Have ranks on these devices transfer in this way from now on."""
+        self.end_ranks()
+        self._registry.pools.transports.keep(self.settings.devices, transport)
 
     def load(self, degrees: Degrees, dtype: str, path: Path | None = None, own: OwnClass | None = None) -> RemoteTransformer:
         """Return a model on the first ranks, cut evenly, which replaces their present one: the file `path` by its class

@@ -3,41 +3,52 @@
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.processes.pool import LinksDown, Pool
 from parallel_backend.processes.pool_part import PoolPart, SomeRanks, ranks_on, union
-from parallel_backend.wire.rank_settings import P2P_DISABLE, SELF_TEST, SelfTest
+from parallel_backend.wire.rank_settings import (
+    BY_GLOO,
+    BY_NCCL,
+    P2P_DISABLE,
+    P2P_OVER_NVLINK,
+    SELF_TEST,
+    WITHOUT_P2P,
+    SelfTest,
+    Transport,
+)
 
-from .p2p_verdicts import BY_GLOO, WITH_P2P, WITHOUT_P2P, P2PVerdicts
+from .transports import KeptTransports
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_WITHOUT_P2P = replace(SELF_TEST, p2p=False, seconds=30.0)  # shorter: the test with P2P has taken a minute already
-WAYS = (SELF_TEST, _WITHOUT_P2P, replace(_WITHOUT_P2P, gloo=True))
-"""Settings of ranks on GPUs by the way in which they transfer (WITH_P2P, WITHOUT_P2P, BY_GLOO), in the order of trials."""
-TOLD = ("with P2P", "without P2P", "that use Gloo instead of NCCL")
-"""The ways in words that follow "ranks"."""
+SECONDS = 30.0
+"""Time limit of the self-test of links by another transport than NCCL's own choice, whose test may have taken a minute."""
+INSTEAD = {
+    P2P_OVER_NVLINK: "with P2P over NVLink alone",
+    WITHOUT_P2P: "without P2P",
+    BY_GLOO: "that use Gloo instead of NCCL",
+}
+"""The transports to try if NCCL's own choice fails, in this order, in words that follow "ranks"."""
 
 
 class Pools:
     """Keeps pools on different devices at the same time. Not thread-safe: the registry locks.
 
     Devices that overlap with a pool's are served by a part of that pool. If the pool lacks some of them, it is ended once
-    and started again on the devices of both. `start`: creates a pool. `verdicts`: devices on which P2P or NCCL does not
-    work. `chosen()`: CPU threads of each rank; None: CPU ranks share the cores.
+    and started again on the devices of both. `start`: creates a pool. `transports`: those that are not NCCL's own
+    choice. `chosen()`: CPU threads of each rank; None: CPU ranks share the cores.
     """
 
     def __init__(
         self,
         start: Callable[[tuple[str, ...], SelfTest], Pool],
-        verdicts: P2PVerdicts,
+        transports: KeptTransports,
         chosen: Callable[[], int | None] = lambda: None,
     ):
-        self._start, self._verdicts, self._chosen = start, verdicts, chosen
+        self._start, self.transports, self._chosen = start, transports, chosen
         self._used: dict[tuple[str, ...], tuple[str, ...]] = {}  # devices of a pool -> those of its last use
         self._pools: tuple[Pool, ...] = ()  # in the order of their last use
         self._begun: set[tuple[str, ...]] = set()  # devices of pools that have been begun for a use to come
@@ -107,34 +118,33 @@ class Pools:
     def _use(self, devices: tuple[str, ...], action: Callable[[Pool], T]) -> T:
         """Return the result of `action` with the pool on these devices, started if necessary.
 
-        If the self-test of NCCL's links fails, `action` is tried again with new ranks: first without P2P, because direct
-        access between consumer GPUs is the most frequent cause, then with Gloo. The way that works is stored, see
-        P2PVerdicts.
+        If the self-test of NCCL's links fails, `action` is tried again with new ranks: first with less P2P, because direct
+        access between consumer GPUs is the most frequent cause, then with Gloo. What works is stored, see KeptTransports.
         """
         pool = self._on(devices)
         self._begun.discard(devices)
-        first, way = WAYS.index(pool.self_test), None
+        first, instead = pool.self_test.transport, None
         while True:
             try:
                 result = action(pool)
             except LinksDown as error:
-                way = next_way(WAYS.index(pool.self_test)) if error.backend == "nccl" else None
-                if way is None:
-                    self._verdicts.forget(devices)  # an earlier start's verdict does not help now
+                instead = next_after(pool.self_test.transport) if error.backend == "nccl" else None
+                if instead is None:
+                    self.transports.forget(devices)  # what an earlier start found out does not help now
                     raise
-                log.warning("%s\nParallel DiT: starting new ranks %s", str(error), TOLD[way])
+                log.warning("%s\nParallel DiT: starting new ranks %s", str(error), INSTEAD[instead])
             except BaseException:  # the links were not the cause, or that is unknown, such as after Cancel
-                if way is not None:
-                    self._verdicts.forget(devices)
+                if instead is not None:
+                    self.transports.forget(devices)
                 raise
             else:
-                if way is not None and first == WITH_P2P:
-                    self._verdicts.keep(devices, way)
+                if instead is not None and first == BY_NCCL:
+                    self.transports.keep(devices, instead)
                 return result
             self.end(devices, politely=False)
-            if first != WITH_P2P:  # what an earlier start found out has changed: the next one begins again
-                self._verdicts.forget(devices)
-            self._verdicts.turn_to(devices, way)
+            if first != BY_NCCL:  # what an earlier start found out has changed: the next one begins again
+                self.transports.forget(devices)
+            self.transports.turn_to(devices, instead)
             pool = self._on(devices)
 
     def begin(self, devices: tuple[str, ...]) -> None:
@@ -186,16 +196,19 @@ class Pools:
         pool = next((pool for pool in self._pools if pool.devices == devices), None)
         if pool is None:
             log.info("Parallel DiT: starting %d ranks on %s", len(devices), ", ".join(devices))
-            pool = self._start(devices, WAYS[self._verdicts.way(devices)])
+            pool = self._start(devices, self_test_of(self.transports.of(devices)))
         self._pools = (*(other for other in self._pools if other is not pool), pool)
         return pool
 
 
-def next_way(way: int) -> int | None:
-    """Return the way to try after NCCL has failed in `way`. None: there is no other."""
-    if way == WITH_P2P and P2P_DISABLE not in os.environ:
-        return WITHOUT_P2P
-    return None if way == BY_GLOO else BY_GLOO
+def self_test_of(transport: Transport) -> SelfTest:
+    return SELF_TEST if transport == BY_NCCL else SelfTest(SECONDS, transport)
+
+
+def next_after(transport: Transport) -> Transport | None:
+    """Return the transport to try after this one has failed. None: there is no other."""
+    order = [BY_GLOO] if P2P_DISABLE in os.environ else [*INSTEAD]
+    return next(iter(order[order.index(transport) + 1 :] if transport in order else order), None)
 
 
 def _close(pool: Pool, politely: bool) -> None:

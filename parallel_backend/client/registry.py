@@ -27,9 +27,9 @@ from .loading import NoRoomToLoad, load_model
 from .memory_guard import Learnt, MakeRoom, no_room
 from .models_on_ranks import MOST_MODELS, ModelsOnRanks, OnRanks
 from .overview import overview_of
-from .p2p_verdicts import P2PVerdicts
 from .pools import Pools
 from .remote_transformer import RemoteTransformer
+from .transports import KeptTransports
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +46,13 @@ class Registry:
         self.logs: Callable[[], Path | None] = lambda: None
         """Returns the folder for the logs of new ranks, see pool.Pool."""
         self.folder: Callable[[], Path | None] = lambda: None
-        """Returns the folder for files that later processes read, see P2PVerdicts. None: nothing is stored."""
+        """Returns the folder for files that later processes read, see KeptTransports. None: nothing is stored."""
         self.threads: int | None = None
         """CPU threads of each new rank, see pool.Pool. None: the cores are divided evenly."""
         self.start_of = start_of
         """Returns the class of new ranks by their devices."""
         self._lock = threading.RLock()  # reentrant: make_room may unload another model on the thread that loads this one
-        self.pools = Pools(self._start, P2PVerdicts(lambda: self.folder()), lambda: self.threads)
+        self.pools = Pools(self._start, KeptTransports(lambda: self.folder()), lambda: self.threads)
         """The pools of ranks. Changed under the registry's lock, read without it."""
         self.models = ModelsOnRanks(self._lock)
         """The models on the ranks, and the memory that they give way with."""

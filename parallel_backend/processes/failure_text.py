@@ -32,10 +32,15 @@ LESS_MEMORY = (
 """How the user can make a model need less memory, by widgets and inputs. It is the end of a sentence."""
 RESTART = "Queue the prompt again, which starts new ranks."
 
-P2P_OFF = (
-    "P2P off: NCCL's self-test of the links failed with direct access between GPUs, so transfers go through host memory"
+NVLINK_ALONE = (
+    "P2P over NVLink alone: other transfers go through host memory, because direct access over PCIe failed NCCL's self-test "
+    "or was slower"
 )
-"""Note for the user after ranks were started again without P2P."""
+"""Note for the user about ranks with P2P over NVLink alone."""
+P2P_OFF = (
+    "P2P off: transfers go through host memory, because direct access between GPUs failed NCCL's self-test or was slower"
+)
+"""Note for the user about ranks without P2P."""
 NCCL_OFF = (
     "NCCL off: its self-test of the links failed with and without direct access between GPUs, so Gloo copies each "
     "transfer through host memory on both sides. This is slower and does not overlap with computation"

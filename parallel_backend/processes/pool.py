@@ -18,14 +18,21 @@ from weakref import WeakValueDictionary
 from parallel_backend.core.cores import usable_cores
 from parallel_backend.core.torch_settings import read_settings
 from parallel_backend.wire import messages as m
-from parallel_backend.wire.rank_settings import SELF_TEST, SelfTest, StartSettings
+from parallel_backend.wire.rank_settings import (
+    BY_GLOO,
+    P2P_OVER_NVLINK,
+    SELF_TEST,
+    WITHOUT_P2P,
+    SelfTest,
+    StartSettings,
+)
 from parallel_backend.wire.shared_memory import Segment
 
 from .failure_report import DeviceFull as DeviceFull
 from .failure_report import FailureReport, RankError, again
 from .failure_report import LinksDown as LinksDown
 from .failure_report import RankLost as RankLost
-from .failure_text import NCCL_OFF, P2P_OFF
+from .failure_text import NCCL_OFF, NVLINK_ALONE, P2P_OFF
 from .gathers import Gathers
 from .local import LocalRanks, Ranks
 from .watchdog import SILENCE_SECONDS, Watchdog
@@ -124,7 +131,8 @@ class Pool:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes about these ranks for the user."""
-        return (NCCL_OFF,) if self.self_test.gloo else () if self.self_test.p2p else (P2P_OFF,)
+        note = {P2P_OVER_NVLINK: NVLINK_ALONE, WITHOUT_P2P: P2P_OFF, BY_GLOO: NCCL_OFF}.get(self.self_test.transport)
+        return () if note is None else (note,)
 
     @property
     def whole(self) -> "Pool":

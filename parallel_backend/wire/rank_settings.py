@@ -6,8 +6,30 @@ from pathlib import Path
 
 from parallel_backend.core.devices import in_its_process
 
-P2P_DISABLE = "NCCL_P2P_DISABLE"
-"""NCCL's environment variable for switching P2P off. Users may set it too."""
+P2P_DISABLE, P2P_LEVEL = P2P_VARIABLES = "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"
+"""NCCL's environment variables for direct access between GPUs (P2P): whether it is off, and between which GPUs it is on.
+Users may set them too."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How ranks on GPUs transfer."""
+
+    name: str
+    """For files and reports."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """NCCL's environment variables."""
+    gloo: bool = False
+    """True: by Gloo instead of NCCL."""
+
+
+BY_NCCL = Transport("NCCL")
+"""NCCL decides which pairs of GPUs have P2P: by default those below one PCIe switch, and those with NVLink."""
+P2P_EVERYWHERE = Transport("P2P between all GPUs", ((P2P_LEVEL, "SYS"),))
+P2P_OVER_NVLINK = Transport("P2P over NVLink alone", ((P2P_LEVEL, "NVL"),))
+WITHOUT_P2P = Transport("no P2P", ((P2P_DISABLE, "1"),))
+BY_GLOO = Transport("Gloo", gloo=True)
+TRANSPORTS = {one.name: one for one in (BY_NCCL, P2P_EVERYWHERE, P2P_OVER_NVLINK, WITHOUT_P2P, BY_GLOO)}
 
 
 @dataclass(frozen=True)
@@ -16,10 +38,7 @@ class SelfTest:
 
     seconds: float = 60.0
     """Time limit of each part of the test in seconds."""
-    p2p: bool = True
-    """False: NCCL uses no direct access between GPUs, which is the most frequent cause of failures."""
-    gloo: bool = False
-    """True: Gloo is used instead of NCCL."""
+    transport: Transport = BY_NCCL
 
 
 SELF_TEST = SelfTest()

@@ -4,19 +4,29 @@ import contextlib
 import dataclasses
 import json
 import socket
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
 import torch
 
-from parallel_backend.acceptance import checks, machine, modes, own_model, report
+from parallel_backend.acceptance import checks, machine, modes, own_model, report, transports
 from parallel_backend.acceptance.__main__ import arguments, main
 from parallel_backend.acceptance.report import describe, verdict
 from parallel_backend.acceptance.session import Findings, Host, NotLookedAt, OwnModel, SelfTestSession, Settings
+from parallel_backend.client.transports import KeptTransports
 from parallel_backend.core.degrees import AXES, Degrees
 from parallel_backend.processes.pool import RankError
 from parallel_backend.quickstart.model import WEIGHTS, mini_flux
 from parallel_backend.rank.attention.kernels import sdpa
+from parallel_backend.wire.rank_settings import (
+    BY_NCCL,
+    P2P_EVERYWHERE,
+    P2P_OVER_NVLINK,
+    WITHOUT_P2P,
+    SelfTest,
+    Transport,
+)
 from testing import mini
 from testing.fake_cuda import ADA, AMPERE, fake_cuda
 
@@ -305,3 +315,42 @@ def test_a_run_that_is_cut_off_leaves_what_it_has_found(monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         main(["--devices", "cpu,cpu", "--only", "system,kernels", "--out", str(out)])
     assert [check["name"] for check in json.loads(out.read_text())["checks"]] == ["system"]
+
+
+GPUS = ("cuda:0", "cuda:1")
+
+
+def compared(monkeypatch, tmp_path, rates: dict[Transport, float]) -> tuple[Findings, Transport]:
+    """What is found between two GPUs with these GB/s, and how the next ComfyUI's ranks transfer. Ranks fail by a transport
+    without a rate."""
+    session, findings = SelfTestSession(Settings(GPUS), Host(folder=lambda: tmp_path)), Findings()
+
+    def ranks():
+        asked = session._registry.pools.transports.of(GPUS)
+        return SimpleNamespace(self_test=SelfTest(transport=asked if asked in rates else WITHOUT_P2P))
+
+    monkeypatch.setattr(session, "ranks", ranks)
+    monkeypatch.setattr(transports, "backend_for", lambda _devices: "nccl")
+    monkeypatch.setattr(transports, "rate", lambda pool, _session: rates[pool.self_test.transport])
+    for name in transports.P2P_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with fake_cuda(ADA, ADA):
+        transports.look_at_transports(session, findings)
+        return findings, KeptTransports(lambda: tmp_path).of(GPUS)
+
+
+@pytest.mark.parametrize(
+    ("rates", "kept"),
+    [
+        ({BY_NCCL: 12.0, P2P_EVERYWHERE: 20.0, P2P_OVER_NVLINK: 12.0, WITHOUT_P2P: 9.0}, P2P_EVERYWHERE),
+        ({BY_NCCL: 12.0, P2P_EVERYWHERE: 13.0, P2P_OVER_NVLINK: 12.5, WITHOUT_P2P: 9.0}, BY_NCCL),  # noise
+        ({BY_NCCL: 12.0, P2P_OVER_NVLINK: 12.0, WITHOUT_P2P: 14.0}, WITHOUT_P2P),
+        ({P2P_OVER_NVLINK: 12.0, WITHOUT_P2P: 9.0}, P2P_OVER_NVLINK),
+    ],
+)
+def test_the_fastest_transport_is_used_from_now_on(monkeypatch, tmp_path, rates, kept):
+    findings, used = compared(monkeypatch, tmp_path, rates)
+    assert used == kept
+    assert findings.figures["kept"] == kept.name
+    assert findings.figures["GB_per_s"] == {one.name: rates.get(one, "failed") for one in transports.COMPARED}
+    assert findings.figures["variables"] == [f"{name}={value}" for name, value in kept.variables]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from parallel_backend.client.reports.run_report import RunReport
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.processes.failure_text import NCCL_OFF, P2P_OFF
+from parallel_backend.processes.failure_text import NCCL_OFF, NVLINK_ALONE, P2P_OFF
 from scripts.comfyui_server import PACK
 
 _RUN = RunReport(Degrees(pipe=2), 4, 4, 2.0, 1, None, ())
@@ -29,6 +29,7 @@ LINES = (
     "starting 2 ranks",
     "loading, 40 %",
     f"3.5 GB of weights on 2 ranks, weights streamed from host memory: {_RANKS}, {P2P_OFF}",
+    f"3.5 GB of weights on 2 ranks, {NVLINK_ALONE}",
     f"3.5 GB of weights on 2 ranks, {NCCL_OFF}",
     "calibrating, about 10 s, once for this machine and kind of model",
     "degrees auto: ulysses_degree 2 on cuda:0, cuda:1, planned 8.1 s",

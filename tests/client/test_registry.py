@@ -10,17 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel_backend.client import models_on_ranks, p2p_verdicts, pools
+from parallel_backend.client import models_on_ranks, transports
 from parallel_backend.client import registry as registry_module
 from parallel_backend.client.memory_guard import no_room
 from parallel_backend.client.models_on_ranks import MOST_MODELS
-from parallel_backend.client.p2p_verdicts import BY_GLOO, WITH_P2P, WITHOUT_P2P
 from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Setup
 from parallel_backend.processes.pool import LinksDown, RankError
 from parallel_backend.quickstart.model import mini_flux
 from parallel_backend.wire import messages as m
+from parallel_backend.wire.rank_settings import BY_GLOO, BY_NCCL, P2P_EVERYWHERE, P2P_OVER_NVLINK, WITHOUT_P2P, Transport
 from testing.fake_cuda import ADA, fake_cuda
 from testing.models import nobody
 
@@ -32,15 +32,15 @@ FAMILY = SimpleNamespace(own=OWN)
 
 
 class FakePool:
-    """`down`: the backend of pools whose links fail, with P2P, without it, or by Gloo."""
+    """`down`: the backend of pools whose links fail, by their transport."""
 
-    down: dict[bool | str, str] = {}  # noqa: RUF012  # replaced, never changed
+    down: dict[Transport, str] = {}  # noqa: RUF012  # replaced, never changed
 
     def __init__(self, devices, self_test, threads, **_settings):
         self.devices, self.error, self.closed, self.ready = devices, None, False, Future()
         self.self_test, self.threads, self.asked, self.process = self_test, threads, [], os.getpid()
         self.whole, self.segments, self.part_ranks, self.cleared = self, (), (), 0
-        if backend := self.down.get("Gloo" if self_test.gloo else self_test.p2p):
+        if backend := self.down.get(self_test.transport):
             self.ready.set_exception(LinksDown("the self-test failed", backend))
         else:
             self.ready.set_result([])
@@ -367,12 +367,12 @@ def test_further_uses_of_the_newest_model_are_uses_in_its_run(registry, loaded):
 
 
 def test_ranks_talk_through_gloo_where_nccl_fails_in_every_way(starts, monkeypatch):
-    monkeypatch.setattr(FakePool, "down", {True: "nccl", False: "nccl"})
-    assert [starts(), starts()] == [(BY_GLOO, 3), (BY_GLOO, 1)]
-    monkeypatch.setattr(FakePool, "down", {"Gloo": "gloo"})
+    monkeypatch.setattr(FakePool, "down", dict.fromkeys((BY_NCCL, P2P_OVER_NVLINK, WITHOUT_P2P), "nccl"))
+    assert [starts(), starts()] == [(BY_GLOO, 4), (BY_GLOO, 1)]
+    monkeypatch.setattr(FakePool, "down", {BY_GLOO: "gloo"})
     with pytest.raises(LinksDown):
         starts()
-    assert starts() == (WITH_P2P, 1)
+    assert starts() == (BY_NCCL, 1)
 
 
 @pytest.fixture
@@ -380,19 +380,19 @@ def starts(monkeypatch, tmp_path):
     """`starts()`: how the next ComfyUI's ranks on two fake cards talk at last, and after how many starts of ranks. It keeps
     what it has found out in `tmp_path`."""
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    monkeypatch.setattr(FakePool, "down", {True: "nccl"})
+    monkeypatch.setattr(FakePool, "down", {BY_NCCL: "nccl"})
     made = []
 
     def pool(*arguments, **named):
         made.append(FakePool(*arguments, **named))
         return made[-1]
 
-    def start(devices=("cuda:0", "cuda:1")) -> tuple[int, int]:
+    def start(devices=("cuda:0", "cuda:1")) -> tuple[Transport, int]:
         made.clear()
         one = Registry()
         one.folder = lambda: tmp_path / "parallel_dit"
         try:
-            return pools.WAYS.index(one.pool_for(devices, nobody).self_test), len(made)
+            return one.pool_for(devices, nobody).self_test.transport, len(made)
         finally:
             one.close()
 
@@ -402,58 +402,76 @@ def starts(monkeypatch, tmp_path):
 
 
 def test_that_p2p_fails_is_known_at_the_next_start_of_comfyui(starts, tmp_path):
-    assert starts() == (WITHOUT_P2P, 2)
-    assert starts() == (WITHOUT_P2P, 1)
-    assert starts(("cuda:1", "cuda:0")) == (WITHOUT_P2P, 1)  # the same cards
-    assert starts(("cuda:0", "cuda:2")) == (WITHOUT_P2P, 2)  # others
-    assert starts() == starts(("cuda:2", "cuda:0")) == (WITHOUT_P2P, 1)
-    assert starts(("cpu", "cpu")) == (WITHOUT_P2P, 2)  # nothing is kept of what has no cards
-    assert [path.name[:12] for path in (tmp_path / "parallel_dit").iterdir()] == ["without_p2p-", "without_p2p-"]
+    assert starts() == (P2P_OVER_NVLINK, 2)
+    assert starts() == (P2P_OVER_NVLINK, 1)
+    assert starts(("cuda:1", "cuda:0")) == (P2P_OVER_NVLINK, 1)  # the same cards
+    assert starts(("cuda:0", "cuda:2")) == (P2P_OVER_NVLINK, 2)  # others
+    assert starts() == starts(("cuda:2", "cuda:0")) == (P2P_OVER_NVLINK, 1)
+    assert starts(("cpu", "cpu")) == (P2P_OVER_NVLINK, 2)  # nothing is kept of what has no cards
+    assert [path.name[:10] for path in (tmp_path / "parallel_dit").iterdir()] == ["transport-", "transport-"]
 
 
 MACHINE = "/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/proc/cmdline"
 """Drivers, and the kernel's options, which the IOMMU is one of."""
 
 
-@pytest.mark.parametrize("way", [WITHOUT_P2P, BY_GLOO])
+@pytest.mark.parametrize("tried", [1, 2, 3])
 @pytest.mark.parametrize("changed", [*MACHINE, "torch", "NCCL", "kernel", "IOMMU", "card"])
-def test_p2p_is_tried_again_after_a_change(starts, monkeypatch, tmp_path, changed, way):
-    assert tuple(path.as_posix() for path in p2p_verdicts.MACHINE) == MACHINE
+def test_p2p_is_tried_again_after_a_change(starts, monkeypatch, tmp_path, changed, tried):
+    assert tuple(path.as_posix() for path in transports.MACHINE) == MACHINE
     files = {path: tmp_path / "machine" / path[1:] for path in MACHINE}
     for file in files.values():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("580.95.05")
     units = tmp_path / "iommu"
     (units / "dmar0").mkdir(parents=True)
-    monkeypatch.setattr(p2p_verdicts, "MACHINE", (*files.values(), tmp_path / "no such driver"))
-    monkeypatch.setattr(p2p_verdicts, "IOMMU", units)
-    monkeypatch.setattr(FakePool, "down", dict.fromkeys([True, False][:way], "nccl"))
-    assert starts() == (way, way + 1)
+    monkeypatch.setattr(transports, "MACHINE", (*files.values(), tmp_path / "no such driver"))
+    monkeypatch.setattr(transports, "IOMMU", units)
+    order = BY_NCCL, P2P_OVER_NVLINK, WITHOUT_P2P, BY_GLOO
+    monkeypatch.setattr(FakePool, "down", dict.fromkeys(order[:tried], "nccl"))
+    assert starts() == (order[tried], tried + 1)
     if changed in files:
         files[changed].write_text("590.48.01")
     elif changed == "torch":
-        monkeypatch.setattr(p2p_verdicts.torch, "__version__", "99")
+        monkeypatch.setattr(transports.torch, "__version__", "99")
     elif changed == "NCCL":
-        monkeypatch.setattr(p2p_verdicts, "nccl_version", lambda: "99")
+        monkeypatch.setattr(transports, "nccl_version", lambda: "99")
     elif changed == "kernel":
-        monkeypatch.setattr(p2p_verdicts.platform, "release", lambda: "99")
+        monkeypatch.setattr(transports.platform, "release", lambda: "99")
     elif changed == "IOMMU":
         (units / "dmar0").rmdir()
     else:
-        properties = p2p_verdicts.torch.cuda.get_device_properties
+        properties = transports.torch.cuda.get_device_properties
         other = lambda name: SimpleNamespace(uuid=f"{properties(name).uuid}-other", name="")  # noqa: E731
-        monkeypatch.setattr(p2p_verdicts.torch.cuda, "get_device_properties", other)
-    assert [starts(), starts()] == [(way, way + 1), (way, 1)]
+        monkeypatch.setattr(transports.torch.cuda, "get_device_properties", other)
+    assert [starts(), starts()] == [(order[tried], tried + 1), (order[tried], 1)]
 
 
-def test_links_that_fail_without_p2p_too_are_tried_with_it_at_the_next_start(starts, monkeypatch):
+def test_links_that_fail_in_the_stored_way_too_are_tried_anew_at_the_next_start(starts, monkeypatch):
     """Whatever it was has changed: the verdict may be wrong by now. Until then Gloo serves."""
     starts()
-    monkeypatch.setattr(FakePool, "down", {False: "nccl"})
-    assert [starts(), starts()] == [(BY_GLOO, 2), (WITH_P2P, 1)]
+    monkeypatch.setattr(FakePool, "down", dict.fromkeys((P2P_OVER_NVLINK, WITHOUT_P2P), "nccl"))
+    assert [starts(), starts()] == [(BY_GLOO, 3), (BY_NCCL, 1)]
 
 
-@pytest.mark.parametrize("down", [{True: "gloo"}, {True: "nccl", False: "nccl", "Gloo": "gloo"}], ids=str)
+def test_a_setting_that_was_measured_to_be_faster_gives_way_if_it_fails(starts, monkeypatch, tmp_path):
+    monkeypatch.setattr(FakePool, "down", {})
+    transports.KeptTransports(lambda: tmp_path / "parallel_dit").keep(("cuda:0", "cuda:1"), P2P_EVERYWHERE)
+    assert starts() == (P2P_EVERYWHERE, 1)
+    monkeypatch.setattr(FakePool, "down", {P2P_EVERYWHERE: "nccl"})
+    assert [starts(), starts()] == [(P2P_OVER_NVLINK, 2), (BY_NCCL, 1)]
+
+
+def test_a_user_who_has_switched_p2p_off_gets_gloo(starts, monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert starts() == (BY_GLOO, 2)
+
+
+@pytest.mark.parametrize(
+    "down",
+    [{BY_NCCL: "gloo"}, dict.fromkeys((BY_NCCL, P2P_OVER_NVLINK, WITHOUT_P2P), "nccl") | {BY_GLOO: "gloo"}],
+    ids=["not NCCL", "all"],
+)
 def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begins_anew(registry, monkeypatch, down):
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     monkeypatch.setattr(FakePool, "down", down)
@@ -461,7 +479,7 @@ def test_links_that_fail_whatever_is_tried_are_an_error_and_the_next_prompt_begi
         registry.pool_for(DEVICES, nobody)
     registry.pools._pools[-1].error = LinksDown("the self-test failed")  # as a pool has it
     monkeypatch.setattr(FakePool, "down", {})
-    assert registry.pool_for(DEVICES, nobody).self_test.p2p
+    assert registry.pool_for(DEVICES, nobody).self_test.transport == BY_NCCL
 
 
 def test_ranks_that_were_begun_and_have_died_are_started_anew(registry, loaded):

@@ -3,7 +3,6 @@
 import functools
 import time
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 
@@ -13,9 +12,9 @@ from parallel_backend.client.registry import Registry
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.processes import local
-from parallel_backend.processes.failure_text import NCCL_OFF, P2P_OFF
+from parallel_backend.processes.failure_text import NCCL_OFF, NVLINK_ALONE, P2P_OFF
 from parallel_backend.processes.pool import LinksDown, Pool, RankError
-from parallel_backend.wire.rank_settings import SELF_TEST
+from parallel_backend.wire.rank_settings import SelfTest
 from testing import mini
 from testing.models import nobody, on_ranks
 from tests.processes.test_failures import wait_until_gone
@@ -30,7 +29,7 @@ BOUND = LIMIT + 10.0
 
 
 def pool() -> Pool:
-    return Pool(("cpu", "cpu"), self_test=replace(SELF_TEST, seconds=LIMIT))
+    return Pool(("cpu", "cpu"), self_test=SelfTest(LIMIT))
 
 
 def load(pool: Pool, path) -> RemoteTransformer:
@@ -77,12 +76,18 @@ def test_a_store_that_goes_away_while_ranks_wait_for_each_other_is_named(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("works", "note"), [pytest.param("without P2P", P2P_OFF, marks=pytest.mark.full), ("by Gloo", NCCL_OFF)]
+    ("works", "note"),
+    [
+        pytest.param("P2P over NVLink alone", NVLINK_ALONE, marks=pytest.mark.full),
+        pytest.param("no P2P", P2P_OFF, marks=pytest.mark.full),
+        ("Gloo", NCCL_OFF),
+    ],
 )
 def test_where_nccl_fails_ranks_talk_in_another_way(monkeypatch, mini_file, given, works, note):
     monkeypatch.delenv(pools.P2P_DISABLE, raising=False)
     monkeypatch.setattr(local, "rank_entry", lambda: functools.partial(deaf_rank.deaf_by_nccl, works))
-    monkeypatch.setattr(pools, "WAYS", tuple(replace(way, seconds=LIMIT) for way in pools.WAYS))
+    monkeypatch.setattr(pools, "SELF_TEST", SelfTest(LIMIT))
+    monkeypatch.setattr(pools, "SECONDS", LIMIT)
     said: list[str] = []
     with closing(Registry()) as registry:
         key = mini.setup(mini_file, "fp32", ("cpu", "cpu"), Degrees(pipe=2), "sdpa", "even")

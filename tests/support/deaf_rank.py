@@ -20,11 +20,11 @@ def deaf(when: str, settings: RankSettings, connection: Connection) -> None:
 
 
 def deaf_by_nccl(works: str, settings: RankSettings, connection: Connection) -> None:
-    """The same at the start, as by NCCL, until ranks talk as `works` says: "without P2P" or "by Gloo"."""
+    """The same at the start, as by NCCL, until ranks talk as `works` says, a transport's name."""
     from parallel_backend.rank.comm import peers
 
     peers.backend_for = lambda _devices: "nccl"
-    if settings.self_test.p2p or (works == "by Gloo" and not settings.self_test.gloo):
+    if settings.self_test.transport.name != works:
         peers.try_pair = lambda *_: time.sleep(3600)
     main(settings, connection)
 

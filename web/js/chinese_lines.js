@@ -7,8 +7,12 @@ import { translated } from "./chinese.js";
 /** What a pool of ranks has found out about its links (processes/failure_text.py). */
 const NOTES = [
     [
-        /^P2P off: NCCL's self-test of the links failed with direct access between GPUs, so transfers go through host memory$/,
-        "P2P 已关闭：显卡直连时 NCCL 的互联自检没有通过，所以数据经内存传输",
+        /^P2P off: transfers go through host memory, because direct access between GPUs failed NCCL's self-test or was slower$/,
+        "P2P 已关闭：显卡直连没有通过 NCCL 自检，或者更慢，所以数据经内存传输",
+    ],
+    [
+        /^P2P over NVLink alone: other transfers go through host memory, because direct access over PCIe failed NCCL's self-test or was slower$/,
+        "只经 NVLink 直连：经 PCIe 直连没有通过 NCCL 自检，或者更慢，所以其余数据经内存传输",
     ],
     [
         /^NCCL off: its self-test of the links failed with and without direct access between GPUs, so Gloo copies each transfer through host memory on both sides. This is slower and does not overlap with computation$/,

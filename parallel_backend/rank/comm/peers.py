@@ -44,7 +44,7 @@ class Peers:
         self._is_part = ranks is not None
         self._parts: dict[tuple[int, ...], Peers] = {}
         self._settings, self._rendezvous, self._guard = settings, rendezvous, guard
-        self._backend = "gloo" if settings.self_test.gloo else backend_for(settings.devices)
+        self._backend = "gloo" if settings.self_test.transport.gloo else backend_for(settings.devices)
         self._device = torch.device(settings.device if self._backend == "nccl" else "cpu")
         self._meshes: dict[Degrees, Mesh] = {}
         self._users: Counter[Degrees] = Counter()
@@ -71,8 +71,7 @@ class Peers:
         if world == 1:
             return
         with self._guard.waiting():
-            test = settings.self_test
-            join(settings.rank, settings.devices, self._rendezvous, settings.timeout, test.p2p, test.gloo)
+            join(settings.rank, settings.devices, self._rendezvous, settings.timeout, settings.self_test.transport)
             # The same on all ranks. One that cannot name its interface does not know that the others are far.
             self._far = any(far for (far,) in self._rendezvous.tell_all(settings.rank, [is_far()]))
         everyone = Axis("world", world, settings.rank, tuple(range(world)), None)
@@ -164,7 +163,7 @@ class Peers:
         """Context of one test: raises LinkError if it fails or takes longer than the limit. `what`: the transfer, for the
         message."""
         limits = self._settings.self_test
-        error: Callable[[str], LinkError] = lambda how: LinkError(what, how, self._backend, limits.p2p)  # noqa: E731
+        error: Callable[[str], LinkError] = lambda how: LinkError(what, how, self._backend)  # noqa: E731
         with self._guard.waiting(limits.seconds, lambda: error(f"did not end within {limits.seconds:g} s")):
             try:
                 yield

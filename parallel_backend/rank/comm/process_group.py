@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from parallel_backend.core.devices import device_kind, on_ray
-from parallel_backend.wire.rank_settings import P2P_DISABLE
+from parallel_backend.wire.rank_settings import BY_NCCL, Transport
 
 from .interfaces import LOOPBACK, check_named, interface_towards, interface_with, loopback_interface
 from .rendezvous import Rendezvous
@@ -49,10 +49,9 @@ def join(
     devices: tuple[str, ...],
     rendezvous: Rendezvous,
     timeout: timedelta,
-    p2p: bool = True,
-    gloo: bool = False,
+    transport: Transport = BY_NCCL,
 ) -> None:
-    """Join the process group of all ranks, at least two. `timeout`: for its transfers. `p2p`, `gloo`: see SelfTest."""
+    """Join the process group of all ranks, at least two. `timeout`: for its transfers."""
     if rendezvous.address:
         interface = interface_towards(rendezvous.address)
     else:
@@ -63,11 +62,10 @@ def join(
         os.environ.setdefault(GLOO_INTERFACE, interface)
         os.environ.setdefault(NCCL_INTERFACE, f"={interface}")  # without "=" it is the name's beginning
     set_defaults()
-    if not p2p:
-        os.environ[P2P_DISABLE] = "1"
+    os.environ.update(transport.variables)
     # No device_id: bound to a device, all transfers between two ranks would share one communicator and wait for each other
     # (pytorch #154132). Unbound, every group makes its communicator when first used, by self_test.py.
-    backend = "gloo" if gloo else backend_for(devices)
+    backend = "gloo" if transport.gloo else backend_for(devices)
     dist.init_process_group(backend, store=rendezvous.store, rank=rank, world_size=len(devices), timeout=timeout)
 
 

@@ -36,20 +36,20 @@ SHARED_MEMORY = Path("/dev/shm")
 class LinkError(RuntimeError):
     """A transfer of the self-test failed. `what` and `how` make a sentence. The message ends with advice."""
 
-    def __init__(self, what: str, how: str, backend: str, p2p: bool):
-        super().__init__(f"the self-test of the links between ranks failed: {what} {how}. {advice(backend, p2p)}")
+    def __init__(self, what: str, how: str, backend: str):
+        super().__init__(f"the self-test of the links between ranks failed: {what} {how}. {advice(backend)}")
         self.backend = backend
 
 
-def advice(backend: str, p2p: bool) -> str:
-    """Return advice to the user. `p2p`: whether NCCL was free to use direct access from GPU to GPU."""
+def advice(backend: str) -> str:
+    """Return advice to the user."""
     if backend != "nccl":
         return (
             "Try: a firewall that lets this machine reach itself (or the machines each other); GLOO_SOCKET_IFNAME, set to "
             "the network interface to use."
         )
     direct = f"set {P2P_DISABLE}=1 before ComfyUI starts, or switch IOMMU and PCIe ACS off in the BIOS"
-    tried = direct if p2p and P2P_DISABLE not in os.environ else "direct access between GPUs (P2P) was off already"
+    tried = direct if P2P_DISABLE not in os.environ else "direct access between GPUs (P2P) was off already"
     return (
         f"Try: {tried}; give {SHARED_MEMORY} at least 1 GB{_shared_memory()}, in a container by --ipc=host or "
         "--shm-size=1g; a newer driver; other GPUs in `devices`. The ranks' logs have NCCL's own messages "

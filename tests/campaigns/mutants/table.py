@@ -311,7 +311,7 @@ a region of the conditioning is cut into bands | tests/nodes
 unknown guidance is taken for pixel-wise | tests/nodes | tests/comfyui/test_guidance_in_bands.py | default
 -not isinstance(value, types.FunctionType) or (changed
 +isinstance(value, types.FunctionType) or (changed
-# parallel_backend/client/p2p_verdicts.py
+# parallel_backend/client/transports.py
 a kernel option that decides P2P is not part of its verdict | tests/client/test_registry.py -k p2p
 -, "/proc/cmdline"
 # nodes/model/loading/kept_proofs.py

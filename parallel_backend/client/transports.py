@@ -1,5 +1,8 @@
-"""Stores for which GPUs NCCL only works without direct access (P2P), or does not work at all. Such a link hangs, and the
-self-test of the links needs a minute to notice. A stored result avoids that minute at later starts of ComfyUI."""
+"""Stores how ranks on GPUs transfer, if NCCL's own choice is not the best one.
+
+Between some GPUs direct access (P2P) hangs, and the self-test of the links needs a minute to notice. A stored result avoids
+that minute at later starts of ComfyUI. Between others P2P is faster than NCCL's own choice: Parallel Self-Test measures it.
+"""
 
 import hashlib
 import logging
@@ -12,60 +15,56 @@ import torch
 
 from parallel_backend.core.devices import device_kind, on_ray
 from parallel_backend.core.kept_file import find_kept, keep, kept_path
-from parallel_backend.wire.rank_settings import P2P_DISABLE
+from parallel_backend.wire.rank_settings import BY_NCCL, P2P_VARIABLES, TRANSPORTS, Transport
 
 log = logging.getLogger(__name__)
 
-NAME = "without_p2p"
+NAME = "transport"
 MACHINE = tuple(map(Path, ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version", "/proc/cmdline")))
 """Files with the drivers' versions and the kernel's options, such as for the IOMMU."""
 IOMMU = Path("/sys/class/iommu")
 """Folder with an entry for each active IOMMU."""
 
-WITH_P2P, WITHOUT_P2P, BY_GLOO = range(3)
-"""Ways in which ranks transfer."""
-FAILED = {WITH_P2P: "", WITHOUT_P2P: "no direct access (P2P)", BY_GLOO: "no NCCL"}
 
-
-class P2PVerdicts:
-    """Not thread-safe. `folder`: returns the folder of the files. None: verdicts last as long as the process."""
+class KeptTransports:
+    """Not thread-safe. `folder`: returns the folder of the files. None: choices last as long as the process."""
 
     def __init__(self, folder: Callable[[], Path | None]):
         self._folder = folder
-        self._here: dict[tuple[str, ...], int] = {}
+        self._here: dict[tuple[str, ...], Transport] = {}
 
-    def way(self, devices: tuple[str, ...]) -> int:
+    def of(self, devices: tuple[str, ...]) -> Transport:
         """Return how ranks on these devices should transfer, as found by this process or an earlier one with the same GPUs
         and driver."""
         if devices in self._here:
             return self._here[devices]
         folder = self._folder_for(devices)
         if folder is None or not any(folder.glob(f"{NAME}-*")):
-            return WITH_P2P
+            return BY_NCCL
         key = _key(devices)
-        way = find_kept(folder, key, NAME, int) or WITH_P2P
-        if failed := FAILED[way]:
-            told = "Parallel DiT: %s between %s, as at an earlier start. To try it again, delete %s"
-            log.info(told, failed, ", ".join(devices), kept_path(folder, key, NAME))
-        return way
+        transport = find_kept(folder, key, NAME, TRANSPORTS.__getitem__) or BY_NCCL
+        if transport != BY_NCCL:
+            told = "Parallel DiT: %s between %s, as an earlier start found out. To begin again, delete %s"
+            log.info(told, transport.name, ", ".join(devices), kept_path(folder, key, NAME))
+        return transport
 
-    def turn_to(self, devices: tuple[str, ...], way: int) -> None:
-        """Use this way for now. It is unknown yet whether it works."""
-        self._here[devices] = way
+    def turn_to(self, devices: tuple[str, ...], transport: Transport) -> None:
+        """Use this transport for now. It is unknown yet whether it works."""
+        self._here[devices] = transport
 
-    def keep(self, devices: tuple[str, ...], way: int) -> None:
-        """Store that these devices work in this way. Later starts use it until driver, GPUs, torch, NCCL or the IOMMU
+    def keep(self, devices: tuple[str, ...], transport: Transport) -> None:
+        """Store that these devices work by this transport. Later starts use it until driver, GPUs, torch, NCCL or the IOMMU
         change."""
-        self._here[devices] = way
+        self._here[devices] = transport
         if (folder := self._folder_for(devices)) is not None:
-            keep(folder, _key(devices), NAME, way)
+            keep(folder, _key(devices), NAME, transport.name)
 
     def forget(self, devices: tuple[str, ...]) -> None:
-        """Have ranks on these devices try NCCL with P2P again."""
+        """Have NCCL decide again on these devices."""
         self._here.pop(devices, None)
         folder = self._folder_for(devices)
         if folder is not None and kept_path(folder, key := _key(devices), NAME).exists():
-            keep(folder, key, NAME, WITH_P2P)
+            keep(folder, key, NAME, BY_NCCL.name)
 
     def _folder_for(self, devices: tuple[str, ...]) -> Path | None:
         """Return the folder to use for these devices. None: nothing is stored for CPUs and for GPUs of a Ray cluster, which
@@ -79,7 +78,8 @@ def _key(devices: tuple[str, ...]) -> dict[str, object]:
     properties = [torch.cuda.get_device_properties(name) for name in devices]
     cards = sorted(str(getattr(one, "uuid", one.name)) for one in properties)
     facts = [torch.__version__, platform.release(), *(path.read_text() for path in MACHINE if path.is_file())]
-    facts += [str(len(list(IOMMU.iterdir())) if IOMMU.is_dir() else 0), os.environ.get(P2P_DISABLE, ""), nccl_version()]
+    facts += [str(len(list(IOMMU.iterdir())) if IOMMU.is_dir() else 0), nccl_version()]
+    facts += [os.environ.get(name, "") for name in P2P_VARIABLES]
     return {"cards": cards, "machine": hashlib.sha256("\n".join(facts).encode()).hexdigest()}
 
 
