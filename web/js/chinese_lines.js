@@ -12,7 +12,7 @@ const NOTES = [
     ],
     [
         /^P2P over NVLink alone: other transfers go through host memory, because direct access over PCIe failed NCCL's self-test or was slower$/,
-        "只经 NVLink 直连：经 PCIe 直连没有通过 NCCL 自检，或者更慢，所以其余数据经内存传输",
+        "P2P 只经 NVLink：经 PCIe 直连没有通过 NCCL 自检，或者更慢，所以其余数据经内存传输",
     ],
     [
         /^NCCL off: its self-test of the links failed with and without direct access between GPUs, so Gloo copies each transfer through host memory on both sides. This is slower and does not overlap with computation$/,
