@@ -59,6 +59,7 @@ class Engine:
         self.drop_graphs()
         if resident == 0:
             self.stage.module_cache.forget()
+        self.stage.expanded.drop()
         self.stage.store.set_resident(resident)
         return self.residency
 
@@ -181,7 +182,10 @@ class Engine:
         self.stage.store.begin_step()
         is_new = decided.form not in self._measured  # others take as much: torch's statistics cost some 0.1 ms
         if is_new:
+            self.stage.expanded.drop()
             self.stage.copies.begin_measuring()
+        elif not self.stage.store.streams:
+            self.stage.expanded.begin_step()
         buffer = self.runs.begin_step(step, conditioning) if step.run else None
         output = self._forward.compute(decided, conditioning, buffer)
         if step.run:

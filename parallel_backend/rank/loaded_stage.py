@@ -22,6 +22,7 @@ from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.rank.comm.transfers import Traffic
 from parallel_backend.rank.host_memory.host_store import HostStore
 from parallel_backend.rank.stage.build_stage import OwnLink, attend_over_ranks, build_own_stage
+from parallel_backend.rank.stage.expanded_weights import ExpandedWeights
 from parallel_backend.rank.stage.linear import PackedLinear, multiply_plain_fp8
 from parallel_backend.rank.stage.lora import Adapters
 from parallel_backend.rank.stage.module_cache import ModuleCache
@@ -103,6 +104,9 @@ class LoadedStage:
         shared = () if own.latent is None else own.latent.shared
         self.module_cache = ModuleCache(self.model, shared, adapter_of(own.kind).of_prompt, setup.cuda_graphs)
         self.compiler = self._compile(stage.modules, degrees.world) if setup.compile else None
+        # A CUDA graph repeats what was expanded as it was captured, and a compiled block is traced again for a kept weight.
+        packed = () if setup.compile or setup.cuda_graphs else self.packed_layers
+        self.expanded = ExpandedWeights(packed, device)
         store.watch(stage.modules)
         for block in stage.modules.values():
             block.register_forward_hook(lambda *_: heartbeat.done())
@@ -150,8 +154,11 @@ class LoadedStage:
     @property
     def arithmetic(self) -> str:
         """The arithmetic with packed weights, as text for the user. Empty: nothing to report."""
-        packed = (module for module in self.model.modules() if isinstance(module, PackedLinear))
-        return "; ".join(sorted({layer.arithmetic.word for layer in packed} - {""}))
+        return "; ".join(sorted({layer.arithmetic.word for layer in self.packed_layers} - {""}))
+
+    @property
+    def packed_layers(self) -> list[PackedLinear]:
+        return [module for module in self.model.modules() if isinstance(module, PackedLinear)]
 
     def close(self) -> None:
         """Wait for sends in progress, and end the mesh's groups. Collective over all ranks."""

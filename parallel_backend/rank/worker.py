@@ -146,7 +146,10 @@ class Worker:
             case m.DropConditioning():
                 self.engine.drop_conditioning(message.id)
             case m.CloseRun():
-                self._reply(self.engine.close_run(message.run))
+                stats = self.engine.close_run(message.run)
+                if self.engine.stage.expanded.drop():
+                    self._release_unused()  # gigabytes, which ComfyUI's VAE may need next
+                self._reply(stats)
             case m.PutVAE():
                 self._peers.check()
                 ranks = self._peers.part(message.ranks).ranks
@@ -172,6 +175,7 @@ class Worker:
             case m.ReleaseUnused():
                 for each in self.engines.values():
                     each.drop_graphs()  # captured again in later micro-steps
+                    each.stage.expanded.drop()
                 self._reply(m.UnusedReleased(self.settings.rank, self._release_unused()))
             case m.SetResident():
                 self._reply(self._set_resident(message))
@@ -254,6 +258,8 @@ class Worker:
 
     def _read_memory(self) -> m.DeviceMemoryReport:
         """Return the device's memory, with the share of the model that the present message is for."""
+        for each in self.engines.values():
+            each.stage.expanded.drop()
         engines = self.engines.items()
         sizes = {number: each.residency.device_bytes + each.stage.adapters.nbytes for number, each in engines}
         of_model = sizes.pop(self._model, 0)

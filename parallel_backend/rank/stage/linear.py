@@ -1,7 +1,7 @@
 """Linear layers whose weights may stay packed as in the file, and which can have adapters (LoRA). `nn.Linear` modules are
 turned into these by changing their class, so that all names in the module tree stay."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -49,7 +49,7 @@ class RankLinear(FusedLinear):
         del self.weight
         self.__class__ = PackedLinear
         self.packed = nn.Parameter(packed, requires_grad=False)
-        self.packing, self.dtype = packing, dtype
+        self.packing, self.dtype, self.expanded, self.keep = packing, dtype, None, None
         self.arithmetic = Arithmetic(None, "") if packed.is_meta else arithmetic(packed, packing, dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,8 +65,9 @@ class RankLinear(FusedLinear):
 
 
 class PackedLinear(RankLinear):
-    """A RankLinear whose weight is packed. Each reading of `weight` expands it. The product uses the packed weight if the
-    device can (quantised_products.py). Adapters are added without rounding."""
+    """A RankLinear whose weight is packed. Each reading of `weight` expands it, unless it is kept expanded
+    (ExpandedWeights). The product uses the packed weight if the device can (quantised_products.py). Adapters are added
+    without rounding."""
 
     packed: nn.Parameter
     """[out, n] uint8 for every kind of packing."""
@@ -74,6 +75,15 @@ class PackedLinear(RankLinear):
     dtype: torch.dtype
     """The compute dtype."""
     arithmetic: Arithmetic
+    expanded: torch.Tensor | None
+    """[out, in] in the compute dtype. None: not kept."""
+    keep: "Callable[[PackedLinear, torch.Tensor], None] | None"
+    """Called with each expanded weight, which it may keep in `expanded`."""
+
+    @property
+    def expands(self) -> bool:
+        """Whether products expand the weight."""
+        return self.arithmetic.weight is None or not self.arithmetic.weight.multiplies
 
     @property
     def nbytes(self) -> int:
@@ -92,11 +102,26 @@ class PackedLinear(RankLinear):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product without adapters: [..., in] -> [..., out]."""
         weight = self.arithmetic.weight
-        return super().multiply(x) if weight is None else weight.linear(x, self.bias)
+        if weight is None:
+            return super().multiply(x)
+        return weight.linear(x, self.bias, self._expand)
 
     @property
     def weight(self) -> torch.Tensor:
+        if self.arithmetic.weight is None:
+            return self._expand(self._expand_packed)
+        return self._expand_packed()  # not `expanded`: comfy-kitchen's weight is without the input's smoothing
+
+    def _expand_packed(self) -> torch.Tensor:
         return self.packing.expand(self.packed, self.dtype)
+
+    def _expand(self, expand: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if self.expanded is not None:
+            return self.expanded
+        weight = expand()
+        if self.keep is not None:
+            self.keep(self, weight)
+        return weight
 
     @property
     def weight_shape(self) -> tuple[int, int]:

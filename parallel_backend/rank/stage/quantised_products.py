@@ -9,6 +9,7 @@ kernels.
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +54,20 @@ class KitchenWeight:
             input_scale = packing.scales.get("input_scale")
             self.input_scale = None if input_scale is None else input_scale.view(())
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the product [..., in] -> [..., out]."""
+    def linear(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        expanded: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda expand: expand(),
+    ) -> torch.Tensor:
+        """Return the product [..., in] -> [..., out]. `expanded`: returns the weight in the compute dtype, by the function
+        that expands it or as it was kept."""
         if not x.numel():  # kernels refuse an input without rows, which a band without text is
             return x.new_empty(*x.shape[:-1], self.weight.shape[0])
         if self.smoothing is not None:
             x = x * self.smoothing.to(x.dtype)
         if not self.multiplies:
-            return F.linear(x, self.weight.dequantize(), bias)
+            return F.linear(x, expanded(self.weight.dequantize), bias)
         if self.format not in CAPABILITY:
             return F.linear(x, self.weight, bias).to(x.dtype)  # awq_w4a16 computes in its scales' dtype
         rows = type(self.weight).from_float(x.reshape(-1, x.shape[-1]), FORMATS[self.format].layout, scale=self.input_scale)
