@@ -1,7 +1,7 @@
 """Keeps expanded weights of packed layers as long as a run leaves memory for them.
 
-A packed layer expands its weight at each use. A micro-step of PipeFusion has few rows and expands all weights of its stage,
-so with M bands a step expands each of them M times. A weight that is kept is expanded once a run, in any mode.
+A packed layer expands its weight at each use. A micro-step of PipeFusion has few rows and expands all weights of its stage:
+with M bands, M times a step. A weight that is kept is expanded once a run, in any mode.
 """
 
 from collections.abc import Iterable

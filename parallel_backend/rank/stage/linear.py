@@ -49,7 +49,7 @@ class RankLinear(FusedLinear):
         del self.weight
         self.__class__ = PackedLinear
         self.packed = nn.Parameter(packed, requires_grad=False)
-        self.packing, self.dtype, self.expanded, self.keep = packing, dtype, None, None
+        self.packing, self.dtype = packing, dtype
         self.arithmetic = Arithmetic(None, "") if packed.is_meta else arithmetic(packed, packing, dtype)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,9 +75,9 @@ class PackedLinear(RankLinear):
     dtype: torch.dtype
     """The compute dtype."""
     arithmetic: Arithmetic
-    expanded: torch.Tensor | None
+    expanded: torch.Tensor | None = None
     """[out, in] in the compute dtype. None: not kept."""
-    keep: "Callable[[PackedLinear, torch.Tensor], None] | None"
+    keep: "Callable[[PackedLinear, torch.Tensor], None] | None" = None
     """Called with each expanded weight, which it may keep in `expanded`."""
 
     @property
