@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from parallel_backend.core.degrees import SEQUENCE_AXES, WIDGETS, Degrees
-from parallel_backend.core.finite import all_finite
 from parallel_backend.core.pipefusion_order import entry_parts, window
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
@@ -19,6 +18,7 @@ from parallel_backend.wire import messages as m
 
 from .call import CallCut, Conditioning, ModelCall, PartialOutput, PostedCall, PostedStep, TokenLayout, fail
 from .conditioning_cache import ConditioningCache
+from .not_finite import all_finite
 from .resident_weights import ResidentWeights
 from .shared_residuals import SharedResiduals
 

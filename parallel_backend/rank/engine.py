@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import torch
 
-from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.spans import Span
 from parallel_backend.wire.diagnosis import Timeline
 from parallel_backend.wire.loading import Load, Residency
 from parallel_backend.wire.sampling import OpenRun, Output, PutConditioning, RunStats, Step
 from parallel_backend.wire.timeline_kinds import OUTSIDE, WORK, StepLabel
 
+from .comm.mesh import receives_early
 from .conditioning_store import ConditioningStore, RankConditioning
 from .loaded_stage import LoadedStage
 from .micro_step_graphs import CAPTURES, Kind, MicroStepGraphs

@@ -9,7 +9,6 @@ from torch import nn
 
 from parallel_backend.checkpoints.checkpoint import open_setup
 from parallel_backend.core.attention_kernels import AUTO
-from parallel_backend.core.communicators import receives_early
 from parallel_backend.core.dtypes import compute_dtype
 from parallel_backend.core.sequence import SequenceCut
 from parallel_backend.core.spans import Span
@@ -17,6 +16,7 @@ from parallel_backend.core.sparse_attention import SparseAttention
 from parallel_backend.own_class.adapters.adapters import adapter_of
 from parallel_backend.rank.attention.context import AttentionContext
 from parallel_backend.rank.attention.kernel_choice import RankKernel, choose_kernel
+from parallel_backend.rank.comm.mesh import receives_early
 from parallel_backend.rank.comm.peers import Peers
 from parallel_backend.rank.comm.stage_link import StageLink
 from parallel_backend.rank.comm.transfers import Traffic

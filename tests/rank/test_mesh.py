@@ -5,9 +5,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from parallel_backend.core.communicators import grouped_axes, pipe_links
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.rank.comm.mesh import make_mesh
+from parallel_backend.rank.comm.mesh import grouped_axes, make_mesh, pipe_links
 from parallel_backend.rank.comm.transfers import PeerError
 from tests.support.alone import nobody
 

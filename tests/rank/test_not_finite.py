@@ -8,10 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from parallel_backend.client.call import ModelCall
 from parallel_backend.client.lora import Delta
-from parallel_backend.client.not_finite import NotFiniteError, check_conditioning, not_finite
+from parallel_backend.client.not_finite import NotFiniteError, all_finite, check_conditioning, not_finite
 from parallel_backend.client.sampling import Prompt, linear_sigmas, sample_in_bands
 from parallel_backend.core.degrees import Degrees
-from parallel_backend.core.finite import all_finite
 from parallel_backend.wire import messages as m
 from testing import mini
 from testing.models import nobody

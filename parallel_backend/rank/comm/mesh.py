@@ -1,14 +1,17 @@
-"""Named mesh axes over the ranks: this rank's process group, neighbours and index on each axis."""
+"""Named mesh axes over the ranks: this rank's process group, neighbours and index on each axis. Ranks along an axis, and the
+two ends of a link between pipeline stages, share a communicator."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from parallel_backend.core.communicators import grouped_axes, lines_along, pipe_links
-from parallel_backend.core.degrees import AXES, Degrees
+from parallel_backend.core.degrees import AXES, Coordinate, Degrees
+
+COLLECTIVE_AXES = ("patch", "ring", "ulysses", "tensor")
+"""Axes with collective transfers. Replicas exchange nothing, and pipeline stages send from one to the next."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,37 @@ class Mesh:
     def link(self, sends: bool) -> LinkEnd | None:
         """Return the link to the next stage if `sends`, otherwise from the previous stage. None at the pipeline's ends."""
         return next((link for link in self.links if link.sends == sends), None)
+
+
+def grouped_axes(degrees: Degrees) -> tuple[str, ...]:
+    """Return the axes that need a communicator for each of their lines. Naive patches exchange nothing."""
+    return tuple(name for name in COLLECTIVE_AXES if getattr(degrees, name) > 1 and not (name == "patch" and degrees.naive))
+
+
+def lines_along(degrees: Degrees, name: str) -> list[tuple[int, ...]]:
+    """Return all ranks, grouped into lines along the axis `name`."""
+    lines: dict[Coordinate, list[int]] = {}
+    for rank in range(degrees.world):
+        lines.setdefault(replace(degrees.coordinate(rank), **{name: 0}), []).append(rank)
+    return [tuple(line) for line in lines.values()]
+
+
+def pipe_links(degrees: Degrees) -> list[tuple[int, int]]:
+    """Return (sender, receiver) of every pair of successive stages: first from the even stages, then from the odd ones.
+    Every rank sets up its links in the order of this list. In this order the links of each half are set up in parallel."""
+    lines = lines_along(degrees, "pipe")
+    senders = sorted(range(degrees.pipe - 1), key=lambda stage: stage % 2)
+    return [(line[stage], line[stage + 1]) for stage in senders for line in lines]
+
+
+def receives_early(degrees: Degrees) -> bool:
+    """Whether a stage may receive for the next micro-step during the present one: only if it has no collectives.
+
+    The time at which a receive is posted depends on the arrival of messages, so it differs between ranks. Point-to-point
+    links form a path of stages, each in micro-step order, so no interleaving of them deadlocks. A collective joins the paths
+    of several ranks, and torch requires all ranks to use their groups in the same order.
+    """
+    return not grouped_axes(degrees)
 
 
 def make_mesh(

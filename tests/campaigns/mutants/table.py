@@ -19,7 +19,7 @@ patch shares ignored | tests/placement/test_pipeline_model.py -k share
 reference tokens of a row counted as the picture's | tests/core/test_token_order.py
 -min(place - self._starts[row], self.row)
 +(place - self._starts[row])
-# parallel_backend/core/finite.py
+# parallel_backend/client/not_finite.py
 finite values whose sum is not are refused | tests/rank/test_not_finite.py -k large
 -bool(total.isfinite()) or bool(tensor.isfinite().all())
 +bool(total.isfinite())
@@ -122,7 +122,7 @@ packed values beyond what a byte holds | tests/rank/test_transfer_codec.py -k "c
 the sender of changes does not add what it sent | tests/rank/test_change_codec.py -k hold_the_same_parts
 -self.codec.add(packed_y, local.view(-1), size)
 +local.copy_(values)
-# parallel_backend/core/communicators.py
+# parallel_backend/rank/comm/mesh.py
 receives ahead beside collectives | tests/rank/test_transfers.py -k its_own
 -return not grouped_axes(degrees)
 +return True
