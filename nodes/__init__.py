@@ -13,7 +13,7 @@ from .run_on_several_gpus import plans_of
 from .self_test import ParallelSelfTest
 from .step_cache import ParallelStepCache
 from .trace import ParallelTrace
-from .ui.host import folder, log_folder
+from .ui.host import folder
 from .ui.routes import add_route
 from .unload import UnloadParallelDiT
 from .vae.nodes import ParallelVAEDecode, ParallelVAEEncode
@@ -35,7 +35,7 @@ NODE_CLASS_MAPPINGS = {
     "ParallelSelfTest": ParallelSelfTest,
     "ParallelizeModel": ParallelizeModel,
 }
-registry().logs, registry().folder = log_folder, folder
+registry().folder = folder
 add_route("GET", "/parallel_dit/ranks", lambda _body: {"pools": registry().overview()})
 add_route("POST", "/parallel_dit/plan", plans_of)
 add_route("POST", "/parallel_dit/move_in", move_in)

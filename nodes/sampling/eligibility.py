@@ -136,13 +136,10 @@ def why_not_displaced(sampling: Sampling) -> str | None:
         return f"{_owner(wrappers[0])}'s wrapper of the model needs whole calls"
     if options.get("context_handler") is not None:
         return "context windows call the model for parts of the latent"
-    if any(_is_other_model(value, sampling.guider.model_patcher) for value in vars(sampling.guider).values()):
+    patchers = (each for each in vars(sampling.guider).values() if isinstance(each, comfy.model_patcher.ModelPatcher))
+    if any(each.model is not sampling.guider.model_patcher.model for each in patchers):
         return f"the guider {type(sampling.guider).__name__} calls two models"
     return None
-
-
-def _is_other_model(value: Any, patcher: comfy.model_patcher.ModelPatcher) -> bool:
-    return isinstance(value, comfy.model_patcher.ModelPatcher) and value.model is not patcher.model
 
 
 def why_not_banded(sampling: Sampling) -> str | None:

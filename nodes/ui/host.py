@@ -38,8 +38,3 @@ def folder() -> Path:
     """Return the folder for logs and for files that later starts read, such as calibrations. It is in ComfyUI's user
     directory, because the temporary one is emptied at each start."""
     return Path(folder_paths.get_user_directory()) / "parallel_dit"
-
-
-def log_folder() -> Path:
-    """Return the folder for the ranks' logs."""
-    return folder() / "logs"

@@ -40,14 +40,9 @@ class ScaleLayout:
     dtypes: tuple[str, ...]
     needed: bool = True
 
-    @property
-    def in_bytes(self) -> bool:
-        """Whether a rank stores each scale in one byte instead of float32."""
-        return self.place in (ScalePlace.BLOCK, ScalePlace.TILED)
-
     def nbytes(self, dtype: str) -> int:
         """Return the bytes of one scale on a rank. `dtype`: the scale's dtype in the file."""
-        if self.in_bytes:
+        if self.place in (ScalePlace.BLOCK, ScalePlace.TILED):
             return 1
         return 2 if self.place is ScalePlace.GROUP and dtype != "fp32" else 4
 
@@ -264,16 +259,11 @@ def kitchen_lacks(format: str) -> str:
     return "" if known else "this comfy-kitchen or torch is too old for the format"
 
 
-def int8_layer(columns: int) -> Layer:
-    """Return the format for a weight that a rank quantizes, rotated in the largest groups of 256, 64 or 16 that divide
-    `columns`."""
-    return Layer("int8_tensorwise", next((size for size in (256, 64, 16) if columns % size == 0), 0))
-
-
 def quantise_int8(values: torch.Tensor) -> tuple[torch.Tensor, Quantised]:
-    """Quantize a weight [rows, columns] to int8_tensorwise with a scale per row. Returns [rows, columns] uint8 and its
-    packing."""
-    tensors, layer = kitchen().tensors, int8_layer(values.shape[1])
+    """Quantize a weight [rows, columns] to int8_tensorwise with a scale per row, rotated in the largest groups of 256, 64 or
+    16 that divide `columns`. Returns [rows, columns] uint8 and its packing."""
+    rotated = next((size for size in (256, 64, 16) if values.shape[1] % size == 0), 0)
+    tensors, layer = kitchen().tensors, Layer("int8_tensorwise", rotated)
     if tensors is None:
         raise ValueError(f"weight_dtype: int8 needs ComfyUI's comfy-kitchen: {kitchen().word}.")
     rotation = {"convrot": True, "convrot_groupsize": layer.rotation} if layer.rotation else {}

@@ -43,10 +43,9 @@ class Registry:
     unloaded, the least recently used first."""
 
     def __init__(self):
-        self.logs: Callable[[], Path | None] = lambda: None
-        """Returns the folder for the logs of new ranks, see pool.Pool."""
         self.folder: Callable[[], Path | None] = lambda: None
-        """Returns the folder for files that later processes read, see KeptTransports. None: nothing is stored."""
+        """Returns the folder for files that later processes read, see KeptTransports, and for the ranks' logs. None: nothing
+        is stored."""
         self.threads: int | None = None
         """CPU threads of each new rank, see pool.Pool. None: the cores are divided evenly."""
         self.start_of = start_of
@@ -234,7 +233,9 @@ class Registry:
         threads = self.pools.threads(devices) if self.threads is None else self.threads
         if self._exiting:
             raise RankError("Parallel DiT: ComfyUI is closing and starts no more ranks")
-        return Pool(devices, threads=threads, start=self.start_of(devices), logs=self.logs(), self_test=self_test)
+        folder = self.folder()
+        logs = None if folder is None else folder / "logs"
+        return Pool(devices, threads=threads, start=self.start_of(devices), logs=logs, self_test=self_test)
 
 
 def _ready(pool: SomeRanks, poll: Poll) -> SomeRanks:

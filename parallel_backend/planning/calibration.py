@@ -24,7 +24,7 @@ from parallel_backend.wire.encoding import Encoding
 from parallel_backend.wire.messages import LinksProbed
 
 from .calibrated_costs import Calibration, DeviceCost, through
-from .machine import machine_of
+from .machine import Device, machine_of
 
 ROWS = {"cuda": (64, 16), "cpu": (32, 8)}
 """Rows of image tokens in the two timed sequences: fewer do not fill a GPU, and more would take a CPU minutes."""
@@ -32,11 +32,6 @@ NAME = "calibration"
 """Of the files."""
 VERSION = 8
 """Part of the key: files of older versions are measured again."""
-
-
-def contexts(device: str) -> int:
-    """Return the bytes of a GPU for the CUDA contexts of ComfyUI's process and of a rank."""
-    return 2 * context_bytes(device)
 
 
 def calibration_key(devices: Sequence[str], checkpoint: Checkpoint, dtype: str, attention: str) -> dict[str, object]:
@@ -97,11 +92,13 @@ def calibration_of(
 
 
 def lasting(calibration: Calibration) -> Calibration:
-    """Return the calibration for later runs: a GPU counts with all of its memory, because its free memory may change."""
-    usable = tuple(
-        replace(device, memory=None if device.total is None else max(0, device.total - contexts(device.name)), total=None)
-        for device in calibration.machine.devices
-    )
+    """Return the calibration for later runs: a GPU counts with all of its memory, because its free memory may change, less
+    the CUDA contexts of ComfyUI's process and of a rank."""
+
+    def memory(device: Device) -> int | None:
+        return None if device.total is None else max(0, device.total - 2 * context_bytes(device.name))
+
+    usable = tuple(replace(device, memory=memory(device), total=None) for device in calibration.machine.devices)
     return replace(calibration, machine=replace(calibration.machine, devices=usable))
 
 

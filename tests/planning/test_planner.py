@@ -17,6 +17,7 @@ from parallel_backend.client.registry import Registry
 from parallel_backend.core.degrees import Degrees
 from parallel_backend.core.setup import Offload, Setup
 from parallel_backend.own_class.built.built_class import pairs_of
+from parallel_backend.placement.gpu_overheads import context_bytes
 from parallel_backend.placement.links import SIZES, Link, Links, alike, links_of
 from parallel_backend.placement.memory_model import KV_COPIES, USABLE_MEMORY
 from parallel_backend.placement.pipeline_model import StageCost, finish_times
@@ -30,7 +31,7 @@ from parallel_backend.planning.calibrated_costs import (
     StepKind,
     through,
 )
-from parallel_backend.planning.calibration import calibration_of, contexts, keep, lasting, load
+from parallel_backend.planning.calibration import calibration_of, keep, lasting, load
 from parallel_backend.planning.machine import Device, Machine
 from parallel_backend.planning.modes import Mode, possible
 from parallel_backend.planning.planner import Plan, choose
@@ -320,7 +321,7 @@ def test_a_gpu_keeps_some_memory_for_its_processes(mini_file):
         ("cuda:0",), file, found, memories, [Probed(0, times, (1e-3, 1e-3), 9 * GB)], (64 * 32 + 64, 16 * 32 + 64)
     )
     assert made.machine.devices == (Device("cuda:0", "a GPU", 9 * GB, 24 * GB, 25e9),)
-    assert lasting(made).machine.devices == (Device("cuda:0", "a GPU", 24 * GB - contexts("cuda:0"), None, 25e9),)
+    assert lasting(made).machine.devices == (Device("cuda:0", "a GPU", 24 * GB - 2 * context_bytes("cuda:0"), None, 25e9),)
     assert set(made.costs[0].blocks) == set(times)
 
 

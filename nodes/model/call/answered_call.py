@@ -17,7 +17,7 @@ from ..lora.head_bank import strengths_in_call
 from ..native.native_call import NativeArguments
 from ..patches.reach import Unread, refuse_unread
 from ..run.band import BAND_KEY, Band
-from ..run.sampling_run import steps_of, tokens_of, why_not_in_bands
+from ..run.sampling_run import why_not_in_bands
 from ..run.step_cache import SamplingCache
 from .concurrent_conds import EVALUATION_KEY
 from .own_calls import by_entry, joined, own_residuals, returned, shapes, sparse_attention
@@ -66,7 +66,8 @@ def answered(
         exact = band.apart or float(options["sigmas"].max()) > band.exact_above
         out = band.run.predict(band.index, model_call, exact, band.poll, start_next, band.apart)
         return returned(latents_of(out))
-    out = stub.predict(model_call, plan.shape, steps_of(options), start_next)
+    steps = max(0, len(options.get("sample_sigmas", ())) - 1)  # 0: unknown
+    out = stub.predict(model_call, plan.shape, steps, start_next)
     if isinstance(out, torch.Tensor) and LATENTS in call.named:
         out = tuple(unpack(out, call.named[LATENTS]))
     return returned(latents_of(out))
@@ -118,7 +119,9 @@ def _tried(
 ) -> torch.Tensor | list[torch.Tensor]:
     """Return zeros as the output of a call that is only tried. Records whether similar calls can run in bands."""
     if stub.run.whole_calls is not None:
-        tokens = stub.run.whole_calls[shapes(tensors)] = tokens_of(stub.checkpoint.built, call.latents[0], tensors)
+        built = stub.checkpoint.built
+        tokens = built.counted(built.patching.grid(call.latents[0].shape), built.words(tensors), tensors)
+        stub.run.whole_calls[shapes(tensors)] = tokens
         stub.run.unproven_bands = why_not_in_bands(plan.proof, tokens) or stub.run.unproven_bands
     counts = zip(call.latents, call.given.options[PROVE_KEY], strict=True)
     return returned(tuple(torch.zeros_like(each[:, :count]) for each, count in counts))

@@ -26,7 +26,6 @@ from parallel_backend.own_class.plans.plan import Asked
 from ..controls.controlnet import Control, refuse_control
 from ..controls.fun_control import without_fun_controls
 from ..loading.class_code import class_code
-from ..native.native_call import is_plain
 from ..patches.attention_choice import preferred_attention
 from ..patches.block_patches import kernel_of_call, normalized_guidance, skipped_keys, sparse_blocks
 from ..patches.reach import OVERRIDE, told_to_own_class
@@ -38,11 +37,6 @@ HEEDS_FILES = hasattr(comfy.ldm.modules.attention, "ComfyAttention")
 """Whether ComfyUI respects the attention that a model's file asks for (0.37 and newer)."""
 OF_UNETS = "comfy.ldm.modules.attention"
 """Module of UNets' blocks. All classes import it for its attention functions."""
-
-
-def is_held(value: Any) -> bool:
-    """Whether a trial can use the value: a tensor, or a JSON value."""
-    return isinstance(value, torch.Tensor) or is_plain(value)
 
 
 def on_host(values: Any) -> dict[str, Any]:

@@ -18,14 +18,14 @@ from parallel_backend.own_class.calls.tried_calls import Call, with_tensors_told
 from parallel_backend.own_class.plans.block_order import block_lists
 from parallel_backend.own_class.plans.proof import Proof
 
-from ..native.native_call import NativeArguments
+from ..native.native_call import NativeArguments, is_plain
 from ..patches.reach import BOOKKEEPING, FOR_PATCHES, OURS, OVERRIDE
 from ..patches.sparse_attention import below
 from ..patches.sparse_attention import is_sparse as has_override
 from ..run.band import BAND_KEY, Band
 from ..run.sampling_run import CallShape
 from .concurrent_conds import EVALUATION_KEY, tell_if_together
-from .own_calls import NodeChanges, changes_and_options, is_held, is_sparse, shapes
+from .own_calls import NodeChanges, changes_and_options, is_sparse, shapes
 from .own_changes import whole_call
 from .proofs import Stub, of_band, proven, times_of_run
 
@@ -133,7 +133,7 @@ def _prepare(stub: Stub, call: RankCall, given: Sequence[torch.Tensor]) -> Prepa
     changes, by_nodes, told = changes_and_options(stub.checkpoint, stub.setup.attention, options, len(call.x))
     call.structure(told)  # refuses what cannot be sent, before anything is tried
     others = {name: value for name, value in options.items() if name not in told and not name.startswith(OURS)}
-    rest = {name: value for name, value in others.items() if is_held(value)}
+    rest = {name: value for name, value in others.items() if isinstance(value, torch.Tensor) or is_plain(value)}
     added = {CONTROL: for_trial(call.residuals)} if call.residuals else {}
     tried = Call(call.x, call.timestep, {**call.named, OPTIONS: with_tried_blocks(told), **added}, rest)
     band = call.band

@@ -10,7 +10,7 @@ from parallel_backend.core.own_class import OwnClass
 from parallel_backend.own_class.plans.proof import NOT_TRIED, Proof
 from parallel_backend.wire.encoding import Encoding
 
-from .class_code import Code, class_code, code_digest
+from .class_code import class_code, code_digest
 
 NAME = "proof"
 PACKAGES = "torch", "comfy-kitchen", "einops"
@@ -31,10 +31,11 @@ def kept_proof(
     is_of_sizes. A file is valid for one class with its arguments and code, the versions of PACKAGES, and the code of the
     trial.
     """
-    encoding = Encoding((Proof,))
+    encoding, trials = Encoding((Proof,)), Path(own_classes.__file__).parent
+    code_of_trials = [(str(path.relative_to(trials)), path.read_bytes()) for path in sorted(trials.rglob("*.py"))]
     of_all: dict[str, object] = {
         "code": code_digest(class_code(own)),
-        "trial": code_digest(_code_of_trials(Path(own_classes.__file__).parent)),
+        "trial": code_digest(code_of_trials),
         **{name: _version(name) for name in PACKAGES},
         "class": digest([own.kind, own.module, own.name, own.arguments, own.video, own.unet]),
         "structure": structure,
@@ -55,11 +56,6 @@ def is_of_sizes(proof: Proof) -> bool:
     """Whether the proof is valid only for calls of equal sizes, because it refuses something. A larger call, with more
     tokens, may prove more, for example after a call for a small area."""
     return bool(proof.blocks) and any(why not in ("", NOT_TRIED) for why in (proof.sequence, proof.bands, proof.tensor))
-
-
-def _code_of_trials(folder: Path) -> Code:
-    """Return all Python files below the folder."""
-    return [(str(path.relative_to(folder)), path.read_bytes()) for path in sorted(folder.rglob("*.py"))]
 
 
 def _version(name: str) -> str:

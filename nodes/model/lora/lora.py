@@ -236,11 +236,8 @@ def _region(shape: torch.Size, offset: tuple[int, int, int] | None) -> torch.Siz
     return torch.Size([length if axis == dim else size for axis, size in enumerate(shape)])
 
 
-def _product_shape(lora: comfy.weight_adapter.LoRAAdapter) -> torch.Size:
-    return torch.Size((len(lora.weights[0]), lora.weights[1].flatten(1).shape[1]))
-
-
 def _low_rank(value: Any, shape: torch.Size) -> bool:
     """Whether the factors can be sent instead of their product: only for a plain LoRA on a matrix."""
-    plain = isinstance(value, comfy.weight_adapter.LoRAAdapter) and value.weights[LORA_MID] is None
-    return plain and _product_shape(value) == shape
+    if not isinstance(value, comfy.weight_adapter.LoRAAdapter) or value.weights[LORA_MID] is not None:
+        return False
+    return (len(value.weights[0]), value.weights[1].flatten(1).shape[1]) == shape

@@ -16,7 +16,7 @@ import torch
 from parallel_backend.client.lost_ranks import FurtherTries
 from parallel_backend.client.remote_transformer import RemoteTransformer
 from parallel_backend.core.setup import Setup
-from parallel_backend.own_class.built.built_class import BuiltClass, Counted
+from parallel_backend.own_class.built.built_class import Counted
 from parallel_backend.own_class.plans.proof import Proof
 from parallel_backend.processes.pool import Poll
 
@@ -36,22 +36,12 @@ class CallShape:
     text_tokens: int
 
 
-def tokens_of(built: BuiltClass, latent: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Counted:
-    """Return a call's tokens, including those that the class adds."""
-    return built.counted(built.patching.grid(latent.shape), built.words(tensors), tensors)
-
-
 def why_not_in_bands(proof: Proof, tokens: Counted) -> str:
     """Return why calls with these tokens cannot run in bands. Empty: they can."""
     if proof.latent is None:
         return proof.bands
     uncounted = proof.latent.layout and tokens.references < 1
     return "tokens of its references cannot be counted" if uncounted else ""
-
-
-def steps_of(options: Mapping[str, Any]) -> int:
-    """Return the number of steps of the sampler that makes a call with these transformer_options. 0: unknown."""
-    return max(0, len(options.get("sample_sigmas", ())) - 1)
 
 
 @dataclass
