@@ -279,20 +279,20 @@ def _check_unet(name: str, degrees: Degrees, planned: bool, compiled: bool) -> N
     """Raise ValueError, which names the widget, for settings with which ranks cannot run a UNet."""
     runs = f"{name} runs only with split_batch_degree"
     if planned:
-        raise ValueError(f"degrees: {runs}, which auto cannot choose. Set degrees to 'as set'.")
+        raise ValueError(f"Set degrees to 'as set': {runs}, which auto cannot choose.")
     for axis, widget in WIDGETS.items():
         if axis != "batch" and getattr(degrees, axis) > 1:
-            raise ValueError(f"{widget} is {getattr(degrees, axis)}: {runs}. Set it to 1.")
+            raise ValueError(f"Set {widget} to 1: {runs}.")
     if compiled:
-        raise ValueError(f"compile: {runs}. Switch it off.")
+        raise ValueError(f"Set compile to off: {runs}.")
 
 
 def _to_plan(devices: str) -> tuple[Degrees, tuple[str, ...]]:
     """Return degrees of one rank, used until the planner has chosen, and the devices from which the planner may choose."""
     if names_ray(devices):
         raise ValueError(
-            "degrees is auto, but the machines of a Ray cluster are unknown before ranks run there. Set degrees to 'as "
-            "set'. Parallel Doctor says which are fastest there."
+            "Set degrees to 'as set': it is auto, but the machines of a Ray cluster are unknown before ranks run there. "
+            "Parallel Doctor says which degrees are fastest there."
         )
     return Degrees(), possible_devices(devices)
 

@@ -128,8 +128,8 @@ def check_no_stages(stage_split: str) -> None:
     """Raise ValueError if `stage_split` names stages, which are unknown while `degrees` is auto."""
     if stage_split.strip().lower() not in ("auto", "even"):
         raise ValueError(
-            f"stage_split is '{short(stage_split)}', but the stages are unknown if degrees is auto. Set stage_split to "
-            "auto, or degrees to 'as set'."
+            f"Set stage_split to auto, or degrees to 'as set': stage_split is '{short(stage_split)}', but the stages are "
+            "unknown if degrees is auto."
         )
 
 

@@ -109,8 +109,8 @@ def check_can_be_planned(stub: RemoteDiffusionModel, trials: Trials) -> None:
     """Raise ValueError for a UNet, and for a class whose blocks cannot be timed."""
     if trials.own.unet or not can_be_planned(stub):
         raise ValueError(
-            f"model: the blocks of {stub.checkpoint.path.name} cannot be timed. Set the degrees by hand. If cfg is not 1, "
-            "start with split_batch_degree."
+            f"model: Set the degrees by hand, because the blocks of {stub.checkpoint.path.name} cannot be timed. If cfg is "
+            "not 1, start with split_batch_degree."
         )
 
 

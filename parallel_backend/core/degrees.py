@@ -47,19 +47,19 @@ class Degrees:
         for axis in AXES:
             degree = getattr(self, axis)
             if degree < 1:
-                raise ValueError(f"{WIDGETS[axis]} is {degree}; the smallest degree is 1.")
+                raise ValueError(f"Set {WIDGETS[axis]} to 1 or more: it is {degree}.")
         if self.patch_mode not in PATCH_MODES:
-            raise ValueError(f"patch_mode is '{self.patch_mode}'; it is one of {', '.join(PATCH_MODES)}.")
+            raise ValueError(f"Set patch_mode to one of {', '.join(PATCH_MODES)}: it is '{self.patch_mode}'.")
         if self.patch > 1 and self.patch_mode == "none":
             raise ValueError(
-                f"patch_degree is {self.patch}, but patch_mode is 'none'. Set patch_mode to 'displaced', or patch_degree "
-                "to 1."
+                f"Set patch_mode to 'displaced', or patch_degree to 1: patch_degree is {self.patch}, but patch_mode is "
+                "'none'."
             )
         if self.patch > 1 and self.pipe > 1:
             raise ValueError(
-                f"patch_degree is {self.patch} and pipefusion_degree is {self.pipe}: they do not combine, because "
-                "patches need all blocks on every GPU and PipeFusion gives each GPU a share of the blocks. Set one of "
-                "them to 1."
+                "Set patch_degree or pipefusion_degree to 1: they do not combine, because patches need all blocks on every "
+                "GPU and PipeFusion gives each GPU a share of the blocks. "
+                f"patch_degree is {self.patch} and pipefusion_degree is {self.pipe}."
             )
 
     @property

@@ -63,8 +63,8 @@ def choose_devices(text: str, degrees: Degrees, host: Host, all_known: bool = Tr
         if len(gpus) < degrees.world:
             change = f"Lower the degrees so that their product is at most {len(gpus)}, or name a GPU more than once."
             raise ValueError(
-                f"devices: {degrees} needs {degrees.world} GPUs, but ComfyUI shows {len(gpus)} on this machine. "
-                f"{change if gpus else ON_CPUS}{why_hidden(host)}"
+                f"devices: {change if gpus else ON_CPUS} {degrees} needs {degrees.world} GPUs, but ComfyUI shows "
+                f"{len(gpus)} on this machine.{why_hidden(host)}"
             )
         return gpus[: degrees.world]
     devices = ray_devices(text, degrees.world) if names_ray(text) else named_devices(text, host)

@@ -32,8 +32,8 @@ def check_ranks(degrees: Degrees) -> None:
     """Raise ValueError for more than MOST_RANKS ranks."""
     if degrees.world > MOST_RANKS:
         raise ValueError(
-            f"{degrees} makes {degrees.world} ranks. At most {MOST_RANKS} are possible. Lower the degrees: their product "
-            "is the number of devices."
+            f"Lower the degrees to a product of at most {MOST_RANKS}: {degrees} makes {degrees.world} ranks, and each "
+            "needs a device."
         )
 
 
@@ -45,16 +45,16 @@ def check_devices(degrees: Degrees, devices: tuple[str, ...], all_known: bool = 
     depends on the device.
     """
     if len(devices) % degrees.world or (all_known and len(devices) != degrees.world):
-        needed = degrees.world if all_known else f"a multiple of {degrees.world}"
+        needed = str(degrees.world) if all_known else f"a multiple of {degrees.world}"
         raise ValueError(
-            f"devices names {len(devices)} ({', '.join(devices)}), but {degrees} needs {needed}: the product of "
-            "the degrees must equal the number of devices. Change the degrees, or the devices widget."
+            f"Set devices to {needed}, or change the degrees: the product of the degrees must equal the number of devices. "
+            f"devices names {len(devices)} ({', '.join(devices)}), but {degrees} needs {needed}."
         )
     if degrees.ulysses > 1 and _mixed(devices):
         raise ValueError(
-            f"devices names GPUs and CPUs ({', '.join(devices)}), and ulysses_degree is {degrees.ulysses}, which runs on "
-            "one kind only. Name GPUs only, or write cpu once for each rank. Or set ulysses_degree to 1 and use another "
-            "degree."
+            "Set devices to GPUs only, or to cpu once for each rank. Or set ulysses_degree to 1 and use another degree: "
+            f"ulysses_degree {degrees.ulysses} runs on one kind only, but devices names GPUs and CPUs "
+            f"({', '.join(devices)})."
         )
 
 
@@ -62,8 +62,8 @@ def check_one_kind(devices: Sequence[str]) -> None:
     """Raise ValueError for a mixture of GPUs and CPUs, for which the planner chooses no degrees."""
     if _mixed(devices):
         raise ValueError(
-            f"devices names GPUs and CPUs ({', '.join(devices)}): the best degrees cannot be found for both, because "
-            "ulysses_degree runs on one kind only. Name GPUs only, or write cpu once for each rank."
+            "Set devices to GPUs only, or to cpu once for each rank: the best degrees cannot be found for GPUs and CPUs "
+            f"together ({', '.join(devices)}), because ulysses_degree runs on one kind only."
         )
 
 
@@ -87,28 +87,27 @@ def check_model(
     """
     if degrees.pipe > max(blocks, 1):
         raise ValueError(
-            f"pipefusion_degree is {degrees.pipe}, but this model has {blocks} transformer blocks: a stage needs at "
-            f"least one. Use pipefusion_degree <= {blocks}."
+            f"Set pipefusion_degree to {max(blocks, 1)} or less: it is {degrees.pipe}, but this model has {blocks} "
+            "transformer blocks, and a stage needs at least one."
         )
     if degrees.tensor > (whole := head_units or heads):
         kind = "attention heads" if whole == heads else "groups of attention heads"
         raise ValueError(
-            f"tensor_parallel_degree is {degrees.tensor}, but this model has {whole} {kind}: each GPU needs at least one. "
-            f"Use tensor_parallel_degree <= {whole}."
+            f"Set tensor_parallel_degree to {whole} or less: it is {degrees.tensor}, but this model has {whole} {kind}, "
+            "and each GPU needs at least one."
         )
     if tensor_degrees is not None and degrees.tensor not in tensor_degrees:
         smaller = ", ".join(str(degree) for degree in sorted(tensor_degrees) if degree < degrees.tensor)
         raise ValueError(
-            f"tensor_parallel_degree is {degrees.tensor}, which cuts weights of {file} inside of groups of values that "
-            f"are quantised together. Use tensor_parallel_degree {smaller}, and other degrees for the other GPUs."
+            f"Set tensor_parallel_degree to one of {smaller}, and use other degrees for the other GPUs: "
+            f"{degrees.tensor} cuts weights of {file} inside groups of values that are quantised together."
         )
     fewest = whole // degrees.tensor * (heads // whole)  # query heads of a rank on the tensor axis
     if degrees.ulysses > fewest:
         raise ValueError(
-            f"ulysses_degree is {degrees.ulysses}, but this model has {heads} attention heads"
+            f"Set ulysses_degree to {fewest} or less: it is {degrees.ulysses}, but this model has {heads} attention heads"
             + (f", {fewest} for each of tensor_parallel_degree {degrees.tensor}" if degrees.tensor > 1 else "")
-            + f": each GPU needs at least one. Use ulysses_degree <= {fewest}; ring_degree has no such "
-            "limit."
+            + ", and each GPU needs at least one. ring_degree has no such limit."
         )
 
 

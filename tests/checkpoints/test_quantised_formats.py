@@ -263,6 +263,6 @@ def test_a_tensor_degree_that_cuts_groups_apart_is_refused(whole, files, kind):
     """Four heads of 64 columns: three ranks have two, one and one, the feed-forward's 1,024 columns in thirds."""
     checkpoint = opened(files(kind)[0], tensor=2)
     assert checkpoint.tensor_degrees == {1, 2, 4}
-    with pytest.raises(ValueError, match=r"^tensor_parallel_degree is 3, .* Use tensor_parallel_degree 1, 2, "):
+    with pytest.raises(ValueError, match=r"^Set tensor_parallel_degree to one of 1, 2, .*: 3 cuts"):
         checkpoint.check_degrees(Degrees(tensor=3))
     checkpoint.check_degrees(Degrees(tensor=4))

@@ -53,9 +53,9 @@ def test_what_this_comfyui_runs_on_and_how_it_was_started(found):
 def test_the_loader_refuses_what_it_has_no_ranks_on(found, kind, what):
     error = found.error(f"loader on {kind}")
     assert error.startswith(f"ValueError: devices: ComfyUI runs on {what}")
-    assert found.error("loader on cuda").startswith(
-        "ValueError: devices: pipefusion_degree 2 needs 2 GPUs, but ComfyUI shows 0 on this machine"
-    )
+    error = found.error("loader on cuda")
+    assert error.startswith("ValueError: devices: Write cpu,cpu into devices")
+    assert "pipefusion_degree 2 needs 2 GPUs, but ComfyUI shows 0 on this machine" in error
 
 
 def test_the_menus_command_is_told_what_becomes_of_each_loader(found):

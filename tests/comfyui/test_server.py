@@ -133,13 +133,13 @@ WRONG = {  # widgets of Ulysses Config, if there is one, and of the loader; the 
         {},
         {"devices": "ray:cpu,cpu", "degrees": "auto"},
         "refused",
-        ["degrees is auto, but the machines of a Ray cluster are unknown"],
+        ["it is auto, but the machines of a Ray cluster are unknown"],
     ),
     "patches in a pipeline": (
         DISPLACED,
         {"devices": "cpu,cpu,cpu,cpu", "pipefusion_degree": 2},
         "error",
-        ["patch_degree is 2 and pipefusion_degree is 2: they do not combine"],
+        ["Set patch_degree or pipefusion_degree to 1: they do not combine", "patch_degree is 2 and pipefusion_degree is 2"],
     ),
 }
 

@@ -34,7 +34,7 @@ function clear() {
     told.clear();
 }
 
-/** Of each of our nodes that refused its widgets: tell the sentence, and leave the error of the widget that it begins with. */
+/** Of each of our nodes that refused its widgets: tell the sentence, and leave the error of the widget that it names first. */
 function refused(nodeErrors) {
     for (const [id, found] of Object.entries(nodeErrors ?? {})) {
         if (!isOurs(found.class_type)) continue;
@@ -42,7 +42,8 @@ function refused(nodeErrors) {
         const checks = found.errors.filter(({ type }) => type === REFUSED);
         if (!checks.length) continue;
         const words = sentence(checks[0]);
-        const about = checks.find(({ extra_info }) => words.startsWith(extra_info.input_name)) ?? checks[0];
+        const named = words.replace(/^Set /, "");
+        const about = checks.find(({ extra_info: { input_name } }) => named.startsWith(input_name)) ?? checks[0];
         found.errors = found.errors.filter((error) => error.type !== REFUSED || error === about);
         tell(id, firstLine(words));
     }

@@ -348,7 +348,7 @@ class RemoteDiffusionModel(torch.nn.Module):
         """Return the error text if the user asked for bands and they are not possible."""
         name = self.checkpoint.path.name
         if (degrees := self.setup.degrees).patch > 1:
-            return f"patch_degree: {name} cannot run in {degrees.patch_mode} patches: {reason}. Set it to 1."
+            return f"Set patch_degree to 1: {name} cannot run in {degrees.patch_mode} patches: {reason}."
         return f"model: {name} cannot run in PipeFusion's patches: {reason}. Remove Apply PipeFusion to run it in stages."
 
 

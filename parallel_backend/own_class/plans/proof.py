@@ -37,19 +37,15 @@ class Proof:
         """Raise ValueError, which names the widget, if degrees of the model `name` are not proven. Bands are not a
         degree."""
         if degrees.pipe > 1 and self.stages:
-            raise ValueError(
-                f"pipefusion_degree: {name} cannot be cut into stages: {self.stages}. "
-                + ("Set it to 1." if self.blocks else "Load it with ComfyUI's own loader, on one GPU.")
-            )
+            change = "Set pipefusion_degree to 1" if self.blocks else "Use ComfyUI's own loader, on one GPU"
+            raise ValueError(f"{change}: {name} cannot be cut into stages: {self.stages}.")
         if degrees.sequence > 1 and self.sequence:
             widget = next(WIDGETS[axis] for axis in SEQUENCE_AXES if getattr(degrees, axis) > 1)
-            raise ValueError(f"{widget}: the tokens of {name} cannot be cut: {self.sequence}. Set it to 1.")
+            raise ValueError(f"Set {widget} to 1: the tokens of {name} cannot be cut: {self.sequence}.")
         if degrees.naive and self.latent is None:
-            raise ValueError(f"patch_degree: {name} cannot run in naive patches: {self.bands}. Set it to 1.")
+            raise ValueError(f"Set patch_degree to 1: {name} cannot run in naive patches: {self.bands}.")
         if degrees.tensor > 1 and self.blocks and self.tensor:
-            raise ValueError(
-                f"tensor_parallel_degree: the layers of {name} cannot be shared out: {self.tensor}. Set it to 1."
-            )
+            raise ValueError(f"Set tensor_parallel_degree to 1: the layers of {name} cannot be shared out: {self.tensor}.")
 
     def is_of_all(self, numbers: Collection[str]) -> bool:
         """Return whether the proof is valid for calls with any values of these numbers."""

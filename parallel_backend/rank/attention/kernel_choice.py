@@ -138,8 +138,8 @@ def choose_kernel(attention: str, device: torch.device, dtype: str, head_size: i
         if wrong is not None:
             where = f"{torch.cuda.get_device_name(device)} in {compute_name(dtype)}"
             raise ValueError(
-                f"ring_degree needs attention with its log-sum-exp, but torch's kernels for {where} do not give it "
-                f"({wrong}). Set ring_degree to 1 and use ulysses_degree."
+                "Set ring_degree to 1 and use ulysses_degree: ring_degree needs attention with its log-sum-exp, but "
+                f"torch's kernels for {where} do not give it ({wrong})."
             )
     return chosen
 
