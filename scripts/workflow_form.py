@@ -131,7 +131,6 @@ def ui_form(name: str, graph: Graph) -> dict[str, Any]:
     positions, boxes = place(graph)
     placed = [_ui_node(node, positions[node], graph, links) for node in graph.nodes]
     for node in (node for node in placed if node["type"] == NOTE):
-        node["title"] = titled(node["title"])
         node["widgets_values"] = [f"{text}\n{NOTES[name]}\n" for text in node["widgets_values"]]
     for link_id, source, slot, *_ in links:
         placed[source - 1]["outputs"][slot]["links"].append(link_id)
@@ -193,7 +192,7 @@ def _ui_node(node: Node, position: tuple[int, int], graph: Graph, links: list[li
     if models := [PUBLISHED[value] for value in node.inputs.values() if isinstance(value, str) and value in PUBLISHED]:
         entry["properties"]["models"] = models
     if node.title:
-        entry["title"] = node.title
+        entry["title"] = titled(node.title)
     return entry
 
 

@@ -16,7 +16,7 @@ from .nodes import (
 
 
 def _digits(text: str, which: str) -> Node:
-    return Node("QuickstartPrompt", (320, 58), {"text": text}, (CONDITIONING,), f"Quickstart Prompt ({which})")
+    return Node("QuickstartPrompt", (320, 58), {"text": text}, (CONDITIONING,), f"{which} prompt")
 
 
 def _digits_picture(samples: Node) -> Group:
@@ -39,7 +39,7 @@ is the number of devices.
 def quickstart() -> Graph:
     """Bundled model, PipeFusion Sampler, and its report as text."""
     loader = loader_node("quickstart-digits (bundled)", pipefusion_degree=2, devices="cpu,cpu")
-    positive, negative, latent = _digits("3 1 4 1", "positive"), _digits("", "negative"), latent_node(256, 256)
+    positive, negative, latent = _digits("3 1 4 1", "Positive"), _digits("", "Negative"), latent_node(256, 256)
     inputs = sampling_inputs(loader["MODEL"], positive["CONDITIONING"], negative["CONDITIONING"], latent)
     sampler = pipefusion_sampler_node(inputs)
     text = BUNDLED_NOTE + (
@@ -49,7 +49,7 @@ def quickstart() -> Graph:
     return Graph(
         (
             (Group("Model, on two processes", ((loader,),)), Group("Prompt and size", ((positive, negative, latent),))),
-            (Group("Sampling", ((sampler,),)), note_group("What to turn", (360, 286), text)),
+            (Group("Sampling", ((sampler,),)), note_group("What to turn", (360, 340), text)),
             (_digits_picture(sampler), report_group(sampler, 554, 214)),
         )
     )
@@ -58,7 +58,7 @@ def quickstart() -> Graph:
 def native_ksampler() -> Graph:
     """The same through Apply PipeFusion and ComfyUI's own KSampler."""
     loader = loader_node("quickstart-digits (bundled)", pipefusion_degree=2, devices="cpu,cpu")
-    positive, negative, latent = _digits("3 1 4 1", "positive"), _digits("", "negative"), latent_node(256, 256)
+    positive, negative, latent = _digits("3 1 4 1", "Positive"), _digits("", "Negative"), latent_node(256, 256)
     apply = apply_pipefusion_node(loader["MODEL"])
     inputs = sampling_inputs(apply["MODEL"], positive["CONDITIONING"], negative["CONDITIONING"], latent)
     sampler = ksampler_node(inputs)

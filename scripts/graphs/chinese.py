@@ -4,6 +4,8 @@ TITLES = {
     "Behind the loader": "加载器之后",
     "Files, GPUs, what to turn": "中文在下方",
     "Character": "角色",
+    "Character and background": "角色和背景",
+    "First frame": "首帧",
     "GPUs that share the image": "分摊",
     "GPUs that share the video": "分摊",
     "Image encoder": "图像编码器",
@@ -14,10 +16,16 @@ TITLES = {
     "Model, on two processes": "模型",
     "Model, text encoder, audio VAE": "模型",
     "Model, text encoders, VAE": "模型",
+    "KSampler (high noise)": "K采样器（高噪声）",
+    "KSampler (low noise)": "K采样器（低噪声）",
+    "Motion": "动作描述",
     "Movement": "动作",
+    "Negative (unused at cfg 1)": "负面（不用）",
+    "Negative prompt": "负面提示词",
     "Image": "图像",
     "Image to change": "原图",
     "Pipeline": "流水线",
+    "Positive prompt": "正面提示词",
     "Prompt": "提示词",
     "Prompt and size": "提示词和尺寸",
     "Prompts": "提示词",
@@ -33,6 +41,8 @@ TITLES = {
     "The two experts": "专家模型",
     "VAE": "VAE",
     "VAEs": "VAE",
+    "What the ranks did": "运行情况",
+    "What to change": "改什么",
     "Video": "视频",
     "Video with audio": "带声音的视频",
     "What to turn": "中文在下方",
@@ -70,8 +80,13 @@ _QWEN_2_1 = (
 )
 
 NOTES = {
-    "quickstart": f"{_BUNDLED}提示词最多四个数字，`_` 表示留空。",
-    "native_ksampler": f"{_BUNDLED}“应用 PipeFusion”后面可以接 ComfyUI 的任何采样器。",
+    "quickstart": _note(
+        f"{_BUNDLED}提示词最多四个数字，`_` 表示留空。",
+        "**预热步数（`warmup_steps`）**：设为步数时每一步都精确，可以用来比较图像。",
+        "**流水线分片数（`num_pipeline_patch`）**：Latent 分成几片；0 为自动选择。",
+    ),
+    "native_ksampler": f"{_BUNDLED}提示词最多四个数字，`_` 表示留空。“应用 PipeFusion”后面可以接 ComfyUI 的任何采样器；"
+    "绕过它时每一步都精确。",
     "parallelize_model": _note(
         f"{_FILES}为 2 张 16 GB 的显卡而设，任何互联都可以。除“并行化模型”外都是 ComfyUI 自己的节点："
         "把它接在你自己的加载器或 LoRA 后面即可。",

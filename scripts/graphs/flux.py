@@ -37,7 +37,7 @@ def _note(model: str, text: str, height: int = 300, more: str = "") -> Group:
 def _around() -> tuple[Node, ...]:
     """Text encoders, VAE, prompt, negative prompt, latent."""
     clip = dual_clip_node(CLIP, T5)
-    negative = text_node(clip, "", "Negative prompt (not used at cfg 1)", 88)
+    negative = text_node(clip, "", "Negative (unused at cfg 1)", 88)
     return clip, vae_node(VAE), text_node(clip, LIGHTHOUSE), negative, latent_node(1024, 1024)
 
 

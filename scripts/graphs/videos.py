@@ -309,7 +309,7 @@ def fasth3() -> Graph:
     looked_at = {"selection": "vsa", "selection.keep_percent": 10.0, "start_percent": 0.2, "end_percent": 1.0}
     where = {"dense_blocks": "", "min_tokens": 12288, "extra_tokens": 256, "sink_conditioning": "exact_kv_and_rows"}
     inputs = {"model": shifted["MODEL"]} | looked_at | where | {"verbose": False}
-    sparse = Node("BlockSparseAttention", (320, 250), inputs, (("model", "MODEL"),), "Model Sparse Attention")
+    sparse = Node("BlockSparseAttention", (320, 250), inputs, (("model", "MODEL"),))
     note = (
         "Needs **ComfyUI 0.38** or newer, and comfy-kitchen 0.2.40. Made for **2 GPUs** of 24 GB with NVLink or P2P: both "
         "hold all of the int8 file, and each attends for half of the heads.\n"
