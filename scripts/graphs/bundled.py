@@ -50,7 +50,7 @@ def quickstart() -> Graph:
         (
             (Group("Model, on two processes", ((loader,),)), Group("Prompt and size", ((positive, negative, latent),))),
             (Group("Sampling", ((sampler,),)), note_group("What to turn", (360, 340), text)),
-            (_digits_picture(sampler), report_group(sampler, 554, 214)),
+            (_digits_picture(sampler), report_group(sampler, 554, 240)),
         )
     )
 

@@ -57,9 +57,7 @@ def test_attention_by_another_function_is_not_seen_and_refused(monkeypatch):
 
     monkeypatch.setattr(mini_flux, "attention", other)
     x, _, tensors = call()
-    with pytest.raises(
-        ValueError, match="Set ulysses_degree to 1: the tokens of it cannot be cut: its attention cannot be reached"
-    ):
+    with pytest.raises(ValueError, match=r"^Set ulysses_degree to 1: .* its attention cannot be reached"):
         proven(TINY, call_of(x, tensors), Degrees(ulysses=2), "it")
 
 
