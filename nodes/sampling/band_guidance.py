@@ -2,10 +2,10 @@
 
 The guider of each band gets the whole latent, joined from the latest rows of all bands. Its model call is made only for the
 band's rows, and the output is joined in the same way. So the functions of the MODEL and the guider get tensors of the whole
-latent, as without bands, and the band takes its rows of the result. Those rows depend on the band's fresh predictions, and
-on the other rows only by a few sums. Rows of earlier bands are of this step. Rows of later bands are of the previous step,
-and are extrapolated as keys are: bands finish a step in order, so no band waits. At exact steps all bands wait for each
-other, and each computes the result of a run without bands.
+latent, as without bands. The band takes its rows of the result. Those rows depend on the band's fresh predictions, and on
+the other rows only by a few sums. Bands finish a step in order, so no band waits: the rows of earlier bands are of this
+step. The rows of later bands are of the previous step, extrapolated like keys. At exact steps all bands wait for each other,
+and each computes the result of a run without bands.
 
 Functions that keep a state from step to step, such as APG's running average, would be called once a step by each band. So
 each band gets copies with separate closures. After the run the originals take over the state of the last band's copies.

@@ -5,8 +5,8 @@ sampler goes on with the exact one. Their difference is the error of one step in
 expected from it:
 
 - At a step from s to t, the error e of the denoised latent moves the latent by (s - t) / s * e.
-- The keys that a patch sees are one step old, so e / s grows with the noise level's change before the step. That it becomes
-  smaller after smaller changes is not counted on.
+- The keys that a patch sees are one step old, so e / s grows with the noise level's change before the step. The
+  estimate does not assume that e / s falls after smaller changes.
 - Errors of different steps are independent: their squares add up.
 
 A margin covers what one early step cannot tell of the later ones. It is larger under samplers that draw noise between steps:

@@ -110,8 +110,8 @@ class Adaptation:
                 self._ranks.send(rank, part)
 
     def _addition(self, delta: Delta) -> Adapt:
-        """Return the message that adds `delta`, which is for a tensor of the checkpoint, to the class's parameter with that
-        tensor's values."""
+        """Return the message that adds `delta` to a parameter of the class. `delta` names a tensor of the checkpoint; the
+        parameter has that tensor's values."""
         parameter = self._checkpoint.targets[delta.key]
         length, *others = self._checkpoint.shape(parameter)
         rows, up = delta.rows or Span(0, length), delta.up

@@ -28,7 +28,7 @@ def check_latent(x: torch.Tensor, timestep: torch.Tensor) -> None:
         raise ValueError(
             "latent_image: the sampler gave the model a latent with values that are not finite (NaN or infinite), at "
             f"the model's time {float(timestep.max()):.4g}. If this is the first step, check the node before the "
-            "sampler. Later, the sampler made them: lower cfg, or use another sampler or scheduler."
+            "sampler. In a later step, the sampler caused them: lower cfg, or use another sampler or scheduler."
         )
 
 

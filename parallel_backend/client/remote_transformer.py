@@ -81,8 +81,8 @@ class RemoteTransformer:
         """Add `deltas` to the checkpoint's weights, in place of earlier deltas. No call may be in progress.
 
         `name`: equal deltas have equal names. If the name is that of the last time, `deltas` is not read. None: no deltas.
-        `strengths`: of the deltas' groups 1, 2, ...; changing only these is cheap. If a device has no room, weights make way
-        for the deltas (adapter_room.py). Returns when every rank has its part, with its size in `adapter_bytes`.
+        `strengths`: of the deltas' groups 1, 2, ...; changing only these is cheap. If a device has no room, weights move to
+        host memory (adapter_room.py). Returns when every rank has its part, with its size in `adapter_bytes`.
         """
         if (name, strengths) == self._adaptation.in_place:
             self._posting.check()

@@ -1,5 +1,5 @@
-"""Moves the weights of one model between the ranks' devices and host memory. Weights make way for other programs, models and
-LoRAs, block by block, as many as are needed. The next run brings back those that fit (MemoryGuard)."""
+"""Moves the weights of one model between the ranks' devices and host memory. It frees memory for other programs, models and
+LoRAs, one block after the other, until there is enough. The next run brings back those that fit (MemoryGuard)."""
 
 import math
 import threading

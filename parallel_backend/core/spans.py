@@ -67,10 +67,10 @@ def split_units(span: Span, parts: int, units: int) -> tuple[Span, ...]:
 
 
 def split_carrying(span: Span, parts: int, carried: float) -> tuple[Span, ...]:
-    """Like `split`, if the first part also carries the load `carried`: the split whose largest load is smallest.
+    """Like `split`, but the first part also carries the load `carried`. Returns the split with the smallest largest load.
 
-    Among such splits, the one whose loads differ least, and then the one whose first part is shortest. It is at least half
-    as long as in `split`.
+    Ties go to the split whose loads differ least, then to the one with the shortest first part. The first part is at least
+    half as long as in `split`.
     """
     if parts == 1 or not carried:
         return split(span, parts)

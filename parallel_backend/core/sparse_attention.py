@@ -1,9 +1,9 @@
 """Settings of block-sparse attention in a model call, as in ComfyUI's node *Model Sparse Attention*.
 
-A query block of 64 tokens sees some blocks of keys token by token, and of the others one summary each, or nothing. There are
-three ways to choose: by a threshold (Sol-Attn, arXiv 2607.24027), a number of the best blocks (SLA), or a number of the best
-cubes of a video with a learned share of the summaries (VSA of FastVideo). comfy-kitchen's `sol_attn` computes all three.
-"""
+A query block of 64 tokens attends to all tokens of some key blocks. Of each other key block it sees one summary, or nothing.
+There are three ways to choose the blocks: by a threshold (Sol-Attn, arXiv 2607.24027), a number of the best blocks (SLA), or
+a number of the best cubes of a video with a learned share of the summaries (VSA of FastVideo). comfy-kitchen's `sol_attn`
+computes all three."""
 
 from dataclasses import dataclass
 

@@ -87,8 +87,8 @@ class MemoryCheck:
         return shared_bytes(self.degrees, sizes) if shared else sum(sizes.values())
 
     def check_weights(self, memories: Sequence[DeviceMemory]) -> None:
-        """Check before loading, if the model replaces the ranks' present weights. Raises ValueError if the weights have no
-        room, even if every block is streamed that may be."""
+        """Check, before loading, whether the weights fit if they replace those on the ranks. Raises ValueError if they
+        do not fit even with all permitted blocks streamed."""
         self.last = (), tuple(memories)
         weights = self.weights()
         for memory in memories:

@@ -40,8 +40,8 @@ def rehearse(
     """Return the plan with rehearsed seconds of its proposals.
 
     `setup`: the user's, for other devices and degrees; nothing is compiled or captured, as in a calibration. `poll_of`:
-    returns a poll for a text that says what is done. `on_proposal` is called after each one. A proposal that is refused, or
-    for which a device has too little memory, gets the error's text as `lacks`. Raises RankError if a rank fails otherwise.
+    returns a poll for a progress text. `on_proposal` is called after each proposal. If a proposal is refused or does not
+    fit a device's memory, its `lacks` is the error's text. Raises RankError if a rank fails otherwise.
     """
     costs, names = plan.costs, plan.costs.machine.names
     plain, rehearsed = replace(setup, stage_split="auto", compile=False, cuda_graphs=False, planned=""), []

@@ -19,7 +19,7 @@ POOLED_SCALE = 1.0
 
 def symbols(text: str) -> list[int]:
     """Return the four symbols of a prompt. White space and commas are ignored: `3141` equals `3 1, 4 1`. Text without any
-    symbol is the unconditional prompt, four times NULL. Raises ValueError on anything but digits and `_`."""
+    symbol is the unconditional prompt: four NULL symbols. Raises ValueError on anything but digits and `_`."""
     marks = [mark for mark in text if not mark.isspace() and mark != ","]
     bad = sorted({mark for mark in marks if mark not in "0123456789_"})
     if bad or len(marks) > CELLS:

@@ -1,10 +1,9 @@
 """Segments of memory that the client shares with ranks of the same machine, for tensors too large for a pipe.
 
 The client creates a segment, copies tensors into it, and gives their offsets in a message's header. On Linux a segment is an
-anonymous file in memory whose handle is sent over the control socket: no other process can open it, the size of /dev/shm
-does not limit it, and it is freed with the last process that has it. On other systems, and to other machines, all tensors
-are sent over the connection.
-"""
+anonymous file in memory whose handle is sent over the control socket: no other process can open it, and the size of /dev/shm
+does not limit it. It is freed with the last process that has it. On other systems, and to other machines, all tensors are
+sent over the connection."""
 
 import mmap
 import os

@@ -123,7 +123,7 @@ def _key(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Key:
 
 
 def proven(stub: Stub, call: Call, sizes: tuple[int, ...]) -> Proof:
-    """Return the proof for such calls, which `setup` has from now on. Raises ValueError if the degrees are not proven."""
+    """Store the proof for such calls in `setup`, and return it. Raises ValueError if the degrees are not proven."""
     key, tried_sizes = _key(stub, call, sizes), (*call.x.shape, words_of(call))
     proof, how = stub.proofs.kept(key, numbers_of(call), tried_sizes), None
     if proof is None:

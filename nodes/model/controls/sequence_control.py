@@ -1,10 +1,9 @@
 """Controls of VACE's kind (Fun control of Qwen-Image 2.1 and MiniMax H3), run in ComfyUI's process. Ranks get residuals.
 
 The node puts a patch around some blocks of the native model. A branch of copies of such blocks starts from the first block's
-input, and each copy adds to the output of one block, for all tokens. The branch reads timesteps and positions, but no
-block's output. So the native model runs here without its blocks. Each patch is called around a block that returns zeros;
-what it adds is the residual.
-"""
+input. Each copy adds to the output of one block, for all tokens. The branch reads timesteps and positions, but no block's
+output. So the native model runs here without its blocks. Each patch is called around a block that returns zeros; what it
+adds is the residual."""
 
 import copy
 import re

@@ -18,7 +18,7 @@ from parallel_backend.own_class.cuts.forms import Form
 
 @dataclass(frozen=True)
 class Causal:
-    """RowRule in which a text token attends to all tokens up to itself, an image token to all up to the end of its image.
+    """RowRule: a text token attends up to itself, an image token up to the end of its image.
     `runs`: (number of consecutive tokens of one kind, whether they are text). The last run is the latent."""
 
     runs: tuple[tuple[int, bool], ...]

@@ -253,7 +253,7 @@ class TokenCut(ABC):
         if mask_bK.shape[1] == sum(self.tokens[stream] for stream in streams):
             return mask_bK[:, self.all_rows(streams, mask_bK.device)]
         if mask_bK.shape[1] != self.lengths(streams)[self.index]:
-            raise Unproven(f"{self.block.name} attends with a mask of other keys than in the trial")
+            raise Unproven(f"{self.block.name} attends with a mask that has other keys than in the trial")
         return self.gather(mask_bK.to(torch.uint8)[..., None], streams)[..., 0].bool()
 
     def which_own(self, tokens: Span, rows: int, device: torch.device) -> torch.Tensor | None:

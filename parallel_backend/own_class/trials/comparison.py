@@ -194,7 +194,8 @@ class ComparedRank(TokenCut):
         return whole.out[:, self.own_rows(spec.queries)]
 
     def _is_ruled(self, call: AttentionCall, whole: NotedAttention, rows: slice | torch.Tensor) -> bool:
-        """Whether the call's rule gives these rows of the uncut output if it gets only them, with keys in another order."""
+        """Whether attention by the call's rule gives these rows of the uncut output. It gets only these query rows, and
+        the keys in reverse order."""
         assert call.rule is not None
         q_BQHD, k_BKHD, v_BKHD = whole.tensors
         queries, keys = torch.arange(q_BQHD.shape[1])[rows], torch.arange(k_BKHD.shape[1]).flip(0)

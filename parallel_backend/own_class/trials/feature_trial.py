@@ -1,8 +1,7 @@
 """Tries whether tensor ranks, each with its part of a class's layers, compute what the uncut model does.
 
 The uncut run records the outputs of its layers. Then ranks run one after the other in one process. At a layer whose outputs
-are summed or gathered, a rank continues with the recorded values, and the ranks' own values must add up to them.
-"""
+are summed or gathered, a rank continues with the recorded values. The ranks' own values must add up to them."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

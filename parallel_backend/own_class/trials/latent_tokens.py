@@ -185,7 +185,7 @@ class _LatentSearch:
         first latent's.
 
         Raises Unproven if the latents share a token, or if the second one's tokens do not consist of whole axes. The pattern
-        only gives the number of tokens. The later trial of bands proves that they are the second latent's.
+        only gives the number of tokens. The later trial of bands proves that these tokens belong to the second latent.
         """
         sizes = self._call.latents[1].shape
         stream, rows = _only(self._by_latent(1, 0, 0), set(self.first))
@@ -292,5 +292,5 @@ def streams_entering(runs: Runs, call: Call) -> dict[int, torch.Tensor]:
     except _HasEntered:
         return prologue.streams
     except Exception as error:  # of any kind: its code is not known
-        raise Unproven(f"it does not run in a trial of bands ({first_line(error)})") from error
+        raise Unproven(f"it failed in the trial of patches ({first_line(error)})") from error
     raise Unproven("some of its streams of tokens never enter its blocks")

@@ -135,7 +135,7 @@ class RankTokens(TokenCut):
         if mask_bK.shape[1] == tokens:
             return mask_bK[:, band.in_buffer(streams, self.tokens, mask_bK.device)]
         if buffer is None or mask_bK.shape[1] != self.lengths(streams)[self.index]:
-            raise Unproven(f"{self.block.name} attends with a mask of other keys than in the trial")
+            raise Unproven(f"{self.block.name} attends with a mask that has other keys than in the trial")
         of_ranks = self.gather(mask_bK.to(torch.uint8)[..., None], streams)[..., 0].bool()
         if self._layer not in buffer.masks:
             buffer.masks[self._layer] = of_ranks.new_ones(buffer.batch, tokens)
