@@ -46,9 +46,10 @@ def check_devices(degrees: Degrees, devices: tuple[str, ...], all_known: bool = 
     """
     if len(devices) % degrees.world or (all_known and len(devices) != degrees.world):
         needed = str(degrees.world) if all_known else f"a multiple of {degrees.world}"
+        entries = "device" if needed == "1" else "devices"
         raise ValueError(
-            f"Set devices to {needed}, or change the degrees: the product of the degrees must equal the number of devices. "
-            f"devices names {len(devices)} ({', '.join(devices)}), but {degrees} needs {needed}."
+            f"Set devices to {needed} {entries}, or change the degrees: the product of the degrees must equal the number of "
+            f"devices. devices names {len(devices)} ({', '.join(devices)}), but {degrees} needs {needed}."
         )
     if degrees.ulysses > 1 and _mixed(devices):
         raise ValueError(

@@ -70,7 +70,7 @@ def native_ksampler() -> Graph:
         (
             (Group("Model, on two processes", ((loader,),)), note_group("What to turn", (360, 300), text)),
             (Group("Pipeline", ((apply,),)), Group("Prompt and size", ((positive, negative, latent),))),
-            (Group("Sampling, by ComfyUI's own node", ((sampler,),)),),
+            (Group("ComfyUI's own sampler", ((sampler,),)),),
             (_digits_picture(sampler),),
         ),
         first=(loader, positive, negative, latent),

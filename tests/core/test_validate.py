@@ -42,7 +42,7 @@ def test_more_is_refused_with_what_goes(degrees, model, most):
 @pytest.mark.parametrize("count", [1, 4])
 def test_there_is_a_device_for_each_rank(count):
     check_devices(Degrees(ulysses=2), ("cpu", "cpu"))
-    with pytest.raises(ValueError, match=f"Set devices to 2, .* devices names {count} .* needs 2"):
+    with pytest.raises(ValueError, match=f"^Set devices to 2 devices, .* devices names {count} .* needs 2"):
         check_devices(Degrees(ulysses=2), ("cpu",) * count)
 
 
