@@ -60,7 +60,7 @@ def split(span: Span, parts: int) -> tuple[Span, ...]:
 
 
 def split_units(span: Span, parts: int, units: int) -> tuple[Span, ...]:
-    """Like `split`, for this number of equal units, which stay whole."""
+    """Like `split`, but no cut divides one of this number of equal units."""
     size, rest = divmod(len(span), units)
     assert not rest, f"{len(span)} has no {units} equal units"
     return tuple(Span(each.start * size, each.stop * size).shift(span.start) for each in split(Span(0, units), parts))

@@ -50,8 +50,8 @@ class Plan:
 
     @property
     def doubt(self) -> str:
-        """Why no degrees can be advised by these seconds: a gain above the number of ranks. Empty if there is no doubt. If
-        one device has to stream weights, there is no doubt: N devices may then really be more than N times as fast."""
+        """The reason for advising no degrees: these seconds gain more than the number of ranks. Empty if there is none. If
+        one device has to stream weights, that is not a reason: N devices may then really be more than N times as fast."""
         one = self.one_device
         if one.lacks or one.most_streamed:
             return ""

@@ -28,7 +28,11 @@ def test_a_run_that_is_never_close_enough_is_exact(found, mode):
 
 @pytest.mark.parametrize(
     ("case", "why"),
-    [("step cache", "because of a step cache, a ControlNet or a guidance node"), ("one patch", "because the run is exact")],
+    [
+        ("step cache", "because of a step cache, a ControlNet or a guidance node"),
+        ("one patch", "because the run is exact"),
+        ("one rank", "because the run is exact"),
+    ],
 )
 def test_a_run_whose_closeness_is_not_judged_says_why(found, case, why):
     got = found[case]

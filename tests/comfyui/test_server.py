@@ -67,6 +67,20 @@ def test_quickstart_gives_a_picture_its_report_and_progress(server):
     assert re.search(r"close to exact: [248] patches, warm-up 1", report)  # by the block times that the ranks measured
 
 
+def test_only_the_page_that_queued_is_told_what_nodes_say(server):
+    with Events(server.port, "first-page") as first, Events(server.port, "second-page") as second:
+        first_id = server.queue(small(seed=31), client_id="first-page")
+        first.until("execution_success", first_id)
+        pageless = server.wait(json.loads(server.post("/prompt", {"prompt": small(seed=32)}))["prompt_id"])
+        second_id = server.queue(small(seed=33), client_id="second-page")
+        second.until("execution_success", second_id)
+        last_id = server.queue(small(seed=34), client_id="first-page")
+        first.until("execution_success", last_id)
+    assert pageless.status == "success", pageless.error
+    told = [[text for _, text in page.texts if "close to exact" in text] for page in (first, second)]
+    assert [len(texts) for texts in told] == [2, 1]
+
+
 def test_pipefusion_sampler_equals_ksampler_with_apply_pipefusion(server):
     both = [server.run(small(name, seed=3, steps=4)) for name in ("quickstart", "native_ksampler")]
     assert [outcome.status for outcome in both] == ["success", "success"], both

@@ -78,7 +78,7 @@ def _sage(override: Callable[..., Any]) -> str | None:
 
 
 def _functions(override: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The function and those that it calls by its closure, also behind decorators."""
+    """The function, the functions in its closure, and those that decorators wrap."""
     pending, seen = [override], set()
     while pending:
         function = inspect.unwrap(pending.pop())

@@ -35,3 +35,4 @@ def main(results: Results) -> None:
     results.case("99 dB, displaced", partial(asked, displaced, 99.0))
     results.case("step cache", partial(asked, piped, 25.0, lambda model: node("ParallelStepCache", model, 0.2, 0.0, 1.0)))
     results.case("one patch", partial(asked, piped, 25.0, patches=1))
+    results.case("one rank", partial(asked, parallel(BUNDLED, pipe=1, devices="cpu"), 25.0))
