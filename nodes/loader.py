@@ -241,7 +241,8 @@ def model_of(
 ) -> RemoteModelPatcher:
     """Return the MODEL of an opened file. `planned`: degrees are worked out at the first image. `values`: of all `widgets`.
 
-    ValueError as `load_model`."""
+    ValueError as `load_model`.
+    """
     checkpoint = file.checkpoint
     if file.own.unet:
         _check_unet(checkpoint.path.name, degrees, planned, bool(values["compile"]))

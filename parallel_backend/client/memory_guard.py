@@ -209,7 +209,8 @@ class MemoryGuard:
         """Move weights so that these requests fit, and update `free`. Raises ValueError if they cannot fit.
 
         Weights come back to a device with free memory. They stay out of memory that the last run's requests needed: the next
-        conditioning would move them out again. Ranks move weights before they handle later calls."""
+        conditioning would move them out again. Ranks move weights before they handle later calls.
+        """
         self._since.update(requests)
         free.move_to(self.resident.expected())
         free.memories = self._with_room(requests, free.memories, self.resident.expected())

@@ -74,7 +74,8 @@ class Registry:
         `owner` is kept alive while the model is on ranks, and then until the next use of a model: the object that frees the
         weights must outlive them. `make_room`, `expected()`: for loading, see loading.load_model; other models on the same
         ranks free memory after `make_room`. `opened`: the file. None: the file as it is now. If a device runs out of memory
-        during loading, the model is loaded once more and streams more of its weights (memory_guard.py)."""
+        during loading, the model is loaded once more and streams more of its weights (memory_guard.py).
+        """
         with self._lock:
             entry = self.models.find(setup)
             known = None if entry is None or entry.model.checkpoint.has_changed else entry.model.checkpoint

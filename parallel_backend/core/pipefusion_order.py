@@ -3,7 +3,8 @@
 A *call* is one evaluation of the transformer by the sampler. An exact call is one micro-step over the whole latent; a banded
 call is one micro-step per band. Every stage executes the same micro-steps in the same order. A micro-step moves only from
 one stage to the next, so the traffic is acyclic. In PipeFusion (arXiv 2405.14430) the last stage sends back to the first;
-here the sampler in the client is between them."""
+here the sampler in the client is between them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,7 +3,8 @@
 A query block of 64 tokens attends to all tokens of some key blocks. Of each other key block it sees one summary, or nothing.
 There are three ways to choose the blocks: by a threshold (Sol-Attn, arXiv 2607.24027), a number of the best blocks (SLA), or
 a number of the best cubes of a video with a learned share of the summaries (VSA of FastVideo). comfy-kitchen's `sol_attn`
-computes all three."""
+computes all three.
+"""
 
 from dataclasses import dataclass
 

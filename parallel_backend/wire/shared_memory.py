@@ -3,7 +3,8 @@
 The client creates a segment, copies tensors into it, and gives their offsets in a message's header. On Linux a segment is an
 anonymous file in memory whose handle is sent over the control socket: no other process can open it, and the size of /dev/shm
 does not limit it. It is freed with the last process that has it. On other systems, and to other machines, all tensors are
-sent over the connection."""
+sent over the connection.
+"""
 
 import mmap
 import os

@@ -3,7 +3,8 @@
 The node puts a patch around some blocks of the native model. A branch of copies of such blocks starts from the first block's
 input. Each copy adds to the output of one block, for all tokens. The branch reads timesteps and positions, but no block's
 output. So the native model runs here without its blocks. Each patch is called around a block that returns zeros; what it
-adds is the residual."""
+adds is the residual.
+"""
 
 import copy
 import re

@@ -3,7 +3,8 @@
 The rule is that of ComfyUI from 0.34.5. Such a LoRA enlarges the rows of both output layers to those of N heads, one for
 each part of a grid of timesteps. The first block of rows is a head; the others are added to it. A step uses their mean over
 the parts that it spans, weighted by the parts' lengths. Ranks keep the first head as the layer's weight. Each other block is
-a group of additions whose strength is its share in the step."""
+a group of additions whose strength is its share in the step.
+"""
 
 from collections.abc import Iterator, Mapping
 from itertools import count

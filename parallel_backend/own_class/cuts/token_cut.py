@@ -179,7 +179,8 @@ class TokenCut(ABC):
         """Return the values to add to the latent's tokens. If tokens are cut, only this rank's rows, with zeros for its
         references. Otherwise all rows, with zeros for other bands.
 
-        `residual_BND`: for all of the latent's tokens or for the band's, in the order of bands."""
+        `residual_BND`: for all of the latent's tokens or for the band's, in the order of bands.
+        """
         band = self.band
         if band is None:
             own = self.ranks.parts(Span(0, residual_BND.shape[1]))[self.index] or STAND_IN

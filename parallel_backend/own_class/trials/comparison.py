@@ -160,7 +160,8 @@ class ComparedRank(TokenCut):
     """The run of one sequence rank. Values from other ranks are taken from the uncut run.
 
     Raises Unproven if a value of the rank is not a part of the uncut run's. `tensor_rank`: which part of each layer's
-    weights the model has at present (feature_trial.py)."""
+    weights the model has at present (feature_trial.py).
+    """
 
     def __init__(self, blocks: Sequence[OwnBlock], index: int, whole: WholeRun, tensor_rank: TensorRank = ALL_LAYERS):
         super().__init__(blocks, index, SequenceCut((1.0,), RANKS, repeat_text=False))

@@ -1,7 +1,8 @@
 """Tries whether tensor ranks, each with its part of a class's layers, compute what the uncut model does.
 
 The uncut run records the outputs of its layers. Then ranks run one after the other in one process. At a layer whose outputs
-are summed or gathered, a rank continues with the recorded values. The ranks' own values must add up to them."""
+are summed or gathered, a rank continues with the recorded values. The ranks' own values must add up to them.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -259,7 +260,8 @@ def _amounts(cuts: Sequence[OwnCut], head_sizes: set[int], ranks: int) -> dict[i
     """Return numbers that may have to be divided over ranks -> their units, see OwnBlock.
 
     They are numbers of features (of one part of a cut layer's side, or of consecutive parts) and numbers of heads. If two
-    parts have the same size, the one with fewer units counts."""
+    parts have the same size, the one with fewer units counts.
+    """
     parts: set[tuple[int, int]] = set()
     for cut in cuts:
         if cut.kind == CutKind.GATHER.value:
@@ -287,7 +289,8 @@ def _settings(
     they are tried.
 
     The first one has all attributes whose value is in `amounts`, and none of the `tables`. The next ones have one attribute
-    less or one axis of tables more, and so on."""
+    less or one axis of tables more, and so on.
+    """
     by_name: dict[tuple[str, int], list[tuple[str, str, int]]] = {}
     for path, module in block.named_modules():
         if not isinstance(module, LAYERS):

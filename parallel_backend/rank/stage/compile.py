@@ -2,7 +2,8 @@
 
 Exchanges between stages and ranks stay outside of a block's graphs (StageBlocks.wrap). Attention, packed weights, and layers
 with hooks, such as those of tensor parallelism, run between two graphs. So all blocks of a class share their graphs. No
-graph contains a transfer or a K/V buffer, and all ranks transfer in the code's order."""
+graph contains a transfer or a K/V buffer, and all ranks transfer in the code's order.
+"""
 
 import functools
 import logging
