@@ -1,6 +1,10 @@
 """The command: every template with a diffusion model of this machine, or those that are named.
 
-python -m tests.campaigns.templates --json benchmarks/results/templates_DATE.json --page
+    python -m tests.campaigns.templates --json benchmarks/results/templates_DATE.json --page
+
+Or another pack's workflow files, after *Move in from other packs*:
+
+    python -m tests.campaigns.templates --move-in FOLDER/*.json --json benchmarks/results/move_in_DATE.json
 """
 
 import argparse
@@ -16,7 +20,7 @@ from testing.comfyui.scripted import ComfyUI, Inside
 from tests.comfyui.conftest import SCRIPTS
 
 from ..result import keep
-from .conversion import convert
+from .conversion import convert, move_in
 from .runner import DIFFERS, FAILED, Verdict, run_all
 
 START, END = "<!-- templates: python -m tests.campaigns.templates -->", "<!-- end of templates -->"
@@ -29,20 +33,24 @@ def main() -> int:
     parser.add_argument("--comfyui", type=Path, default=Path.home() / "ComfyUI", help="folder with ComfyUI's main.py")
     parser.add_argument("--json", type=Path, help="where the result is written")
     parser.add_argument("--page", action="store_true", help="write the table of benchmarks/results/templates.md")
+    parser.add_argument("--move-in", nargs="+", type=Path, default=[], help="workflow files to run in place of templates")
     options = parser.parse_args()
     checkout = options.comfyui.resolve()
     python = find_python(checkout)
-    verdicts = []
+    verdicts, moved = [], []
     with tempfile.TemporaryDirectory(prefix="parallel-dit-templates-") as folder:
         base = Path(folder)
         for name in ("models/diffusion_models", "models/loras", "input", "output"):
             (base / name).mkdir(parents=True)
-        chosen = convert(checkout, python, base, options.names)
+        if options.move_in:
+            moved = move_in(checkout, python, base, options.move_in)
+        chosen = [template for template, _ in moved] or convert(checkout, python, base, options.names)
         with contextlib.closing(Inside(ComfyUI(checkout, python), base, SCRIPTS)) as inside:
             for verdict in run_all(chosen, inside, base):
                 verdicts.append(verdict)
                 print(f"{verdict.name}: {verdict.outcome} {verdict.difference or ''} {verdict.reason}", flush=True)
-    keep(options.json, uses=uses(verdicts), templates=[verdict.as_json() for verdict in verdicts])
+    told = {"left": {template.name: left for template, left in moved if left}} if moved else {"uses": uses(verdicts)}
+    keep(options.json, **told, templates=[verdict.as_json() for verdict in verdicts])
     if options.page:
         page = PACK / "benchmarks" / "results" / "templates.md"
         before, rest = page.read_text().split(START)

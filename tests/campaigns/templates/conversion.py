@@ -1,9 +1,10 @@
-"""Templates of the installed package -> prompts in API form, made by ComfyUI's own editor in a browser."""
+"""Templates of the installed package, or workflows of other packs after *Move in*, -> prompts in API form, made by ComfyUI's
+own editor in a browser."""
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ CONVERT = """async graph => {
 }"""
 LOADERS = ("UNETLoader", "CheckpointLoaderSimple", "ImageOnlyCheckpointLoader")
 """Nodes whose diffusion model runs on this machine, not at a provider of models."""
+PASSING = ("easy cleanGpuUsed",)
+"""Nodes of other packs that give what they take, which other packs' workflows use. ComfyUI's editor bypasses them."""
+BYPASSED = 4
+"""A node's mode."""
 MILLISECONDS = 120_000
 
 
@@ -80,12 +85,40 @@ def convert(checkout: Path, python: Path, base: Path, names: Collection[str] = (
                 and graph.exists()
                 and any(loader in (text := graph.read_text()) for loader in LOADERS)
             ):
-                made = page.evaluate(CONVERT, json.loads(text))
-                about = name, entry["title"], entry.get("usage") or 0
-                prompt = {number: node for number, node in made["prompt"].items() if node["class_type"]}
-                template = Template(*about, prompt, tuple(made["unknown"]))
+                template = _template(page, json.loads(text), name, entry["title"], entry.get("usage") or 0)
                 if template.files():
                     found.append(template)
     if unknown := set(names) - {template.name for template in found}:
         raise LookupError(f"no such template: {', '.join(sorted(unknown))}")
     return sorted(found, key=lambda template: (-template.uses, template.name))
+
+
+def move_in(checkout: Path, python: Path, base: Path, files: Iterable[Path]) -> list[tuple[Template, list[str]]]:
+    """Workflow files of other packs after *Move in*, each with the sentences on what it left. RuntimeError without a
+    browser."""
+    found = []
+    with ComfyUIServer(checkout, base, python) as server, open_editor(server) as page:
+        for file in files:
+            answer = json.loads(server.post("/parallel_dit/move_in", json.loads(file.read_text("utf-8"))))
+            for node in answer["workflow"]["nodes"]:
+                if node["type"] in PASSING:
+                    node["mode"] = BYPASSED
+            template = _template(page, answer["workflow"], file.stem, file.stem, 0)
+            found.append((replace(template, prompt=_without_gguf(template.prompt)), answer["left"]))
+    return found
+
+
+def _without_gguf(prompt: dict[str, Any]) -> dict[str, Any]:
+    """ComfyUI's loader in the place of ours, which reads GGUF: the small files are none, and ComfyUI alone reads none."""
+    made = dict(prompt)
+    for number, node in prompt.items():
+        if node["class_type"] == "ParallelDiTLoader":
+            inputs = {"unet_name": node["inputs"]["model_name"].replace(".gguf", ".safetensors"), "weight_dtype": "default"}
+            made[number] = {"class_type": "UNETLoader", "inputs": inputs}
+    return made
+
+
+def _template(page: Any, graph: dict[str, Any], name: str, title: str, uses: int) -> Template:
+    made = page.evaluate(CONVERT, graph)
+    prompt = {number: node for number, node in made["prompt"].items() if node["class_type"]}
+    return Template(name, title, uses, prompt, tuple(made["unknown"]))

@@ -42,6 +42,9 @@ def run_all(templates: Iterable[Template], inside: Inside, base: Path) -> Iterat
     saved: set[str] = set()
     for template in templates:
         files = {file: case_of(file) for file in template.files()}
+        if not files:
+            yield Verdict(*about(template), NOT_RUN, f"this ComfyUI has no {', '.join(template.unknown)}")
+            continue
         others = [f"{file}: {what_it_is(file)}" for file, case in files.items() if case is None]
         if others:
             yield Verdict(*about(template), NOT_OURS, "; ".join(others))

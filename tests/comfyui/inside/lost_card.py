@@ -7,6 +7,7 @@ that run computes the same calls again.
 import contextlib
 import functools
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -88,14 +89,19 @@ def main(results: Results, name: str, runs: dict[str, tuple[str, int, str, str, 
     def answered(run: BandedRun) -> set[tuple[int, int]]:
         return {key for key, request in run._requests.items() if request.future.done()}
 
-    def lost(mode, ranks, sampler, kind, step, steps) -> dict[str, Any]:
-        model, found = model_of(name, mode, ranks), {}
-        found["setup before"] = str(model.model.diffusion_model.setup.degrees)
-        run = functools.partial(ksampler, model, prompts, empty, sampler, steps)
+    @functools.cache
+    def usual(mode, ranks, sampler, steps) -> Any:
+        """The samples of a run that loses nothing."""
         registry().close()
         registry().start_of = lambda _devices: functools.partial(LocalRanks)
-        usual = run()
+        samples = ksampler(model_of(name, mode, ranks), prompts, empty, sampler, steps)
         registry().close()
+        return samples
+
+    def lost(mode, ranks, sampler, kind, step, steps) -> dict[str, Any]:
+        expected, model, found = usual(mode, ranks, sampler, steps), model_of(name, mode, ranks), {}
+        found["setup before"] = str(model.model.diffusion_model.setup.degrees)
+        run = functools.partial(ksampler, model, prompts, empty, sampler, steps)
         breaks, go_on = [], BandedRun.go_on
 
         def noted(self, model, *arguments):
@@ -108,18 +114,23 @@ def main(results: Results, name: str, runs: dict[str, tuple[str, int, str, str, 
             entry = functools.partial(acting, orders, worker=functools.partial(worker_on, EmulatedDevice(ROOM, 1e9)))
             registry().start_of = lambda _devices: functools.partial(LocalRanks, entry=entry)
             run()  # the ranks are warm
+            began = time.monotonic()
+            run()
+            found["seconds of a run that loses nothing"] = time.monotonic() - began
             told.texts.clear()
             started.clear()
+            began = time.monotonic()
             with (
                 at_step(step, lambda: orders.write_text(f"{ranks // 2} {ACTS[kind]}")),
                 mock.patch.object(BandedRun, "go_on", noted),
             ):
                 samples = run()
+            found["seconds"] = time.monotonic() - began
             found["did not fail"] = orders.exists()
         found |= {
             "told": [text.removeprefix("Parallel DiT: ") for text in told.texts if any(part in text for part in TOLD)],
             "starts": list(started),
-            "difference": difference(usual, samples),
+            "difference": difference(expected, samples),
             "calls made again": [len(each[1]) for each in breaks],
             "setup after": str(model.model.diffusion_model.setup.degrees),
         }
