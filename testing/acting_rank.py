@@ -25,15 +25,24 @@ def acting(
     compute = Engine._compute
 
     def computed(*arguments):
-        if orders.exists():
-            rank, act = orders.read_text().split()
-            if settings.rank == int(rank):
-                orders.unlink()
-                ACTS[act]()
+        rank, act = read(orders)
+        if settings.rank == int(rank):
+            orders.unlink()
+            ACTS[act]()
         return compute(*arguments)
 
     Engine._compute = computed
     main(settings, connection, *(() if worker is None else (worker,)))
+
+
+def read(orders: Path) -> list[str]:
+    """The rank's number and what it is to do. Number -1 if there is no order: it may be about to be written, or another rank
+    has just removed it."""
+    try:
+        text = orders.read_text()
+    except FileNotFoundError:
+        text = ""
+    return text.split() or ["-1", ""]
 
 
 def kill() -> None:
