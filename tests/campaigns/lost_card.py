@@ -40,7 +40,8 @@ NOT_ON_4 = {
 WITHOUT_BLOCKS = ("stages", "stages with a LoRA", "pipefusion")
 """A stage of the small model on 4 ranks has no block that it could stream after it ran out of memory."""
 AT_ONCE = 4
-"""Runs in one script, which computes the run that loses nothing once for each model, mode and sampler."""
+"""Runs in one script, which computes the run that loses nothing once for each model, mode and sampler. Runs that are out of
+memory are alone: the process streams all of this small model from the first time on, and the second is an error."""
 Run = tuple[str, int, str, str, int, int]
 """Mode, ranks, sampler, kind, step, steps: see tests/comfyui/inside/lost_card.py."""
 
@@ -116,7 +117,8 @@ def main() -> int:
         mini.save(mini.random_model(mini.IN_COMFYUI), models / "tiny.safetensors")
         with contextlib.closing(Inside(ComfyUI(checkout, find_python(checkout)), Path(directory), SCRIPTS)) as inside:
             while left and time.monotonic() < end:
-                runs, left = {name_of(run): run for run in left[:AT_ONCE]}, left[AT_ONCE:]
+                count = 1 if left[0][3] == "out of memory" else AT_ONCE
+                runs, left = {name_of(run): run for run in left[:count]}, left[count:]
                 found, _ = inside.run("lost_card", name="tiny.safetensors", runs=runs)
                 rows |= {name: row(each) for name, each in found.items()}
                 keep(options.out, seed=options.seed, steps=STEPS, runs=rows)
