@@ -1,11 +1,13 @@
-"""The server's part of the menu's entry *Move in from other packs*: a workflow with nodes of ComfyUI-MultiGPU or raylight
-becomes one with ComfyUI's own nodes.
+"""The server's part of the menu's entry *Move in from other packs*: a workflow with nodes of ComfyUI-MultiGPU, raylight or
+SGLang becomes one with ComfyUI's own nodes.
 
 web/js/move_in.js sends the workflow file, opens the answer and then does what *Run on several GPUs* does. The request is
 `POST /parallel_dit/move_in` with the file; the answer {"workflow": the new file, "moved": titles, "left": sentences}.
 
 A node of ComfyUI-MultiGPU has the inputs of the node that it extends, and after them a device and sizes. raylight's nodes
-have `ray_actors` where ComfyUI's have `model`; its loader takes LoRAs as an input (src/raylight/nodes.py).
+have `ray_actors` where ComfyUI's have `model`; its loader takes LoRAs as an input (src/raylight/nodes.py). SGLang's loaders
+have ComfyUI's inputs and then their own (apps/ComfyUI_SGLDiffusion/nodes.py). Its nodes of type SGLDiffusion... ask a server
+for whole images, and stay.
 """
 
 import copy
@@ -35,6 +37,7 @@ PASSED = {
     "RayTeaCache": "use Parallel Step Cache",
     "RayCleanVRAMUsed": "ranks and ComfyUI make room for each other",
     "DeviceSelectorMultiGPU": "ComfyUI's loaders choose the device",
+    "SGLDOptions": "set the number of GPUs and the mode on Parallelize Model",
 }
 """Nodes that are removed, and the reason."""
 GGUF, READS_GGUF = "UnetLoaderGGUF", "ParallelDiTLoader"
@@ -48,6 +51,8 @@ RENAMED = {
     "RayGGUFLoader": GGUF,
     "RayControlNetApply": "ControlNetApplyAdvanced",
     "UNetLoaderLP": "UNETLoader",
+    "SGLDUNETLoader": "UNETLoader",
+    "SGLDLoraLoader": "LoraLoaderModelOnly",
     "CheckpointLoaderAdvancedMultiGPU": "CheckpointLoaderSimple",
     "CheckpointLoaderAdvancedDisTorch2MultiGPU": "CheckpointLoaderSimple",
 }
@@ -249,7 +254,7 @@ class Moving:
 
     @staticmethod
     def _theirs(kind: str) -> bool:
-        return kind.endswith("MultiGPU") or kind in RENAMED or RAYLIGHT.match(kind) is not None
+        return kind.endswith("MultiGPU") or kind in {*RENAMED, *PASSED} or RAYLIGHT.match(kind) is not None
 
     def _stock(self, kind: str) -> str:
         return RENAMED.get(kind) or re.sub(r"^Ray", "", SUFFIX.sub("", kind))

@@ -182,3 +182,26 @@ def test_a_workflow_of_neither_pack_stays_as_it_is(moving):
 def test_what_is_no_workflow_file(moving, given):
     with pytest.raises(ValueError, match="no nodes"):
         moving.moved_in(given)
+
+
+def test_sglang(moving):
+    """Its options have no counterpart, and nodes that ask its server stay."""
+    options = ["auto-detect", False, 2, -1, -1, -1, -1, 1, 1, False, "", "none"]
+    answer = moving.moved_in(
+        workflow(
+            {
+                1: ("SGLDOptions", options, [], ["SGLD_OPTIONS"]),
+                2: ("SGLDUNETLoader", ["b.safetensors", "default"], ["sgld_options"], ["MODEL"]),
+                3: ("SGLDLoraLoader", ["l.safetensors", 0.5, "nickname", "all"], ["model"], ["MODEL"]),
+                4: ("KSamplerAdvanced", [1, "fixed", 4], ["model"], ["LATENT"]),
+                5: ("SGLDiffusionServerModel", ["http://localhost:3000/v1", "key"], [], ["SGLD_CLIENT"]),
+            },
+            [(1, 0, 2, "sgld_options"), (2, 0, 3, "model"), (3, 0, 4, "model")],
+        )
+    )
+    loader, lora = ("UNETLoader", "b.safetensors", "default"), ("LoraLoaderModelOnly", "l.safetensors", 0.5)
+    wires = {(loader, 0, lora, "model"), (lora, 0, ("KSamplerAdvanced", 1, "fixed", 4), "model")}
+    assert moving.wires(answer["workflow"]) == wires
+    kinds = ["UNETLoader", "LoraLoaderModelOnly", "KSamplerAdvanced", "SGLDiffusionServerModel"]
+    assert [node["type"] for node in answer["workflow"]["nodes"]] == kinds
+    assert answer["left"] == ["SGLDOptions was removed: set the number of GPUs and the mode on Parallelize Model."]

@@ -1,6 +1,6 @@
 /**
- * Move in from other packs: a workflow with nodes of ComfyUI-MultiGPU or raylight, opened anew with ComfyUI's own nodes. The
- * open workflow stays as it is, in its own tab. nodes/move_in.py changes the file.
+ * Move in from other packs: a workflow with nodes of ComfyUI-MultiGPU, raylight or SGLang, opened anew with ComfyUI's own
+ * nodes. The open workflow stays as it is, in its own tab. nodes/move_in.py changes the file.
  */
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
@@ -9,7 +9,7 @@ import { say } from "./loaders.js";
 export const MOVE_IN = "ParallelDiT.MoveIn";
 export const MOVE_IN_TITLE = "Move in from other packs";
 
-const NONE = "This workflow has no node of ComfyUI-MultiGPU or raylight.";
+const NONE = "This workflow has no node of ComfyUI-MultiGPU, raylight or SGLang.";
 const listed = (titles) => [...new Set(titles)].join("; ");
 
 /** `then()`: what follows with the new workflow. */
