@@ -2,7 +2,7 @@
 
     python -m scripts.make_plans --comfyui ~/ComfyUI [--only flux-dev wan-2.2-t2v-14b]
 
-A model takes one to five minutes. Others' plans in the file of its class stay, if they are for the same code.
+A model takes one to thirty minutes. Others' plans in the file of its class stay, if they are for the same code.
 """
 
 import argparse
