@@ -58,7 +58,7 @@ class KitchenWeight:
         self,
         x: torch.Tensor,
         bias: torch.Tensor | None,
-        expanded: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda expand: expand(),
+        expanded: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
     ) -> torch.Tensor:
         """Return the product [..., in] -> [..., out]. `expanded`: returns the weight in the compute dtype, by the function
         that expands it or as it was kept."""
